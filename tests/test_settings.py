@@ -31,6 +31,7 @@ from deformer_stream.settings import (
     to_variable,
 )
 from deformer_stream.settings.commands import ShardSettings
+from deformer_stream.settings.plant_source import PlantSourceSettings
 
 SECRET = "hunter2-äöü"
 REQUIRED: dict[str, dict[str, str]] = {
@@ -62,6 +63,9 @@ LOGIN_FIELDS = tuple(name for name in ConsumeSettings.model_fields if name.start
 FIELDS_WITH_CONDITIONS = ("source", "output", "topic", "model", "models", *LOGIN, *LOGIN_FIELDS, *REGISTRY_LOGIN)
 SOURCE_LOGIN = {"source_username": "me", "source_password_file": "f", "source_certfile": "c"}
 FIELDS_WITH_CONDITIONS += ("schema_registry_password_file", *SOURCE_LOGIN, "source_password", "nodes")
+MQTT = {"source": "mqtts://broker/plant/#", "state_dir": "d"}
+MQTT_FIELDS = (*PlantSourceSettings.model_fields, "alerts_to", "state_dir")
+FIELDS_WITH_CONDITIONS += ("state_dir", "opcua_policy")
 SECRETS = ("sasl_password", "schema_registry_password", "source_password")
 ALL_OPTIONS = [(command, field) for command, cls in SETTINGS_BY_COMMAND.items() for field in cls.model_fields]
 
@@ -73,6 +77,7 @@ def get_example_values(cls: type[Settings], field: str) -> list[Any]:
         if get_origin(kind) is Literal:
             texts = [str(a) for a in get_args(kind)]
             texts = [t for t in texts if t.startswith("SASL") or field != "security_protocol"]
+            texts = [t for t in texts if t != "None" or field != "opcua_policy"]
             return ([t for t in texts if t != "json" or field != "format"] * 3)[:3]
     if field in ("alpha", "interval", "trim", "suspicious", "quantiles"):
         return ["0.2", "0.3", "0.4"]
@@ -86,7 +91,7 @@ def get_example_values(cls: type[Settings], field: str) -> list[Any]:
         return ["utf-8", "cp1252", "utf-16"]
     if field in ("units", "client_option"):
         return ["a=1", "b=2", "c=3"]
-    if field == "source" and "pattern" in cls.model_fields:
+    if field == "source" and "nodes" in cls.model_fields:
         return ["mqtts://a/plant/#", "mqtt://b:1884/x/+/y", "opc.tcp://c:4840/path"]
     if field == "schema_registry":
         return ["https://a", "https://b:8081/path", "http://registry"]
@@ -113,6 +118,10 @@ def get_login(field: str) -> dict[str, str]:
         return {"source_username": "me"}
     if field.startswith("source_"):
         return SOURCE_LOGIN
+    if field in ("opcua_policy", "opcua_mode"):
+        return {"source": "opc.tcp://server", "source_certfile": "c", "source_cafile": "a"} | (
+            {"opcua_policy": "Basic256Sha256"} if field == "opcua_mode" else {}
+        )
     if field == "nodes":
         return {"source": "opc.tcp://server"}
     if field == "sasl_oauth_token_file":
@@ -179,6 +188,9 @@ def test_flag_precedes_environment_precedes_file_precedes_default(
     others.pop(field, None)
     if field in ("source", "output") and command in ("consume", "produce"):
         others.pop("topic")
+    if field in MQTT_FIELDS and command == "consume":
+        others.pop("topic")
+        others |= {name: value for name, value in MQTT.items() if name != field}
     flag, variable, file = get_example_values(cls, field)
     config = tmp_path / "config.toml"
     header = f"[{command}]\n" if table else ""

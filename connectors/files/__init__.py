@@ -12,6 +12,7 @@ modules are:
     terminal      alerts as lines of text for a person
     table_events  conversion of a table to an asynchronous event stream, for `deformer-stream produce`
     imputation    tables with imputed or sampled values, for `deformer-stream impute` and `sample`
+    state_folder  the state of open records, for sources without a log
     background    threads that read ahead and write behind
 """
 
@@ -28,6 +29,7 @@ from connectors.files.sinks import (
     SuspiciousRecordLines,
 )
 from connectors.files.sources import FileSource, InputFiles, ReadOptions, StandardInput, open_input_files, open_source
+from connectors.files.state_folder import StateFolder
 from connectors.files.table_events import iterate_events
 from connectors.files.terminal import TerminalAlerts
 
@@ -44,6 +46,7 @@ __all__ = [
     "RejectedLines",
     "ScoresParquet",
     "StandardInput",
+    "StateFolder",
     "SuspiciousRecordLines",
     "TerminalAlerts",
     "is_evidence",

@@ -11,22 +11,23 @@ import select
 import ssl
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from connectors.mqtt.client import (
+    CONNECT_SECONDS,
+    RECEIVE_MAXIMUM,
+    TEMPORARY_REASONS,
+    MqttOptions,
+    connect,
+    create_client,
+    make_refusal,
+)
 from deformer_stream import log
 from deformer_stream.codec.bridge_messages import BridgeMessage
 from deformer_stream.errors import ConfigError, Unavailable
-from deformer_stream.extras import format_remedy, is_installed
 
 if TYPE_CHECKING:
     from paho.mqtt.client import Client
-
-KEEPALIVE_SECONDS = 30
-"""Longest silence of this client in seconds. The broker closes the connection after one and a half times as long."""
-
-CONNECT_SECONDS = 5.0
-"""Longest time in seconds to connect, and to wait for the broker's answers to a connection and a subscription."""
 
 RETRY_SECONDS = 1.0
 """Time in seconds between two attempts to connect."""
@@ -34,54 +35,11 @@ RETRY_SECONDS = 1.0
 CLOSE_SECONDS = 2.0
 """Longest time in seconds to send the acknowledgements that are left when the source is closed."""
 
-RECEIVE_MAXIMUM = 16_384
-"""Number of messages without acknowledgement that the broker may send."""
-
 MAX_PENDING_BYTES = 64 * 2**20
 """Beyond this size of the messages without acknowledgement, nothing is read until some are acknowledged."""
 
 SESSION_TAKEN_OVER = 142
 """Reason code with which a broker disconnects a client if another one with the same id has connected."""
-
-
-@dataclass(frozen=True, slots=True)
-class MqttOptions:
-    """The broker, and how messages are received.
-
-    Attributes:
-        host: Name or address of the broker.
-        port: Its port.
-        filter: The topic filter to subscribe to.
-        client_id: The id of the session, different for each bridge.
-        session_seconds: How long the broker keeps messages while this client is not connected.
-        uses_tls: Whether the connection is encrypted.
-        username: User name of the login, None without login.
-        password: Password of the login. It is not part of `repr`.
-        cafile: File of the authority that signed the broker's certificate, None for the system's.
-        certfile: File of the client's certificate, None without.
-        keyfile: File of its private key, None if it is in `certfile`.
-        key_password: Passphrase of the private key. It is not part of `repr`.
-        patience: Seconds to retry while the broker cannot be reached.
-    """
-
-    host: str
-    port: int
-    filter: str
-    client_id: str
-    session_seconds: int = 604_800
-    uses_tls: bool = False
-    username: str | None = None
-    password: str | None = field(default=None, repr=False)
-    cafile: str | None = None
-    certfile: str | None = None
-    keyfile: str | None = None
-    key_password: str | None = field(default=None, repr=False)
-    patience: float = 120.0
-
-    @property
-    def address(self) -> str:
-        """The broker as it is named in messages."""
-        return f"{self.host}:{self.port}"
 
 
 class MqttSource:
@@ -99,8 +57,6 @@ class MqttSource:
     """
 
     def __init__(self, options: MqttOptions) -> None:
-        if not is_installed("paho"):
-            raise ConfigError(f"an MQTT source needs packages that are not installed: {format_remedy('mqtt')}")
         self._options = options
         self._messages: list[BridgeMessage] = []  # received by the running call of `poll`
         self._pending_bytes = 0  # of the messages without acknowledgement
@@ -110,7 +66,11 @@ class MqttSource:
         self._num_connections = 0
         self._away_since: float | None = None
         self._retry_at = 0.0
-        self._client = self._create_client()
+        self._client = create_client(options, options.client_id, manual_ack=True)
+        self._client.on_connect = self._on_connect
+        self._client.on_subscribe = self._on_subscribe
+        self._client.on_disconnect = self._on_disconnect
+        self._client.on_message = self._on_message
         try:
             self._connect()
             deadline = time.monotonic() + CONNECT_SECONDS
@@ -175,35 +135,6 @@ class MqttSource:
         client.disconnect()
         self._is_subscribed = False
 
-    def _create_client(self) -> Client:
-        """Return a client that is not connected."""
-        from paho.mqtt.client import Client
-        from paho.mqtt.enums import CallbackAPIVersion, MQTTProtocolVersion
-
-        options = self._options
-        client = Client(
-            CallbackAPIVersion.VERSION2, options.client_id, protocol=MQTTProtocolVersion.MQTTv5, manual_ack=True
-        )
-        client.connect_timeout = CONNECT_SECONDS
-        if options.username is not None:
-            client.username_pw_set(options.username, options.password)
-        if options.uses_tls:
-            try:
-                context = ssl.create_default_context(cafile=options.cafile)
-                if options.certfile is not None:
-                    context.load_cert_chain(options.certfile, options.keyfile, options.key_password or "")
-            except (OSError, ValueError) as error:
-                raise ConfigError(
-                    f"the certificates for the MQTT broker cannot be used ({error}): check --source-cafile, "
-                    "--source-certfile, --source-keyfile and --source-key-password-file"
-                ) from None
-            client.tls_set_context(context)
-        client.on_connect = self._on_connect
-        client.on_subscribe = self._on_subscribe
-        client.on_disconnect = self._on_disconnect
-        client.on_message = self._on_message
-        return client
-
     def _connect(self) -> None:
         """Open a connection; its confirmation comes later, in `_on_connect`.
 
@@ -211,28 +142,8 @@ class MqttSource:
             Unavailable: The broker cannot be reached.
             ConfigError: Its certificate is not accepted.
         """
-        from paho.mqtt.packettypes import PacketTypes
-        from paho.mqtt.properties import Properties
-
-        options = self._options
-        properties = Properties(PacketTypes.CONNECT)  # type: ignore[no-untyped-call]  # no annotations
-        properties.SessionExpiryInterval = options.session_seconds
-        properties.ReceiveMaximum = RECEIVE_MAXIMUM
         self._lost_reason = ""
-        try:
-            self._client.connect(
-                options.host, options.port, KEEPALIVE_SECONDS, clean_start=False, properties=properties
-            )
-        except ssl.SSLCertVerificationError as error:
-            raise ConfigError(
-                f"the certificate of the MQTT broker at {options.address} is not accepted ({error.verify_message}): "
-                "check --source-cafile and the host name in --source"
-            ) from None
-        except OSError as error:
-            raise Unavailable(
-                f"the MQTT broker at {options.address} cannot be reached ({error}): check --source and that the broker "
-                "is running"
-            ) from None
+        connect(self._client, self._options, self._options.session_seconds)
 
     def _reconnect(self, timeout: float) -> None:
         """Wait for the next attempt to connect, and make it.
@@ -288,12 +199,8 @@ class MqttSource:
 
         if reason.is_failure:
             self._lost_reason = str(reason)
-            if reason.value in (0x88, 0x89, 0x97):  # unavailable, busy, quota exceeded: it may accept us later
-                return
-            self._refusal = ConfigError(
-                f"the MQTT broker at {self._options.address} refuses the connection ({reason}): check "
-                "--source-username, --source-password-file and --client-id"
-            )
+            if reason.value not in TEMPORARY_REASONS:
+                self._refusal = make_refusal(self._options, reason)
             return
         self._num_connections += 1
         self._pending_bytes = 0  # the broker sends again what was not acknowledged

@@ -12,14 +12,14 @@ import queue
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
 import orjson
 
+from connectors.opcua.security import OpcuaOptions, secure_client
 from deformer_stream import log
-from deformer_stream.codec.bridge_messages import UNITS_PER_SECOND, BridgeMessage, TimeUnit
+from deformer_stream.codec.bridge_messages import UNITS_PER_SECOND, BridgeMessage
 from deformer_stream.codec.timestamps import EPOCH
 from deformer_stream.errors import ConfigError, Unavailable
 from deformer_stream.extras import format_remedy, is_installed
@@ -41,33 +41,6 @@ MAX_QUEUED = 100_000
 
 MAX_DEPTH = 32
 """Number of levels of objects below a given node in which variables are searched."""
-
-
-@dataclass(frozen=True, slots=True)
-class OpcuaOptions:
-    """The server, and what is subscribed to.
-
-    Attributes:
-        url: Address of the server.
-        nodes: Ids of variables, or of objects with variables below them; empty for the folder Objects.
-        sampling_interval: Sampling interval that is requested, in seconds.
-        username: User name of the login, None without login.
-        password: Password of the login. It is not part of `repr`.
-        value_field: Name of the field with the value in the messages of this source.
-        time_field: Name of the field with the time.
-        time_unit: Unit of the time.
-        patience: Seconds to retry while the server cannot be reached.
-    """
-
-    url: str
-    nodes: tuple[str, ...] = ()
-    sampling_interval: float = 1.0
-    username: str | None = None
-    password: str | None = field(default=None, repr=False)
-    value_field: str = "value"
-    time_field: str = "time"
-    time_unit: TimeUnit = "s"
-    patience: float = 120.0
 
 
 class OpcuaSource:
@@ -225,7 +198,7 @@ class OpcuaSource:
         """Connect, subscribe to all nodes, and return or raise when the connection is lost.
 
         Raises:
-            ConfigError: A node does not exist, or the server refuses the login.
+            ConfigError: A node does not exist, or the server refuses the login, or the certificates do not fit.
             OSError: The connection is lost.
         """
         from asyncua import Client
@@ -233,6 +206,9 @@ class OpcuaSource:
 
         options = self._options
         client = Client(options.url, timeout=CONNECT_SECONDS)
+        if options.policy != "None":
+            async with asyncio.timeout(CONNECT_SECONDS):
+                await secure_client(client, options)
         if options.username is not None:
             client.set_user(options.username)
             client.set_password(options.password or "")
@@ -242,7 +218,7 @@ class OpcuaSource:
         except UaError as error:
             raise ConfigError(
                 f"the OPC UA server at {options.url} refuses the connection ({type(error).__name__}): check "
-                "--source-username and --source-password-file"
+                "--source-username, --source-password-file and --source-certfile"
             ) from None
         try:
             nodes = await self._find_variables(client)

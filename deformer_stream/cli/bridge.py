@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from deformer_stream.cli import mqtt
 from deformer_stream.cli.examples import EXAMPLES_BY_COMMAND
 from deformer_stream.cli_utils import HELP, HelpCommand, add_debug_option, is_debugging, stop_on_signals
 from deformer_stream.extras import format_remedy, is_installed
 
 if TYPE_CHECKING:
-    from deformer_stream.codec.bridge_messages import TopicPattern
     from deformer_stream.runtime.bridge import BridgePipeline, BridgeSource
     from deformer_stream.runtime.bridge_metrics import BridgeMetrics
     from deformer_stream.settings.bridge_commands import BridgeSettings
@@ -81,6 +81,7 @@ def _connect(settings: BridgeSettings, metrics: BridgeMetrics, cleanup: ExitStac
     from deformer_stream.codec.validation import FieldNames
     from deformer_stream.errors import ConfigError
     from deformer_stream.runtime.bridge import BridgePipeline
+    from deformer_stream.runtime.bridge_metrics import SourceMetrics
 
     pattern = TopicPattern(settings.pattern)
     topic = settings.topic
@@ -89,7 +90,10 @@ def _connect(settings: BridgeSettings, metrics: BridgeMetrics, cleanup: ExitStac
     births = (settings.births_topic or f"{topic}-sparkplug-births") if is_mqtt else None
     if len({topic, dead_letters, births}) < 3:
         raise ConfigError("--topic, --dead-letter-topic and --births-topic must differ: choose three different topics")
-    _check_packages(is_mqtt)
+    if is_mqtt:
+        mqtt.check_packages()
+    elif not is_installed("asyncua"):
+        raise ConfigError(f"this source needs packages that are not installed: {format_remedy('opcua')}")
     cluster = make_cluster(settings)
     specs = describe_bridge_topics(topic, dead_letters, births, settings.partitions)
     limits = ensure_topics(cluster, specs, settings.missing_topics == "create")
@@ -109,49 +113,15 @@ def _connect(settings: BridgeSettings, metrics: BridgeMetrics, cleanup: ExitStac
     if births is None:
         source = _connect_opcua(settings)
         cleanup.callback(source.close)
-        return BridgePipeline(source, translator, sink, metrics)
+        return BridgePipeline(source, translator, sink, metrics, SourceMetrics(metrics))
     sparkplug = SparkplugTranslator(settings.max_message_bytes, max_event_bytes)
     restore_births(cluster, births, sparkplug)
     translator = PrefixTranslator({PREFIX: sparkplug}, translator)
-    source = _connect_mqtt(settings, pattern)
+    from connectors.mqtt import MqttSource
+
+    source = MqttSource(mqtt.make_options(settings, settings.address, pattern, settings.patience, default_id=topic))
     cleanup.callback(source.close)
-    return BridgePipeline(source, translator, sink, metrics, metrics.watch_sparkplug(sparkplug))
-
-
-def _check_packages(is_mqtt: bool) -> None:
-    """Raise `ConfigError` if the packages of the source are not installed."""
-    from deformer_stream.errors import ConfigError
-
-    extra, modules = ("mqtt", ("paho", "google.protobuf")) if is_mqtt else ("opcua", ("asyncua",))
-    if not all(map(is_installed, modules)):
-        raise ConfigError(f"this source needs packages that are not installed: {format_remedy(extra)}")
-
-
-def _connect_mqtt(settings: BridgeSettings, pattern: TopicPattern) -> BridgeSource:
-    """Return a source that is subscribed to the topics of the settings."""
-    from connectors.mqtt import MqttOptions, MqttSource
-
-    def to_text(path: Path | None) -> str | None:
-        return None if path is None else str(path)
-
-    address = settings.address
-    return MqttSource(
-        MqttOptions(
-            host=address.host,
-            port=address.port,
-            filter=address.path or pattern.filter,
-            client_id=settings.client_id or f"deformer-stream-{settings.topic}",
-            session_seconds=min(int(settings.session_expiry), 2**32 - 2),
-            uses_tls=address.scheme == "mqtts",
-            username=settings.source_username,
-            password=settings.read_source_password(),
-            cafile=to_text(settings.source_cafile),
-            certfile=to_text(settings.source_certfile),
-            keyfile=to_text(settings.source_keyfile),
-            key_password=settings.read_source_key_password(),
-            patience=settings.patience,
-        )
-    )
+    return BridgePipeline(source, translator, sink, metrics, SourceMetrics(metrics, sparkplug))
 
 
 def _connect_opcua(settings: BridgeSettings) -> BridgeSource:
@@ -169,5 +139,11 @@ def _connect_opcua(settings: BridgeSettings) -> BridgeSource:
             time_field=settings.time_field,
             time_unit=settings.time_unit,
             patience=settings.patience,
+            policy=settings.opcua_policy,
+            mode=settings.opcua_mode,
+            cafile=settings.source_cafile,
+            certfile=settings.source_certfile,
+            keyfile=settings.source_keyfile or settings.source_certfile,
+            key_password=settings.read_source_key_password(),
         )
     )

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from deformer_stream.cli import factory, file_runs, incident_files
+from deformer_stream.cli import factory, file_runs, incident_files, mqtt
 from deformer_stream.cli.examples import EXAMPLES_BY_COMMAND
 from deformer_stream.cli_utils import (
     HELP,
@@ -32,10 +32,13 @@ from deformer_stream.errors import ConfigError
 from deformer_stream.runtime import process
 
 if TYPE_CHECKING:
+    import threading
+
     from deformer_stream.cli.factory import ServedModels
     from deformer_stream.codec import Codec
     from deformer_stream.codec.model_choice import ModelCodecs
     from deformer_stream.model_store import Artifact
+    from deformer_stream.runtime.metrics import Metrics
     from deformer_stream.runtime.ports import EventSource, Sink
     from deformer_stream.settings import ConsumeSettings
 
@@ -53,6 +56,9 @@ def build_consume() -> click.Command:
         Alerts are written to the alerts topic and to standard output. Rejected events are written to the dead-letter
         topic. Offsets are committed after both are written. SIGINT and SIGTERM end the command after the current batch;
         a second signal ends it immediately.
+
+        With --source mqtt://… it needs no Kafka: alerts are published to the MQTT broker, and messages are acknowledged
+        after that.
         """
         # The handlers are set before the imports below, because these take seconds.
         stop, reload_requested = stop_on_signals(), reload_on_hangup()
@@ -62,7 +68,11 @@ def build_consume() -> click.Command:
         process.shorten_switch_interval()
         process.limit_malloc_arenas()
         settings = load_settings(ConsumeSettings, flags, config, "consume")
-        is_file = _find_kafka_topic(settings)[1] is None
+        is_mqtt = settings.mqtt_address is not None
+        if is_mqtt:
+            mqtt.refuse_kafka_flags(flags)
+        has_kafka = _find_kafka_topic(settings)[1] is not None
+        is_file = not (is_mqtt or has_kafka)
         if is_file and settings.format != "json":
             raise ConfigError(f"--format {settings.format} is for a Kafka topic, but --source is a file: leave it out")
         factory.check_paths([str(settings.source)] if is_file else [], settings.model, models=settings.models)
@@ -78,7 +88,8 @@ def build_consume() -> click.Command:
         logger = log.get_logger("consume")
         # With --drift off, drift is tracked for its metric, but not reported.
         drift_odds = math.inf if settings.drift == "off" else settings.drift or factory.DEFAULT_DRIFT_ODDS
-        models = factory.load_models(settings, drift_odds, states_suspicious=not is_file)
+        decoding = mqtt.separate_field_names(settings) if is_mqtt else settings
+        models = factory.load_models(decoding, drift_odds, states_suspicious=has_kafka)
         engine, choice = models.make_engines(), models.choice
         metrics = Metrics()
         reloader = factory.make_reloader(models, settings, reload_requested)
@@ -91,11 +102,11 @@ def build_consume() -> click.Command:
                 """Return the codec for a model, whose units of features are replaced first."""
                 factory.replace_units(model, settings)
                 if choice is not None:  # the codecs of several models share the translator
-                    return factory.make_codec(model, settings, order="arrival", model_field=choice.field)
-                return factory.make_codec(model, settings, order="arrival", translator=translator)
+                    return factory.make_codec(model, decoding, order="arrival", model_field=choice.field)
+                return factory.make_codec(model, decoding, order="arrival", translator=translator)
 
-            codec = models.combine_codecs(make_codec, settings, translator)
-            source, sinks, is_finite = _connect(settings, models, codec, cleanup)
+            codec = models.combine_codecs(make_codec, decoding, translator)
+            source, sinks = _connect(settings, models, codec, metrics, stop, cleanup)
             if settings.http:
                 cleanup.callback(start_http_server(settings.http, metrics))
             logger.info(
@@ -106,7 +117,7 @@ def build_consume() -> click.Command:
                 source=settings.topic or settings.source,
             )
             # A file is read as fast as possible, so the number of alerts per second says nothing.
-            is_unlimited = is_finite or settings.max_alert_rate in ("off", 0)
+            is_unlimited = is_file or settings.max_alert_rate in ("off", 0)
             max_alert_rate = None if is_unlimited else float(settings.max_alert_rate)
             pipeline = Pipeline(
                 source,
@@ -115,7 +126,7 @@ def build_consume() -> click.Command:
                 sinks,
                 WallClock(),
                 metrics,
-                is_finite,
+                is_file,
                 settings.max_wait,
                 settings.commit_interval,
                 settings.snapshot_interval,
@@ -139,39 +150,45 @@ def build_consume() -> click.Command:
 
 
 def _connect(
-    settings: ConsumeSettings, models: ServedModels, codec: Codec | ModelCodecs, cleanup: ExitStack
-) -> tuple[EventSource, list[Sink], bool]:
+    settings: ConsumeSettings,
+    models: ServedModels,
+    codec: Codec | ModelCodecs,
+    metrics: Metrics,
+    stop: threading.Event,
+    cleanup: ExitStack,
+) -> tuple[EventSource, list[Sink]]:
     """Open the source of events and the sinks of `consume`.
 
-    Events come from a Kafka topic or a file. With Kafka, alerts and rejected events are written to other topics. With
-    `--alerts`, alerts are also written to that file or to standard output.
+    Events come from a Kafka topic, an MQTT broker or a file. With Kafka, alerts and rejected events are written to
+    other topics; with MQTT, alerts are published. With `--alerts`, alerts are also written to that file or to standard
+    output, and with `--rejected`, rejected events to that file.
 
     Args:
         settings: Options of `consume`.
         models: The models.
         codec: Encodes alerts.
+        metrics: Receives what the source reports.
+        stop: Set when the command must end.
         cleanup: An exit stack, to which the functions that close the source and the sinks are added.
-
-    Returns:
-        A triple. First, the source. Second, the list of sinks. Third, whether the source ends: true for a file, false
-        for a Kafka topic.
 
     Raises:
         ConfigError: The options contradict each other.
     """
-    from connectors.files import AlertLines, ReadOptions, TerminalAlerts, open_source
+    from connectors.files import AlertLines, ReadOptions, RejectedLines, TerminalAlerts, open_source
     from deformer_stream.tables.discovery import check_no_overwrite
 
     source: EventSource
     sinks: list[Sink] = []
     servers, topic = _find_kafka_topic(settings)
-    if topic is None:  # `--source` names a file or standard input
+    if settings.mqtt_address is not None:
+        source, sinks = mqtt.connect_to_mqtt(settings, models, metrics, stop, cleanup)
+    elif topic is None:  # `--source` names a file or standard input
         if settings.evidence == "on":
             raise ConfigError(
                 "--evidence on writes to a Kafka topic, but --source is a file: use deformer-stream replay --evidence "
                 "FILE"
             )
-        check_no_overwrite([str(settings.source)], {"--alerts": settings.alerts})
+        check_no_overwrite([str(settings.source)], {"--alerts": settings.alerts, "--rejected": settings.rejected})
         models.check_same_form(settings)
         source = open_source(
             [str(settings.source)],
@@ -192,7 +209,11 @@ def _connect(
         alerts = TerminalAlerts() if _is_terminal(settings.alerts) else AlertLines(settings.alerts, append=True)
         sinks.append(alerts)
         cleanup.callback(alerts.close)
-    return source, sinks, topic is None
+    if settings.rejected:
+        rejected = RejectedLines(settings.rejected, append=True)
+        sinks.append(rejected)
+        cleanup.callback(rejected.close)
+    return source, sinks
 
 
 def _is_terminal(alerts: str) -> bool:
@@ -210,8 +231,8 @@ def _find_kafka_topic(settings: ConsumeSettings) -> tuple[str, str | None]:
     Both come from `--source` if it is a kafka:// URL, otherwise from `--bootstrap-servers` and `--topic`.
 
     Returns:
-        A pair. First, the brokers as host:port, comma-separated. Second, the topic. It is None if `--source` is a file;
-        the brokers are then not used.
+        A pair. First, the brokers as host:port, comma-separated. Second, the topic. It is None if `--source` is a file
+        or an MQTT broker; the brokers of Kafka are then not used.
 
     Raises:
         ConfigError: The kafka:// URL of `--source` does not name a broker and exactly one topic.
@@ -220,7 +241,7 @@ def _find_kafka_topic(settings: ConsumeSettings) -> tuple[str, str | None]:
 
     url = settings.source
     if url is None or not url.startswith("kafka://"):
-        # The settings permit only one of --source and --topic, so the topic is None if --source is a file.
+        # The settings permit only one of --source and --topic, so the topic is None if --source is something else.
         return settings.bootstrap_servers, settings.topic
     # In kafka://HOST:PORT/TOPIC the topic is the path of the URL.
     servers, topic = urlsplit(url).netloc, urlsplit(url).path.strip("/")

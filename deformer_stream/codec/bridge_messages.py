@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
 from math import isfinite
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -45,30 +44,6 @@ MAX_CACHED_TOPICS = 100_000
 _PLAIN_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?|[+-]?(nan|inf|infinity)", re.ASCII | re.IGNORECASE)
 _NUMBER_CHARS = 400
 """Longest text of a number; a longer one is a label."""
-
-
-class BridgeReason(StrEnum):
-    """Why a message, or a reading of it, cannot be translated, beside the reasons of `RejectionReason`."""
-
-    UNKNOWN_TOPIC = "unknown_topic"
-    """The topic does not fit the pattern."""
-    NOT_SPARKPLUG = "not_sparkplug"
-    """The topic or the payload is not that of a Sparkplug B message."""
-    UNKNOWN_ALIAS = "unknown_alias"
-    """A Sparkplug metric has an alias, or lacks a type, that no valid birth certificate has declared."""
-
-
-class UntranslatableError(Exception):
-    """Raised inside a translator if a message, or a reading of it, cannot be translated.
-
-    Attributes:
-        reason: A value of `BridgeReason` or `RejectionReason`.
-        detail: One line that names what cannot be translated.
-    """
-
-    def __init__(self, reason: str, detail: str) -> None:
-        super().__init__(detail)
-        self.reason, self.detail = str(reason), detail
 
 
 class BridgeMessage(NamedTuple):
@@ -108,12 +83,12 @@ class BridgeRefusal(NamedTuple):
 
     Attributes:
         message: The message.
-        reason: A value of `BridgeReason` or `RejectionReason`.
+        reason: Why it is refused.
         detail: One line that describes the problem.
     """
 
     message: BridgeMessage
-    reason: str
+    reason: RejectionReason
     detail: str
 
 
@@ -164,7 +139,7 @@ def add_event(
     device: str,
     values: dict[str, Any],
     time: int,
-    refuse: Callable[[str, str], None],
+    refuse: Callable[[RejectionReason, str], None],
     max_bytes: int = MAX_EVENT_BYTES,
 ) -> None:
     """Add the event of readings of one device and one time to a translation, in parts if it is too large.
@@ -195,20 +170,20 @@ def check_value(name: str, value: object) -> object:
     """Return a value of a reading, after checking that an event can hold it.
 
     Raises:
-        UntranslatableError: It is no number, text, boolean or null, is not finite, or is too long.
+        RejectionError: It is no number, text, boolean or null, is not finite, or is too long.
     """
     if isinstance(value, float) and not isfinite(value):
-        raise UntranslatableError(RejectionReason.NOT_FINITE, f"the value of {quote(name)} is not finite ({value})")
+        raise RejectionError(RejectionReason.NOT_FINITE, f"the value of {quote(name)} is not finite ({value})")
     if isinstance(value, str):
         if len(value) > MAX_TEXT_CHARS:
-            raise UntranslatableError(
+            raise RejectionError(
                 RejectionReason.TOO_LARGE,
                 f"the value of {quote(name)} has {len(value)} characters; at most {MAX_TEXT_CHARS} are accepted",
             )
         if not is_unicode(value):
-            raise UntranslatableError(RejectionReason.WRONG_TYPE, f"the value of {quote(name)} is not Unicode text")
+            raise RejectionError(RejectionReason.WRONG_TYPE, f"the value of {quote(name)} is not Unicode text")
     elif value is not None and not isinstance(value, bool | int | float):
-        raise UntranslatableError(
+        raise RejectionError(
             RejectionReason.WRONG_TYPE, f"the value of {quote(name)} is no number, text, boolean or null"
         )
     return value
@@ -222,16 +197,16 @@ def check_name(field_name: str, value: object) -> str:
         value: The name; a whole number is converted to text.
 
     Raises:
-        UntranslatableError: It is no text, is empty, or is too long.
+        RejectionError: It is no text, is empty, or is too long.
     """
     if type(value) is int:
         value = str(value)
     if not isinstance(value, str) or not is_unicode(value):
-        raise UntranslatableError(RejectionReason.WRONG_TYPE, f"{field_name} is neither text nor a whole number")
+        raise RejectionError(RejectionReason.WRONG_TYPE, f"{field_name} is neither text nor a whole number")
     if not value:
-        raise UntranslatableError(RejectionReason.MISSING_FIELD, f"{field_name} is empty")
+        raise RejectionError(RejectionReason.MISSING_FIELD, f"{field_name} is empty")
     if len(value) > MAX_TEXT_CHARS:
-        raise UntranslatableError(
+        raise RejectionError(
             RejectionReason.TOO_LARGE,
             f"{field_name} has {len(value)} characters; at most {MAX_TEXT_CHARS} are accepted",
         )
@@ -270,13 +245,13 @@ class TopicPattern:
         """Return the device and the feature that a topic names, None for one that the pattern does not contain.
 
         Raises:
-            UntranslatableError: The topic does not fit the pattern, or a name is too long.
+            RejectionError: The topic does not fit the pattern, or a name is too long.
         """
         found = topic.split("/")
         if self._levels is None:
             if len(found) < 2:
-                raise UntranslatableError(
-                    BridgeReason.UNKNOWN_TOPIC,
+                raise RejectionError(
+                    RejectionReason.UNKNOWN_TOPIC,
                     f"the topic {quote(topic)} has one level; at least two are expected, the device and the feature",
                 )
             return check_name("the device of the topic", "/".join(found[:-1])), check_name("the feature", found[-1])
@@ -301,8 +276,8 @@ class TopicPattern:
         return device, feature
 
 
-def _make_pattern_error(topic: str) -> UntranslatableError:
-    return UntranslatableError(BridgeReason.UNKNOWN_TOPIC, f"the topic {quote(topic)} does not fit --pattern")
+def _make_pattern_error(topic: str) -> RejectionError:
+    return RejectionError(RejectionReason.UNKNOWN_TOPIC, f"the topic {quote(topic)} does not fit --pattern")
 
 
 class ValueTranslator:
@@ -337,7 +312,7 @@ class ValueTranslator:
             document = self._parse(message.payload)
             if not isinstance(document, dict):
                 if feature is None:
-                    raise UntranslatableError(
+                    raise RejectionError(
                         RejectionReason.MISSING_FIELD,
                         "the payload is a value, but the topic names no feature; add {feature} to --pattern",
                     )
@@ -346,24 +321,24 @@ class ValueTranslator:
                 values, time = self._read_object(document, feature), self._read_time(document, message.time)
             if device is None:
                 if not isinstance(document, dict) or document.get(self._names.device) is None:
-                    raise UntranslatableError(
+                    raise RejectionError(
                         RejectionReason.MISSING_FIELD,
                         f"neither the topic nor the field {self._names.device!r} names the device",
                     )
                 device = check_name(f"the field {self._names.device!r}", document[self._names.device])
-        except (UntranslatableError, RejectionError) as error:
+        except RejectionError as error:
             refuse(error.reason, error.detail)
             return
         accepted: dict[str, Any] = {}
         for name, value in values.items():
             try:
                 accepted[check_name("the name of a feature", name)] = check_value(name, value)
-            except UntranslatableError as error:
+            except RejectionError as error:
                 refuse(error.reason, error.detail)
         add_event(translation, device, accepted, time, refuse, self._max_event_bytes)
 
     def _find(self, topic: str) -> tuple[str | None, str | None]:
-        """Return the device and the feature of a topic; raise `UntranslatableError` if it does not fit the pattern."""
+        """Return the device and the feature of a topic; raise `RejectionError` if it does not fit the pattern."""
         found = self._found_by_topic.get(topic)
         if found is None:
             found = self._pattern.find(topic)
@@ -376,10 +351,10 @@ class ValueTranslator:
         """Return the value of a payload, which is JSON, or a number or a label as text.
 
         Raises:
-            UntranslatableError: The payload is empty, too large, or neither JSON nor text.
+            RejectionError: The payload is empty, too large, or neither JSON nor text.
         """
         if len(payload) > self._max_bytes:
-            raise UntranslatableError(
+            raise RejectionError(
                 RejectionReason.TOO_LARGE,
                 f"the payload has {len(payload)} bytes; at most {self._max_bytes} are accepted; raise "
                 "--max-message-bytes, or send smaller messages",
@@ -391,13 +366,13 @@ class ValueTranslator:
         try:
             text = payload.decode().strip()
         except UnicodeDecodeError:
-            raise UntranslatableError(
+            raise RejectionError(
                 RejectionReason.NOT_JSON, "the payload is neither JSON nor UTF-8 text; send a number, a text or JSON"
             ) from None
         if not text:
-            raise UntranslatableError(RejectionReason.MISSING_FIELD, "the payload is empty; send a value")
+            raise RejectionError(RejectionReason.MISSING_FIELD, "the payload is empty; send a value")
         if text[0] in '{["':
-            raise UntranslatableError(
+            raise RejectionError(
                 RejectionReason.NOT_JSON, "the payload begins as JSON and is not valid JSON; correct the sender"
             )
         if len(text) <= _NUMBER_CHARS and _PLAIN_NUMBER.fullmatch(text):  # such as +5 or .5, which are not JSON
@@ -408,34 +383,34 @@ class ValueTranslator:
         """Return the values of an object by feature, which are not checked yet.
 
         Raises:
-            UntranslatableError: A field is missing or has another type than expected.
+            RejectionError: A field is missing or has another type than expected.
         """
         names = self._names
         if names.values in document:
             values = document[names.values]
             if not isinstance(values, dict):
-                raise UntranslatableError(
+                raise RejectionError(
                     RejectionReason.WRONG_TYPE, f"the field {names.values!r} is no object of values by feature"
                 )
         elif names.value in document:
             name = document.get(names.feature) if feature is None else feature
             if name is None:
-                raise UntranslatableError(
+                raise RejectionError(
                     RejectionReason.MISSING_FIELD,
                     f"neither the topic nor the field {names.feature!r} names the feature",
                 )
             values = {check_name(f"the field {names.feature!r}", name): document[names.value]}
         elif feature is not None:
-            raise UntranslatableError(
+            raise RejectionError(
                 RejectionReason.MISSING_FIELD, f"the fields {names.value!r} and {names.values!r} are both missing"
             )
         else:  # the features are fields of the object itself
             others = (names.device, names.time)
             values = {name: value for name, value in document.items() if name not in others}
         if not values:
-            raise UntranslatableError(RejectionReason.MISSING_FIELD, "the payload has no reading; send at least one")
+            raise RejectionError(RejectionReason.MISSING_FIELD, "the payload has no reading; send at least one")
         if len(values) > MAX_READINGS:
-            raise UntranslatableError(
+            raise RejectionError(
                 RejectionReason.TOO_LARGE,
                 f"the payload has {len(values)} readings; at most {MAX_READINGS} are accepted; split it",
             )
@@ -445,8 +420,7 @@ class ValueTranslator:
         """Return the time of an object in microseconds since 1970, that of its arrival if it has none.
 
         Raises:
-            RejectionError: The time is malformed, or outside of the years 1 to 9999.
-            UntranslatableError: The time is neither a number nor text.
+            RejectionError: The time is malformed, outside of the years 1 to 9999, or neither a number nor text.
         """
         time = document.get(self._names.time)
         if time is None:
@@ -454,25 +428,25 @@ class ValueTranslator:
         if isinstance(time, str):
             return parse_rfc3339(time)
         if not is_json_number(time):
-            raise UntranslatableError(
+            raise RejectionError(
                 RejectionReason.WRONG_TYPE, f"the field {self._names.time!r} is neither a number nor text"
             )
         return seconds_to_micros(time / self._per_second)
 
 
-def make_refuser(message: BridgeMessage, translation: Translation) -> Callable[[str, str], None]:
+def make_refuser(message: BridgeMessage, translation: Translation) -> Callable[[RejectionReason, str], None]:
     """Return a function that adds the refusal of a message to a translation, once for each reason.
 
     Args:
         message: The message.
         translation: Receives the refusals.
     """
-    reasons: set[str] = set()
+    reasons: set[RejectionReason] = set()
 
-    def refuse(reason: str, detail: str) -> None:
+    def refuse(reason: RejectionReason, detail: str) -> None:
         if reason not in reasons:
             reasons.add(reason)
-            translation.refusals.append(BridgeRefusal(message, str(reason), detail))
+            translation.refusals.append(BridgeRefusal(message, reason, detail))
 
     return refuse
 

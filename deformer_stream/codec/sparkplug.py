@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 
@@ -22,16 +22,14 @@ from deformer_stream.codec.bridge_messages import (
     MAX_EVENT_BYTES,
     MAX_READINGS,
     BridgeMessage,
-    BridgeReason,
     Translation,
-    UntranslatableError,
     add_event,
     check_name,
     check_value,
     is_possible_time,
     make_refuser,
 )
-from deformer_stream.codec.validation import quote
+from deformer_stream.codec.validation import RejectionError, quote
 from deformer_stream.engine.events import RejectionReason
 
 NAMESPACE = "spBv1.0"
@@ -148,6 +146,28 @@ class EdgeNode:
         self.type_by_name = {key: kind for key, kind in self.type_by_name.items() if key[0] != device}
 
 
+class _Received(NamedTuple):
+    """A message of an edge node, and what receives its translation.
+
+    Attributes:
+        kind: Its type, such as "NBIRTH".
+        node_id: The edge node as `GROUP/NODE`.
+        device: The device, "" for the edge node itself.
+        payload: The decoded payload.
+        message: The message.
+        translation: Receives events, requests and states.
+        refuse: A function that adds a refusal, given its reason and its detail.
+    """
+
+    kind: str
+    node_id: str
+    device: str
+    payload: Any
+    message: BridgeMessage
+    translation: Translation
+    refuse: Callable[[RejectionReason, str], None]
+
+
 class SparkplugTranslator:
     """Translates Sparkplug B messages, with what their births have declared.
 
@@ -191,21 +211,21 @@ class SparkplugTranslator:
             node = self._node_by_id.get(node_id)
             if node is None:
                 if len(self._node_by_id) >= MAX_NODES:
-                    raise UntranslatableError(
+                    raise RejectionError(
                         RejectionReason.TOO_LARGE,
                         f"there are more than {MAX_NODES} edge nodes; narrow the topic filter",
                     )
                 node = self._node_by_id[node_id] = EdgeNode()
             self.num_by_kind[kind] += 1
-            self._handle(kind, node_id, device, node, payload, message, translation, refuse)
-        except UntranslatableError as error:
+            self._handle(_Received(kind, node_id, device, payload, message, translation, refuse), node)
+        except RejectionError as error:
             refuse(error.reason, error.detail)
 
     def _read_topic(self, topic: str) -> tuple[str, str, str] | None:
         """Return the type, the edge node as `GROUP/NODE` and the device of a topic; None for what is no reading.
 
         Raises:
-            UntranslatableError: The topic is not one of Sparkplug B.
+            RejectionError: The topic is not one of Sparkplug B.
         """
         parts = topic.split("/")
         if len(parts) >= 2 and parts[1] == "STATE":
@@ -218,44 +238,35 @@ class SparkplugTranslator:
                 device = parts[4] if len(parts) == 5 else ""
                 check_name("the topic", topic)
                 return kind, f"{parts[1]}/{parts[3]}", device
-        raise UntranslatableError(
-            BridgeReason.NOT_SPARKPLUG, f"the topic {quote(topic)} is not {NAMESPACE}/GROUP/TYPE/NODE[/DEVICE]"
+        raise RejectionError(
+            RejectionReason.NOT_SPARKPLUG, f"the topic {quote(topic)} is not {NAMESPACE}/GROUP/TYPE/NODE[/DEVICE]"
         )
 
     def _parse(self, data: bytes) -> Any:
-        """Return the payload of a message; raise `UntranslatableError` if it is too large or malformed."""
+        """Return the payload of a message; raise `RejectionError` if it is too large or malformed."""
         from google.protobuf.message import DecodeError
 
         if len(data) > self._max_bytes:
-            raise UntranslatableError(
+            raise RejectionError(
                 RejectionReason.TOO_LARGE,
                 f"the payload has {len(data)} bytes; at most {self._max_bytes} are accepted; raise --max-message-bytes",
             )
         try:
             payload = self._payload_class.FromString(data)
         except DecodeError:
-            raise UntranslatableError(BridgeReason.NOT_SPARKPLUG, "the payload is not a Sparkplug B payload") from None
+            raise RejectionError(RejectionReason.NOT_SPARKPLUG, "the payload is not a Sparkplug B payload") from None
         if len(payload.metrics) > MAX_READINGS:
-            raise UntranslatableError(
+            raise RejectionError(
                 RejectionReason.TOO_LARGE,
                 f"the payload has {len(payload.metrics)} metrics; at most {MAX_READINGS} are accepted",
             )
         return payload
 
-    def _handle(
-        self,
-        kind: str,
-        node_id: str,
-        device: str,
-        node: EdgeNode,
-        payload: Any,
-        message: BridgeMessage,
-        translation: Translation,
-        refuse: Callable[[str, str], None],
-    ) -> None:
+    def _handle(self, received: _Received, node: EdgeNode) -> None:
         """Handle a message of an edge node, and add what follows from it to the translation."""
+        kind, node_id, device, payload, message, translation, _ = received
         if kind == "NDEATH":
-            self._handle_death(node_id, node, payload, translation)
+            self._handle_death(received, node)
             return
         sequence = payload.seq % NUM_SEQUENCES if payload.HasField("seq") else None
         if kind == "NBIRTH":
@@ -271,7 +282,7 @@ class SparkplugTranslator:
             )
             # A message that the broker delivers again says nothing about what was lost since.
             if not is_known_repetition:
-                self._check_sequence(node_id, node, sequence, message, translation)
+                self._check_sequence(received, node, sequence)
                 if node.sequence is not None:
                     translation.states[node_id + SEQUENCE_SUFFIX] = b"%d" % node.sequence
         if kind == "DDEATH":
@@ -285,21 +296,21 @@ class SparkplugTranslator:
             translation.states[node_id] = _encode_node(node)
             if node.sequence is not None:
                 translation.states[node_id + SEQUENCE_SUFFIX] = b"%d" % node.sequence
-        self._add_readings(node_id, device, node, payload, message, translation, refuse)
+        self._add_readings(received, node)
 
-    def _handle_death(self, node_id: str, node: EdgeNode, payload: Any, translation: Translation) -> None:
+    def _handle_death(self, received: _Received, node: EdgeNode) -> None:
         """Mark an edge node as dead, unless the death belongs to an earlier birth."""
-        number = _find_birth_sequence(payload)
+        node_id, translation = received.node_id, received.translation
+        number = _find_birth_sequence(received.payload)
         if node.is_online and None not in (number, node.birth_sequence) and number != node.birth_sequence:
             return  # the broker has published the will of an earlier connection
         dead = self._node_by_id[node_id] = EdgeNode()
         translation.states[node_id] = _encode_node(dead)
         translation.states[node_id + SEQUENCE_SUFFIX] = b""
 
-    def _check_sequence(
-        self, node_id: str, node: EdgeNode, sequence: int | None, message: BridgeMessage, translation: Translation
-    ) -> None:
+    def _check_sequence(self, received: _Received, node: EdgeNode, sequence: int | None) -> None:
         """Compare a sequence number with the last one, and request a new birth if messages are missing."""
+        node_id, message, translation = received.node_id, received.message, received.translation
         expected = None if node.sequence is None else (node.sequence + 1) % NUM_SEQUENCES
         if expected is not None and sequence == expected:
             node.sequence = sequence
@@ -319,7 +330,7 @@ class SparkplugTranslator:
         """Store the names, types and aliases of a birth."""
         for metric in payload.metrics:
             if len(node.type_by_name) >= MAX_METRICS_OF_NODE:
-                raise UntranslatableError(
+                raise RejectionError(
                     RejectionReason.TOO_LARGE, f"an edge node has more than {MAX_METRICS_OF_NODE} metrics"
                 )
             name = metric.name.decode("utf-8", "replace")
@@ -327,17 +338,9 @@ class SparkplugTranslator:
             if metric.HasField("alias"):
                 node.declaration_by_alias[metric.alias] = (device, name, metric.datatype)
 
-    def _add_readings(
-        self,
-        node_id: str,
-        device: str,
-        node: EdgeNode,
-        payload: Any,
-        message: BridgeMessage,
-        translation: Translation,
-        refuse: Callable[[str, str], None],
-    ) -> None:
+    def _add_readings(self, received: _Received, node: EdgeNode) -> None:
         """Add the readings of a payload to the translation, one event for each time."""
+        _, node_id, device, payload, message, translation, refuse = received
         full_device = f"{node_id}/{device}" if device else node_id
         default_time = payload.timestamp * 1000 if payload.HasField("timestamp") else message.time
         values_by_time: dict[int, dict[str, Any]] = {}
@@ -352,7 +355,7 @@ class SparkplugTranslator:
                 value = check_value(name, _read_value(name, metric, field_name, datatype))
                 time = metric.timestamp * 1000 if metric.HasField("timestamp") else default_time
                 if not is_possible_time(time):
-                    raise UntranslatableError(
+                    raise RejectionError(
                         RejectionReason.WRONG_TYPE,
                         f"the time of {quote(name)} is after the year 9999; send milliseconds since 1970",
                     )
@@ -361,7 +364,7 @@ class SparkplugTranslator:
                     add_event(translation, full_device, {name: value}, time, refuse, self._max_event_bytes)
                 else:
                     values[name] = value
-            except UntranslatableError as error:
+            except RejectionError as error:
                 refuse(error.reason, error.detail)
         for time, values in values_by_time.items():
             add_event(translation, full_device, values, time, refuse, self._max_event_bytes)
@@ -393,26 +396,26 @@ def _identify(node: EdgeNode, device: str, metric: Any) -> tuple[str, int]:
     """Return the name and the type of a metric.
 
     Raises:
-        UntranslatableError: It has neither a valid name nor an alias that is certain.
+        RejectionError: It has neither a valid name nor an alias that is certain.
     """
     if metric.name:
         try:
             name = check_name("the name of a metric", metric.name.decode())
         except UnicodeDecodeError:
-            raise UntranslatableError(RejectionReason.WRONG_TYPE, "the name of a metric is not UTF-8") from None
+            raise RejectionError(RejectionReason.WRONG_TYPE, "the name of a metric is not UTF-8") from None
         datatype = metric.datatype or (node.type_by_name.get((device, name), 0) if node.sequence is not None else 0)
         if not datatype and metric.WhichOneof("value") in ("int_value", "long_value"):
             # Without the type, a negative number cannot be distinguished from a large one.
-            raise UntranslatableError(
-                BridgeReason.UNKNOWN_ALIAS, f"the type of {quote(name)} is not known before a birth of its edge node"
+            raise RejectionError(
+                RejectionReason.UNKNOWN_ALIAS, f"the type of {quote(name)} is not known before a birth of its edge node"
             )
         return name, datatype
     if not metric.HasField("alias"):
-        raise UntranslatableError(RejectionReason.MISSING_FIELD, "a metric has neither a name nor an alias")
+        raise RejectionError(RejectionReason.MISSING_FIELD, "a metric has neither a name nor an alias")
     declared = node.declaration_by_alias.get(metric.alias) if node.sequence is not None else None
     if declared is None or declared[0] != device:
-        raise UntranslatableError(
-            BridgeReason.UNKNOWN_ALIAS,
+        raise RejectionError(
+            RejectionReason.UNKNOWN_ALIAS,
             f"the alias {metric.alias} was not declared by a birth since which no message is missing",
         )
     return check_name("the name of a metric", declared[1]), metric.datatype or declared[2]
@@ -422,10 +425,10 @@ def _read_value(name: str, metric: Any, field_name: str, datatype: int) -> Any:
     """Return the value of a metric as a number, a boolean or text.
 
     Raises:
-        UntranslatableError: It is of a type that no reading has, or is not UTF-8.
+        RejectionError: It is of a type that no reading has, or is not UTF-8.
     """
     if field_name not in _VALUE_FIELDS:
-        raise UntranslatableError(
+        raise RejectionError(
             RejectionReason.WRONG_TYPE, f"the metric {quote(name)} is no number, boolean or text ({field_name})"
         )
     value = getattr(metric, field_name)
@@ -433,7 +436,7 @@ def _read_value(name: str, metric: Any, field_name: str, datatype: int) -> Any:
         try:
             return value.decode()
         except UnicodeDecodeError:
-            raise UntranslatableError(RejectionReason.WRONG_TYPE, f"the text of {quote(name)} is not UTF-8") from None
+            raise RejectionError(RejectionReason.WRONG_TYPE, f"the text of {quote(name)} is not UTF-8") from None
     bits = _BITS_BY_TYPE.get(datatype)
     if bits is not None and field_name in ("int_value", "long_value"):
         value &= (1 << bits) - 1

@@ -70,6 +70,12 @@ class RejectionReason(StrEnum):
     """The event time is too far ahead of the clock."""
     UNKNOWN_MODEL = "unknown_model"
     """The process has several models, and none for the value of the field that determines the model."""
+    UNKNOWN_TOPIC = "unknown_topic"
+    """The topic of an MQTT message does not fit the pattern that names the device and the feature."""
+    NOT_SPARKPLUG = "not_sparkplug"
+    """The topic or the payload is not that of a Sparkplug B message."""
+    UNKNOWN_ALIAS = "unknown_alias"
+    """A Sparkplug metric has an alias, or lacks a type, that no valid birth certificate has declared."""
 
 
 class CloseReason(StrEnum):

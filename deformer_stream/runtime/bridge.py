@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
 
 from deformer_stream import log
 from deformer_stream.codec.bridge_messages import BridgeMessage, Translation, Translator, translate_all
 from deformer_stream.errors import Unavailable
-from deformer_stream.runtime.bridge_metrics import BridgeMetrics
+from deformer_stream.runtime.bridge_metrics import BridgeMetrics, SourceMetrics
 
 POLL_SECONDS = 0.5
 """Longest wait for messages in seconds, after which the loop looks whether it must stop."""
@@ -81,7 +81,7 @@ class BridgePipeline:
         translator: Converts messages to events.
         sink: What events are written to.
         metrics: Receives counts and timings.
-        update_metrics: A function that is called after each batch.
+        source_metrics: Receives what the source reports.
     """
 
     def __init__(
@@ -90,14 +90,13 @@ class BridgePipeline:
         translator: Translator,
         sink: BridgeSink,
         metrics: BridgeMetrics,
-        update_metrics: Callable[[], None] = lambda: None,
+        source_metrics: SourceMetrics,
     ) -> None:
         self._source, self._translator, self._sink = source, translator, sink
-        self._metrics, self._update_metrics = metrics, update_metrics
+        self._metrics, self._source_metrics = metrics, source_metrics
         self._received: list[BridgeMessage] = []  # not translated yet
         self._written: list[BridgeMessage] = []  # of the batch that is being written
         self._write: Future[int] | None = None
-        self._num_counted_connections = 0
 
     def run(self, stop: threading.Event) -> None:
         """Pass messages on until the event is set. Messages that were not written by then are not acknowledged.
@@ -123,15 +122,12 @@ class BridgePipeline:
         is_writing = self._write is not None
         messages = self._source.poll(WRITE_POLL_SECONDS if is_writing else POLL_SECONDS)
         self._received += messages
-        self._metrics.messages.inc(len(messages))
-        self._metrics.repeated.inc(sum(message.is_repeated for message in messages))
         if self._write is not None and self._write.done():
             self._finish_write(self._write)
         if self._write is None and self._received:
             self._begin_write(executor)
-        self._metrics.connections.inc(self._source.num_connections - self._num_counted_connections)
-        self._num_counted_connections = self._source.num_connections
-        self._metrics.unacknowledged.set(len(self._received) + len(self._written))
+        num_unacknowledged = len(self._received) + len(self._written)
+        self._source_metrics.update(messages, self._source.num_connections, num_unacknowledged)
         self._metrics.is_ready = self._source.is_connected
         self._metrics.record_progress()
 
@@ -143,7 +139,6 @@ class BridgePipeline:
             self._metrics.refused.labels(refusal.reason).inc()
         for topic, payload in translation.requests:
             self._source.publish(topic, payload)
-        self._update_metrics()
         self._write = executor.submit(self._run_write, translation)
 
     def _run_write(self, translation: Translation) -> int:

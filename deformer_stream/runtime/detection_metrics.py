@@ -23,11 +23,11 @@ class DetectionMetrics(ProcessMetrics):
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         super().__init__(now)
-        self.records = self._counter("evidence_records_total", "Number of closed records read as evidence.")
-        self.skipped = self._counter(
+        self.records = self.add_counter("evidence_records_total", "Number of closed records read as evidence.")
+        self.skipped = self.add_counter(
             "evidence_skipped_total", "Number of messages of the evidence topic that could not be read."
         )
-        self.unusual = self._counter(
+        self.unusual = self.add_counter(
             "evidence_unusual_total",
             "Number of closed records that came too late to be handled in order of time (late), have no time "
             "(untimed), came again (repeated), or were scored by a model to which the incident budget does not apply "
@@ -35,18 +35,18 @@ class DetectionMetrics(ProcessMetrics):
             "and members that a fleet incident does not list because it has too many (unlisted_members).",
             ["kind"],
         )
-        self.messages = self._counter(
+        self.messages = self.add_counter(
             "incident_messages_total", "Number of messages written about incidents, by state.", ["state"]
         )
-        self.accepted_per_day = self._gauge(
+        self.accepted_per_day = self.add_gauge(
             "incidents_accepted_per_day",
             "Number of false incidents in a day that the incident budget accepts, for all devices together.",
         )
-        self.lag = self._gauge(
+        self.lag = self.add_gauge(
             "consumer_lag", "Number of messages of the partition that are not yet processed.", ["topic", "partition"]
         )
-        self.commit = self._histogram("commit_seconds", "Seconds to commit offsets.")
-        self.snapshot_bytes = self._gauge(
+        self.commit = self.add_histogram("commit_seconds", "Seconds to commit offsets.")
+        self.snapshot_bytes = self.add_gauge(
             "snapshot_bytes", "Size in bytes of the partition's latest snapshot.", ["partition"]
         )
         for state in ("open", "updated", "resolved"):

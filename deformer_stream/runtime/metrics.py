@@ -27,83 +27,83 @@ class Metrics(ProcessMetrics):
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         super().__init__(now)
-        self.events = self._counter("events_total", "Number of events accepted.")
-        self.rejected = self._counter("events_rejected_total", "Number of readings rejected, by reason.", ["reason"])
-        self.combined = self._counter(
+        self.events = self.add_counter("events_total", "Number of events accepted.")
+        self.rejected = self.add_counter("events_rejected_total", "Number of readings rejected, by reason.", ["reason"])
+        self.combined = self.add_counter(
             "events_combined_total", "Number of readings combined with an earlier one of the same time slot."
         )
-        self.misrouted = self._counter(
+        self.misrouted = self.add_counter(
             "records_misrouted_total",
             "Number of records opened while a record with the same id was open in another partition, found by checking "
             "one of 17 opened records. Producers must key messages by record id.",
         )
-        self.open = self._gauge("records_open", "Number of records that are open now.")
-        self.closed = self._counter("records_closed_total", "Number of records closed, by reason.", ["reason"])
-        self.alerts = self._counter("alerts_total", "Number of alerts raised.")
-        self.held_back = self._counter(
+        self.open = self.add_gauge("records_open", "Number of records that are open now.")
+        self.closed = self.add_counter("records_closed_total", "Number of records closed, by reason.", ["reason"])
+        self.alerts = self.add_counter("alerts_total", "Number of alerts raised.")
+        self.held_back = self.add_counter(
             "alerts_held_back_total",
             "Number of alerts that were raised and not sent, because there were more than --max-alert-rate permits.",
         )
-        self.scoring = self._histogram("scoring_seconds", "Seconds to score one batch of events.", SECONDS_BUCKETS)
-        self.delay = self._histogram(
+        self.scoring = self.add_histogram("scoring_seconds", "Seconds to score one batch of events.", SECONDS_BUCKETS)
+        self.delay = self.add_histogram(
             "event_to_alert_seconds",
             "Seconds from the time of the event that raised an alert to the moment the alert was sent.",
             SECONDS_BUCKETS,
         )
-        self.batch = self._histogram("batch_events", "Number of events in one batch.", _BATCH_BUCKETS)
-        self.cache = self._gauge("cache_bytes", "Bytes of the attention key-value cache that are in use.")
-        self.rebuilds = self._counter(
+        self.batch = self.add_histogram("batch_events", "Number of events in one batch.", _BATCH_BUCKETS)
+        self.cache = self.add_gauge("cache_bytes", "Bytes of the attention key-value cache that are in use.")
+        self.rebuilds = self.add_counter(
             "cache_rebuilds_total",
             "Number of records whose attention keys and values were evicted from the cache and computed again.",
         )
-        self.late_ties = self._counter(
+        self.late_ties = self.add_counter(
             "ties_late_total",
             "Number of groups of readings with one event time that arrived after that time was already decided.",
         )
-        self.scores_not_finite = self._counter(
+        self.scores_not_finite = self.add_counter(
             "scores_not_finite_total",
             "Number of readings whose score was not finite and was ignored; the model is damaged or its precision is "
             "too low.",
         )
-        self.lag = self._gauge(
+        self.lag = self.add_gauge(
             "consumer_lag", "Number of messages of the partition that are not yet processed.", ["topic", "partition"]
         )
-        self.commit = self._histogram("commit_seconds", "Seconds to commit offsets.", SECONDS_BUCKETS)
-        self.snapshot_bytes = self._gauge(
+        self.commit = self.add_histogram("commit_seconds", "Seconds to commit offsets.", SECONDS_BUCKETS)
+        self.snapshot_bytes = self.add_gauge(
             "snapshot_bytes", "Size in bytes of the partition's latest snapshot.", ["partition"]
         )
-        self.snapshot_age = self._gauge(
+        self.snapshot_age = self.add_gauge(
             "snapshot_age_seconds", "Seconds since the partition's latest snapshot was committed.", ["partition"]
         )
-        self.partitions_waiting = self._gauge(
+        self.partitions_waiting = self.add_gauge(
             "partitions_restoring",
             "Number of assigned partitions that are being restored, or whose open records a new model scores again.",
         )
-        self.poll_gap = self._histogram(
+        self.poll_gap = self.add_histogram(
             "poll_gap_seconds",
             "Seconds from one poll of the source to the next one. The group takes partitions away if it is too long.",
             SECONDS_BUCKETS,
         )
-        self.model = self._gauge(
+        self.model = self.add_gauge(
             "model_info", "Always 1; the label identifies the model in use, or the set of models.", ["fingerprint"]
         )
-        self.models = self._gauge(
+        self.models = self.add_gauge(
             "models_info",
             "Always 1; the labels identify each of several models in use; only with --models.",
             ["model", "fingerprint"],
         )
-        self.model_events = self._counter(
+        self.model_events = self.add_counter(
             "model_events_total", "Number of events accepted, by model; only with --models.", ["model"]
         )
-        self.model_alerts = self._counter(
+        self.model_alerts = self.add_counter(
             "model_alerts_total", "Number of alerts raised, by model; only with --models.", ["model"]
         )
-        self.model_open = self._gauge(
+        self.model_open = self.add_gauge(
             "model_records_open", "Number of records that are open now, by model; only with --models.", ["model"]
         )
         # The second name is that of earlier releases, which dashboards and alert rules may use.
         self.drift, self.drift_by_old_name = (
-            self._gauge(
+            self.add_gauge(
                 name,
                 "Base-10 logarithm of the evidence that the partition's records differ from the calibration records; 2 "
                 "is odds of 100 to 1.",
@@ -111,10 +111,10 @@ class Metrics(ProcessMetrics):
             )
             for name in ("drift_log10_martingale", "drift_martingale")
         )
-        self.alert_share = self._gauge(
+        self.alert_share = self.add_gauge(
             "alert_share", "Share of the latest closed records that have alerted at this alpha.", ["alpha"]
         )
-        self.alert_share_bound = self._gauge(
+        self.alert_share_bound = self.add_gauge(
             "alert_share_bound",
             "Largest share of these records that may alert by chance; more means that the calibration does not fit.",
             ["alpha"],

@@ -46,6 +46,7 @@ from deformer_stream.runtime.metrics import Metrics
 from deformer_stream.runtime.ports import (
     AsyncCommitSource,
     Clock,
+    ConnectedSource,
     EventSource,
     GroupSource,
     PartitionedSource,
@@ -591,7 +592,7 @@ class Pipeline:
         metrics.is_ready = self._is_ready()
 
     def _is_ready(self) -> bool:
-        """Return whether all assigned partitions are restored.
+        """Return whether all assigned partitions are restored, and the source is connected.
 
         A source without partitions, such as a file, is ready at once. A member of a group that has no partitions,
         because the others have them all, is ready to take over.
@@ -599,6 +600,8 @@ class Pipeline:
         source = self._partitioned_source
         if source is None:
             return True
+        if isinstance(source, ConnectedSource) and not source.is_connected:
+            return False
         assigned = source.assigned_partitions
         if not assigned:
             return self._group_source is not None and self._group_source.has_joined

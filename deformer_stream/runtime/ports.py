@@ -158,6 +158,15 @@ class WaitingSource(EventSource, Protocol):
 
 
 @runtime_checkable
+class ConnectedSource(EventSource, Protocol):
+    """A source that receives messages only while a connection exists, and restores the connection itself."""
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether messages can arrive now. If not, the process is not ready."""
+
+
+@runtime_checkable
 class GroupSource(PartitionedSource, Protocol):
     """A source that is a member of a group, and that can leave out partitions for some time.
 

@@ -37,7 +37,7 @@ class ProcessMetrics:
         disable_created_metrics()  # type: ignore[no-untyped-call]  # the package has no annotations here
         # The metrics `process_…`: CPU seconds, memory, open files and the start time. Only Linux has them.
         ProcessCollector(registry=self.registry)
-        self._gauge("ready", "1 if the process is ready, as /readyz states it, else 0.").set_function(
+        self.add_gauge("ready", "1 if the process is ready, as /readyz states it, else 0.").set_function(
             lambda: float(self.is_ready)
         )
 
@@ -49,15 +49,15 @@ class ProcessMetrics:
         """Return whether the loop has made progress within the last `STALL_SECONDS`."""
         return self._now() - self._last_progress < STALL_SECONDS
 
-    def _counter(self, name: str, description: str, labels: Sequence[str] = ()) -> Counter:
+    def add_counter(self, name: str, description: str, labels: Sequence[str] = ()) -> Counter:
         """Return a new counter in the registry; `name` is its name without the prefix `deformer_`."""
         return Counter(_PREFIX + name, description, labels, registry=self.registry)
 
-    def _gauge(self, name: str, description: str, labels: Sequence[str] = ()) -> Gauge:
+    def add_gauge(self, name: str, description: str, labels: Sequence[str] = ()) -> Gauge:
         """Return a new gauge in the registry; `name` is its name without the prefix `deformer_`."""
         return Gauge(_PREFIX + name, description, labels, registry=self.registry)
 
-    def _histogram(self, name: str, description: str, buckets: Sequence[float] = SECONDS_BUCKETS) -> Histogram:
+    def add_histogram(self, name: str, description: str, buckets: Sequence[float] = SECONDS_BUCKETS) -> Histogram:
         """Return a new histogram in the registry; `name` is its name without the prefix `deformer_`.
 
         Args:

@@ -37,6 +37,7 @@ from deformer_stream.settings.option_groups import (
     TABLE_GROUPS,
     OptionGroups,
 )
+from deformer_stream.settings.plant_source import PlantSourceSettings, SourceAddress, parse_source_address
 from deformer_stream.settings.registry import RegistrySettings
 from deformer_stream.settings.tables import TableSettings, WindowedTableSettings
 
@@ -174,7 +175,10 @@ class ModelSetSettings(_AlertSettings):
         return self
 
 
-class ConsumeSettings(ModelSetSettings, KafkaSettings, RegistrySettings):
+_MQTT_SCHEMES = ("mqtt://", "mqtts://")
+
+
+class ConsumeSettings(ModelSetSettings, KafkaSettings, RegistrySettings, PlantSourceSettings):
     """The options of `deformer-stream consume`."""
 
     alternatives: ClassVar[tuple[str, ...]] = ("topic", "source")
@@ -182,8 +186,8 @@ class ConsumeSettings(ModelSetSettings, KafkaSettings, RegistrySettings):
     topic: str | None = Field(None, description="Kafka topic with the events.")
     source: str | None = Field(
         None,
-        description="Source of the events in place of --topic: kafka://HOST:PORT/TOPIC, a file, or - for standard "
-        "input.",
+        description="Source of the events in place of --topic: kafka://HOST:PORT/TOPIC, mqtt://HOST:PORT/FILTER, "
+        "mqtts://… with TLS, a file, or - for standard input.",
     )
     group: str = Field("deformer-stream", min_length=1, description="Name of the Kafka consumer group.")
     from_: Literal["earliest", "latest"] = Field(
@@ -230,6 +234,16 @@ class ConsumeSettings(ModelSetSettings, KafkaSettings, RegistrySettings):
         description="File to which alerts are appended as JSON lines. - is standard output; if it is a terminal, each "
         'alert is a line of text. "" writes none.',
     )
+    alerts_to: str = Field(
+        "deformer-stream/alerts/{device}",
+        min_length=1,
+        max_length=1024,
+        description="With MQTT as the source, the topic to which alerts are published. {device} and {record} stand for "
+        "the device and the record of the alert.",
+    )
+    rejected: Path | None = Field(
+        None, description="File to which rejected events are appended with their reasons, as JSON lines."
+    )
     record_timeout: Timeout = text_default(
         "30s", description="A record is closed if it receives no event for this time."
     )
@@ -259,6 +273,11 @@ class ConsumeSettings(ModelSetSettings, KafkaSettings, RegistrySettings):
     )
     state_topic: str | None = Field(
         None, description="Compacted topic for snapshots (the state of open records). Default: GROUP-TOPIC-state."
+    )
+    state_dir: Path | None = Field(
+        None,
+        description="With MQTT as the source, the folder for the state of open records, from which a restarted process "
+        "continues. It belongs to one process.",
     )
     snapshot_interval: Duration = text_default(
         "5s",
@@ -304,7 +323,50 @@ class ConsumeSettings(ModelSetSettings, KafkaSettings, RegistrySettings):
             raise ValueError(
                 "the URL of --source must not contain a login; use --sasl-username and --sasl-password-file instead"
             )
+        if self.source and self.source.startswith("opc.tcp://"):
+            raise ValueError("consume does not read OPC UA; pass it on to Kafka with deformer-stream bridge")
+        if self.mqtt_address is None:
+            self._refuse_options(_MQTT_OPTIONS, "an MQTT source, such as --source mqtt://HOST/plant/#")
+        else:
+            self._check_mqtt(self.mqtt_address)
         return self
+
+    def _check_mqtt(self, address: SourceAddress) -> None:
+        """Raise `ValueError` if options contradict the MQTT source with this address."""
+        self._refuse_options(_KAFKA_OPTIONS, "Kafka in place of an MQTT source")
+        self.check_topics(address)
+        self.check_source_login(address, address.scheme == "mqtts")
+        if self.state_dir is None:
+            raise ValueError("an MQTT source requires --state-dir, the folder for the state of open records; add it")
+        if address.path.startswith("$share/"):
+            raise ValueError(
+                "--source is a shared subscription, which divides the readings of a record among processes; give each "
+                "process a topic filter of its own"
+            )
+
+    def _refuse_options(self, fields: tuple[str, ...], requirement: str) -> None:
+        """Raise `ValueError` if one of some options is set, because it has no meaning with the source."""
+        found = [field for field in fields if field in self.model_fields_set]
+        if found:
+            raise ValueError(f"{to_flag(found[0])} requires {requirement}; leave it out")
+
+    @property
+    def mqtt_address(self) -> SourceAddress | None:
+        """The parts of the address of the source if it is an MQTT broker, else None."""
+        is_mqtt = self.source is not None and self.source.startswith(_MQTT_SCHEMES)
+        return parse_source_address(self.source) if is_mqtt and self.source is not None else None
+
+
+_MQTT_OPTIONS = (*PlantSourceSettings.model_fields, "alerts_to", "state_dir")
+"""Options of `consume` that have no meaning without an MQTT source."""
+
+_KAFKA_OPTIONS = (
+    *(*RegistrySettings.model_fields, "group", "from_", "instance", "delivery", "alerts_topic", "dead_letter_topic"),
+    *("evidence", "evidence_topic", "next_readings_topic", "state_topic", "lost_state", "missing_topics"),
+    *("session_timeout", "max_poll_records"),
+)
+"""Options of `consume` that have no meaning with an MQTT source. How to connect to Kafka (`KafkaSettings`) may be set
+for all commands, in the environment or in a file. So it has no effect, and the command refuses only its flags."""
 
 
 class InputSettings(WindowedTableSettings, ScoringSettings):

@@ -28,6 +28,11 @@ _SECURITY = (
     *("sasl_oauth_token_file", "sasl_aws_region", "sasl_kerberos_service_name"),
 )
 
+_SOURCE_SECURITY = (
+    *("source_username", "source_password_file", "source_password", "source_cafile", "source_certfile"),
+    *("source_keyfile", "source_key_password_file"),
+)
+
 _INCIDENT_RULE = (
     *("incident_budget", "incident_rule", "segment", "quiet", "silent_after", "gap", "fleet"),
     *("records_per_day", "device_by"),
@@ -55,7 +60,9 @@ SCORING_GROUPS: OptionGroups = {
         *("format", "schema_registry", "schema_registry_username", "schema_registry_password_file"),
         *("schema_registry_password", "schema_registry_cafile"),
     ),
-    "State and recovery": ("state_topic", "snapshot_interval", "open_records", "lost_state"),
+    "State and recovery": ("state_topic", "state_dir", "snapshot_interval", "open_records", "lost_state"),
+    "MQTT": ("pattern", "time_unit", "alerts_to", "client_id", "session_expiry"),
+    "Security of the source": _SOURCE_SECURITY,
     "Memory": ("cache_memory", "record_memory", "max_open_records"),
     "Monitoring": ("http",),
     "Names of JSON fields": (
@@ -149,11 +156,8 @@ DEAD_LETTERS_GROUPS: OptionGroups = {
 BRIDGE_GROUPS: OptionGroups = {
     "Input": ("source", "pattern", "time_unit", "max_message_bytes"),
     "MQTT session": ("client_id", "session_expiry"),
-    "OPC UA": ("nodes", "sampling_interval"),
-    "Security of the source": (
-        *("source_username", "source_password_file", "source_password", "source_cafile", "source_certfile"),
-        *("source_keyfile", "source_key_password_file"),
-    ),
+    "OPC UA": ("nodes", "sampling_interval", "opcua_policy", "opcua_mode"),
+    "Security of the source": _SOURCE_SECURITY,
     "Kafka": (
         *(
             "topic",

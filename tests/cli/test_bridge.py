@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from deformer_stream.errors import ConfigError
-from deformer_stream.settings.bridge_commands import BridgeSettings, parse_source_address
+from deformer_stream.settings.bridge_commands import BridgeSettings
 from deformer_stream.settings.loading import load_settings
+from deformer_stream.settings.plant_source import parse_source_address
 from tests.commands import RunCommand, assert_command_failed
 from tests.conftest import find_free_port
 

@@ -3,32 +3,114 @@
 from __future__ import annotations
 
 import asyncio
+import datetime
 import json
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from asyncua import Server, ua
+from asyncua.common.utils import ServiceError
+from asyncua.crypto.permission_rules import User, UserRole
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import rsa
+from cryptography.x509.oid import NameOID
 
 from connectors.opcua import OpcuaOptions, OpcuaSource
 from deformer_stream.errors import ConfigError, Unavailable
 from tests.conftest import find_free_port
 
 PATIENCE_SECONDS = 60.0
+SECRET, PASSPHRASE = "hunter2-äöü", "swordfish-äöü"
+
+
+class Identity:
+    """An RSA key and a certificate with an application URI, signed by an authority or by the key itself.
+
+    Args:
+        folder: Where the files are written.
+        name: The name of the owner, and of the files.
+        authority: The signer.
+        is_expired: Whether the certificate is not valid any more.
+        passphrase: Passphrase of the file of the key, "" for none.
+
+    Attributes:
+        certificate: Path of the certificate as PEM.
+        key: Path of the key as PEM.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        name: str,
+        authority: Identity | None = None,
+        is_expired: bool = False,
+        passphrase: str = "",
+    ) -> None:
+        self.name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+        self.private_key = rsa.generate_private_key(65537, 2048)
+        self.uri = f"urn:plant:{name}"
+        now, day = datetime.datetime.now(datetime.UTC), datetime.timedelta(days=1)
+        signer = authority or self
+        certificate = (
+            x509.CertificateBuilder()
+            .subject_name(self.name)
+            .issuer_name(signer.name)
+            .public_key(self.private_key.public_key())
+            .serial_number(x509.random_serial_number())
+            .not_valid_before(now - 2 * day)
+            .not_valid_after(now - day if is_expired else now + day)
+            .add_extension(x509.BasicConstraints(ca=name == "authority", path_length=None), critical=True)
+            .add_extension(x509.SubjectAlternativeName([x509.UniformResourceIdentifier(self.uri)]), critical=False)
+            .sign(signer.private_key, hashes.SHA256())
+        )
+        lock: Any = serialization.NoEncryption()
+        if passphrase:
+            lock = serialization.BestAvailableEncryption(passphrase.encode())
+        encoding = serialization.Encoding.PEM
+        self.certificate, self.key = folder / f"{name}.pem", folder / f"{name}-key.pem"
+        self.certificate.write_bytes(certificate.public_bytes(encoding))
+        self.key.write_bytes(self.private_key.private_bytes(encoding, serialization.PrivateFormat.PKCS8, lock))
+
+
+class Operators:
+    """Accepts the user `bridge` with a password.
+
+    Args:
+        password: The password.
+    """
+
+    def __init__(self, password: str) -> None:
+        self._password = password
+
+    def get_user(
+        self, iserver: Any, username: str | None = None, password: str | None = None, certificate: Any = None
+    ) -> User | None:
+        """Return the user of a login, None if it is refused."""
+        return User(role=UserRole.User) if (username, password) == ("bridge", self._password) else None
 
 
 class SimulatedServer:
     """An OPC UA server with the object `Pump7`, which has the variables `Flow`, `State` and `Counts`.
+
+    Args:
+        identity: Its key and certificate. With them it accepts only Basic256Sha256 with encryption.
+        client: The certificate of the only client that it accepts, with an identity.
+        password: The password of the user `bridge`, with an identity.
 
     Attributes:
         url: Its address.
         pump: Id of the object.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, identity: Identity | None = None, client: Path | None = None, password: str = "") -> None:
+        self._identity, self._client, self._password = identity, client, password
         self.url = f"opc.tcp://127.0.0.1:{find_free_port()}"
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
@@ -41,10 +123,17 @@ class SimulatedServer:
         return future.result(PATIENCE_SECONDS)
 
     async def _start(self) -> str:
-        self._server = Server()
+        self._server = Server(user_manager=Operators(self._password) if self._identity else None)
         await self._server.init()
         self._server.set_endpoint(self.url)
-        self._server.set_security_policy([ua.SecurityPolicyType.NoSecurity])
+        if self._identity is None:
+            self._server.set_security_policy([ua.SecurityPolicyType.NoSecurity])
+        else:
+            await self._server.set_application_uri(self._identity.uri)
+            self._server.set_security_policy([ua.SecurityPolicyType.Basic256Sha256_SignAndEncrypt])
+            await self._server.load_certificate(self._identity.certificate)
+            await self._server.load_private_key(self._identity.key)
+            self._server.set_certificate_validator(self._check_client)
         index = await self._server.register_namespace("plant")
         pump = await self._server.nodes.objects.add_object(index, "Pump7")
         self.variables = {
@@ -54,6 +143,11 @@ class SimulatedServer:
         }
         await self._server.start()
         return str(pump.nodeid.to_string())
+
+    async def _check_client(self, certificate: x509.Certificate, _description: Any) -> None:
+        """Refuse other clients than the one that is known."""
+        if self._client is None or certificate != x509.load_pem_x509_certificate(self._client.read_bytes()):
+            raise ServiceError(ua.StatusCodes.BadCertificateUntrusted)
 
     def write(self, name: str, value: Any) -> None:
         """Change the value of a variable."""
@@ -109,3 +203,87 @@ def test_what_is_refused(server: SimulatedServer) -> None:
         OpcuaSource(OpcuaOptions(server.url, ("ns=2;i=99999",)))
     with pytest.raises(Unavailable, match="--source"):
         OpcuaSource(OpcuaOptions(f"opc.tcp://127.0.0.1:{find_free_port()}"))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with the certificates of these tests."""
+    folder = tmp_path_factory.mktemp("certificates")
+    Identity(folder, "own")
+    Identity(folder, "client", passphrase=PASSPHRASE)
+    Identity(folder, "other-client", passphrase=PASSPHRASE)
+    Identity(folder, "stranger", Identity(folder, "own"))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def secured(folder: Path) -> Iterator[SimulatedServer]:
+    """Return a server that requires certificates and a login."""
+    running = SimulatedServer(Identity(folder, "server", Identity(folder, "authority")), folder / "client.pem", SECRET)
+    yield running
+    running.stop()
+
+
+def make_secured_options(secured: SimulatedServer, folder: Path) -> OpcuaOptions:
+    """Return the options with which the server accepts a client."""
+    return OpcuaOptions(
+        secured.url,
+        sampling_interval=0.05,
+        username="bridge",
+        password=SECRET,
+        policy="Basic256Sha256",
+        cafile=folder / "authority.pem",
+        certfile=folder / "client.pem",
+        keyfile=folder / "client-key.pem",
+        key_password=PASSPHRASE,
+    )
+
+
+@pytest.mark.parametrize("trusted", ["authority.pem", "server.pem"])
+def test_an_encrypted_connection(
+    secured: SimulatedServer, folder: Path, trusted: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    options = replace(make_secured_options(secured, folder), cafile=folder / trusted)
+    assert SECRET not in repr(options)
+    assert PASSPHRASE not in repr(options)
+    source = OpcuaSource(options)
+    assert {topic for topic, _, _ in receive(source, 3)} == {"Pump7/Flow", "Pump7/State", "Pump7/Counts"}
+    secured.write("Flow", time.time())
+    assert receive(source, 1)[0][0] == "Pump7/Flow"
+    source.close()
+    output = "".join(capfd.readouterr())
+    assert SECRET not in output
+    assert PASSPHRASE not in output
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"cafile": "own.pem"}, "is not accepted .*--source-cafile"),
+        ({"cafile": "stranger.pem"}, "is not accepted .*--source-cafile"),
+        ({"cafile": "client-key.pem"}, "--source-cafile .* cannot be used"),
+        ({"certfile": "missing.pem"}, "--source-certfile .* cannot be used"),
+        ({"key_password": "wrong"}, "--source-key-password-file"),
+        ({"key_password": None}, "--source-key-password-file"),
+        ({"policy": "Aes256Sha256RsaPss"}, "but Basic256Sha256 with SignAndEncrypt: choose another --opcua-policy"),
+        ({"mode": "Sign"}, "does not offer Basic256Sha256 with Sign,"),
+        ({"password": "wrong"}, "--source-password-file"),
+        ({"certfile": "other-client.pem", "keyfile": "other-client-key.pem"}, "--source-certfile"),
+    ],
+)
+def test_encrypted_connections_that_are_refused(
+    secured: SimulatedServer, folder: Path, changes: dict[str, Any], words: str
+) -> None:
+    files = {name: folder / value for name, value in changes.items() if name.endswith("file")}
+    with pytest.raises(ConfigError, match=words) as error:
+        OpcuaSource(replace(make_secured_options(secured, folder), **(changes | files)))
+    assert SECRET not in str(error.value)
+    assert PASSPHRASE not in str(error.value)
+
+
+def test_an_expired_certificate_of_a_server_is_refused(folder: Path, tmp_path: Path) -> None:
+    expired = SimulatedServer(Identity(tmp_path, "server", is_expired=True), folder / "client.pem", SECRET)
+    options = replace(make_secured_options(expired, folder), cafile=tmp_path / "server.pem")
+    with pytest.raises(ConfigError, match="it has expired"):
+        OpcuaSource(options)
+    expired.stop()

@@ -21,9 +21,10 @@ from deformer_stream.codec.encode_incidents import decode_incident
 from deformer_stream.codec.encode_next_readings import decode_suspicious_record, encode_suspicious_record
 from deformer_stream.codec.encode_outputs import encode_storm
 from deformer_stream.codec.feedback_messages import decode_label
+from deformer_stream.codec.sparkplug import SparkplugTranslator
 from deformer_stream.demo.simulate import simulate
 from deformer_stream.engine.events import RejectionReason, StormNotice
-from deformer_stream.runtime.bridge_metrics import BridgeMetrics
+from deformer_stream.runtime.bridge_metrics import BridgeMetrics, SourceMetrics
 from deformer_stream.runtime.detection_metrics import DetectionMetrics
 from deformer_stream.runtime.metrics import Metrics
 from tests.conftest import ROOT
@@ -143,7 +144,9 @@ def test_reasons_are_explained() -> None:
 
 def test_metrics_are_explained() -> None:
     page = (DOCS / "reference" / "metrics.md").read_text()
-    for registry in (Metrics().registry, DetectionMetrics().registry, BridgeMetrics().registry):
+    bridge = BridgeMetrics()
+    SourceMetrics(bridge, SparkplugTranslator())
+    for registry in (Metrics().registry, DetectionMetrics().registry, bridge.registry):
         for metric in registry.collect():
             name = metric.name.removeprefix("deformer_")
             assert re.search(rf"`{name}(_total)?[`{{]", page), name

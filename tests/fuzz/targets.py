@@ -24,7 +24,6 @@ from deformer_stream.calibration.incident_segments import SegmentCalibration
 from deformer_stream.codec import Codec, FieldNames, state
 from deformer_stream.codec.bridge_messages import (
     BridgeMessage,
-    BridgeReason,
     TopicPattern,
     Translation,
     Translator,
@@ -419,9 +418,8 @@ def _check_translation(translator: Translator, messages: list[BridgeMessage], ca
         assert event.key.decode() == document["device"] != ""
         assert all(isinstance(value, str | bool | int | float | None) for value in values.values())
         assert isinstance(document["time"], float)
-    reasons = {str(reason) for reason in (*BridgeReason, *RejectionReason)}
     for refusal in translation.refusals:
-        assert refusal.reason in reasons
+        assert isinstance(refusal.reason, RejectionReason)
         assert "\n" not in refusal.detail
     assert can_be_empty or translation.events or translation.refusals
     return translation

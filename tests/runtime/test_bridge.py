@@ -13,7 +13,7 @@ from deformer_stream.codec.bridge_messages import BridgeMessage, TopicPattern, T
 from deformer_stream.codec.validation import FieldNames
 from deformer_stream.errors import Unavailable
 from deformer_stream.runtime.bridge import BridgePipeline
-from deformer_stream.runtime.bridge_metrics import BridgeMetrics
+from deformer_stream.runtime.bridge_metrics import BridgeMetrics, SourceMetrics
 
 TIMEOUT_SECONDS = 60.0
 
@@ -78,7 +78,9 @@ def run_pipeline(payloads: Sequence[bytes], **options: int) -> tuple[BridgePipel
     source = ListedMessages(payloads, stop)
     sink = SlowSink(source, **options)
     metrics = BridgeMetrics()
-    pipeline = BridgePipeline(source, ValueTranslator(TopicPattern(None), FieldNames()), sink, metrics)
+    pipeline = BridgePipeline(
+        source, ValueTranslator(TopicPattern(None), FieldNames()), sink, metrics, SourceMetrics(metrics)
+    )
     pipeline.run(stop)
     assert metrics.is_healthy()
     assert metrics.is_ready
@@ -105,7 +107,9 @@ def test_a_batch_that_cannot_be_written_is_not_acknowledged() -> None:
     stop = threading.Event()
     source = ListedMessages([b"%d" % i for i in range(10)], stop)
     sink = SlowSink(source, fails_at=7)
-    pipeline = BridgePipeline(source, ValueTranslator(TopicPattern(None), FieldNames()), sink, BridgeMetrics())
+    metrics = BridgeMetrics()
+    translator = ValueTranslator(TopicPattern(None), FieldNames())
+    pipeline = BridgePipeline(source, translator, sink, metrics, SourceMetrics(metrics))
     with pytest.raises(Unavailable, match="Kafka is away"):
         pipeline.run(stop)
     assert b"7" not in source.acknowledged

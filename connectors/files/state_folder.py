@@ -1,0 +1,224 @@
+"""A folder with the state of open records, for a source that has no log of its own (`runtime.plant_source`).
+
+The folder has three files:
+
+    snapshot  the complete state at one commit, and the states of the translator
+    journal   a line for each later commit: its events, its decisions, and the changed states of the translator
+    lock      held by the process that uses the folder
+
+A commit appends a line to the journal, or replaces the snapshot and empties the journal. Each line, and the first line
+of the snapshot, is the CRC-32 of a JSON document and this document. Commits have consecutive numbers, so a line that an
+earlier snapshot has made obsolete is recognised. A line that is cut by a crash is of a commit whose messages were not
+acknowledged, so it is removed when the folder is opened again.
+"""
+
+from __future__ import annotations
+
+import os
+from base64 import b64decode, b64encode
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+from zlib import crc32
+
+import orjson
+
+from deformer_stream import log
+from deformer_stream.codec.state import check_state
+from deformer_stream.durable_file import replace_file
+from deformer_stream.errors import ConfigError, InvariantViolated, StateError, map_write_errors
+from deformer_stream.runtime.plant_source import SavedEvent, SavedState
+from deformer_stream.runtime.ports import PartitionState
+
+FORMAT_VERSION = 1
+
+
+class StateFolder:
+    """A store of commits in a folder, which one process uses at a time.
+
+    Args:
+        folder: The folder, which is created if it does not exist.
+
+    Raises:
+        ConfigError: The folder cannot be written, or another process uses it.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._snapshot_path, self._journal_path = folder / "snapshot", folder / "journal"
+        self._journal: BinaryIO | None = None
+        self._last_commit = 0
+        self._translator_states: dict[str, bytes] = {}
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._lock = (folder / "lock").open("ab")
+        except OSError as error:
+            raise ConfigError(
+                f"--state-dir {folder} cannot be written ({error.strerror}): choose another folder"
+            ) from None
+        self._take_lock()
+
+    def _take_lock(self) -> None:
+        """Hold the lock of the folder until this process ends.
+
+        Raises:
+            ConfigError: Another process holds it.
+        """
+        import fcntl
+
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            self._lock.close()
+            raise ConfigError(
+                f"--state-dir {self._folder} is in use by another process: give each process its own folder"
+            ) from None
+
+    def load(self) -> SavedState:
+        """Return what earlier runs have saved, and remove a commit that was cut by a crash.
+
+        Raises:
+            StateError: The snapshot or the journal is damaged.
+            Unavailable: The folder cannot be written.
+        """
+        saved = SavedState()
+        try:
+            self._read_snapshot(saved)
+            length = self._read_journal(saved)
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise self._make_error(str(error)) from None
+        if saved.snapshot is not None:
+            try:
+                check_state(saved.snapshot, saved.decisions)
+            except StateError:
+                raise self._make_error("the snapshot or a decision after it cannot be decoded") from None
+        self._translator_states = dict(saved.translator_states)
+        with map_write_errors(self._journal_path):
+            self._journal = self._journal_path.open("ab")
+            self._journal.truncate(length)
+            os.fsync(self._journal.fileno())
+            self._sync_folder()
+        return saved
+
+    def _make_error(self, problem: str) -> StateError:
+        """Return the error for a folder that cannot be read."""
+        return StateError(
+            f"--state-dir {self._folder}: the saved state is damaged ({problem}): restore the folder from a backup, or "
+            "move it away to start without open records"
+        )
+
+    def _read_snapshot(self, saved: SavedState) -> None:
+        """Read the snapshot, if there is one, into `saved`."""
+        if not self._snapshot_path.exists():
+            return
+        line, _, snapshot = self._snapshot_path.read_bytes().partition(b"\n")
+        document = _decode_line(line)
+        if document is None:
+            raise ValueError(f"{self._snapshot_path.name}: the checksum of the first line is wrong")
+        self._last_commit, saved.next_offset, saved.snapshot = document["commit"], document["next_offset"], snapshot
+        saved.translator_states = _decode_states(document)
+
+    def _read_journal(self, saved: SavedState) -> int:
+        """Read the commits after the snapshot into `saved`, and return the number of bytes of whole lines."""
+        if not self._journal_path.exists():
+            return 0
+        *lines, rest = self._journal_path.read_bytes().split(b"\n")
+        length = 0
+        for index, line in enumerate(lines):
+            document = _decode_line(line)
+            if document is None:
+                if index < len(lines) - 1 or rest:
+                    raise ValueError(f"{self._journal_path.name}: the checksum of line {index + 1} is wrong")
+                rest = line  # the file was enlarged before a power failure, but not all of the line was written
+                break
+            length += len(line) + 1
+            if document["commit"] <= self._last_commit:  # the process was killed before it emptied the journal
+                continue
+            if document["commit"] != self._last_commit + 1:
+                raise ValueError(f"{self._journal_path.name}: the commit before line {index + 1} is missing")
+            self._last_commit, saved.next_offset = document["commit"], document["next_offset"]
+            saved.events += [
+                SavedEvent(offset, time, orjson.dumps(value)) for offset, time, value in document["events"]
+            ]
+            if document["decisions"] is not None:
+                saved.decisions.append(b64decode(document["decisions"]))
+            saved.translator_states |= _decode_states(document)
+        if rest:
+            log.get_logger("state").warning("commit_cut", file=str(self._journal_path), bytes=len(rest))
+        return length
+
+    def save(
+        self,
+        next_offset: int,
+        events: list[SavedEvent],
+        state: PartitionState,
+        translator_states: Mapping[str, bytes],
+    ) -> None:
+        """Save a commit, as `StateStore` says."""
+        if self._journal is None:
+            raise InvariantViolated("the state folder was not read before a commit: report this bug")
+        self._translator_states |= translator_states
+        document: dict[str, Any] = {"v": FORMAT_VERSION, "commit": self._last_commit + 1, "next_offset": next_offset}
+        if state.snapshot is not None:
+            document |= _encode_states(self._translator_states)
+            replace_file(self._snapshot_path, _encode_line(document) + state.snapshot)
+            with map_write_errors(self._journal_path):
+                self._sync_folder()  # the new snapshot must survive a power failure before the journal is emptied
+                self._journal.truncate(0)
+        else:
+            decisions = None if state.decisions is None else b64encode(state.decisions).decode()
+            document |= {
+                "events": [[event.offset, event.time, orjson.Fragment(event.value)] for event in events],
+                "decisions": decisions,
+                **_encode_states(translator_states),
+            }
+            with map_write_errors(self._journal_path):
+                self._journal.write(_encode_line(document))
+                self._journal.flush()
+                os.fdatasync(self._journal.fileno())
+        self._last_commit += 1
+
+    def _sync_folder(self) -> None:
+        """Make the names of the files durable."""
+        descriptor = os.open(self._folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def close(self) -> None:
+        """Close the files, which releases the lock."""
+        if self._journal is not None:
+            self._journal.close()
+        self._lock.close()
+
+
+def _encode_line(document: dict[str, Any]) -> bytes:
+    """Return a line with the checksum of a JSON document and this document."""
+    text = orjson.dumps(document)
+    return b"%08x %s\n" % (crc32(text), text)
+
+
+def _decode_line(line: bytes) -> dict[str, Any] | None:
+    """Return the document of a line without its end; None if the checksum is wrong.
+
+    Raises:
+        ValueError: A later release has written the line.
+    """
+    checksum, _, text = line.partition(b" ")
+    if checksum != b"%08x" % crc32(text):
+        return None
+    document: dict[str, Any] = orjson.loads(text)
+    if document["v"] != FORMAT_VERSION:
+        raise ValueError(f"format version {document['v']} is of a later release")
+    return document
+
+
+def _encode_states(states: Mapping[str, bytes]) -> dict[str, Any]:
+    """Return states of the translator as a part of a document."""
+    return {"states": {key: b64encode(value).decode() for key, value in states.items()}}
+
+
+def _decode_states(document: dict[str, Any]) -> dict[str, bytes]:
+    """Return the states that `_encode_states` has written."""
+    return {key: b64decode(value) for key, value in document["states"].items()}

@@ -1,0 +1,163 @@
+"""The parts of the commands that read MQTT: connections, translators, and what `consume` does without Kafka.
+
+Heavy packages are imported inside the functions, so that `--help` is printed without delay.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from deformer_stream.extras import format_remedy, is_installed
+
+if TYPE_CHECKING:
+    import threading
+
+    from connectors.mqtt import MqttOptions
+    from deformer_stream.cli.factory import ServedModels
+    from deformer_stream.codec.bridge_messages import TopicPattern
+    from deformer_stream.runtime.metrics import Metrics
+    from deformer_stream.runtime.ports import EventSource, Sink
+    from deformer_stream.settings import ConsumeSettings
+    from deformer_stream.settings.plant_source import PlantSourceSettings, SourceAddress
+
+
+def check_packages() -> None:
+    """Raise `ConfigError` if the packages for MQTT and Sparkplug are not installed."""
+    from deformer_stream.errors import ConfigError
+
+    if not all(map(is_installed, ("paho", "google.protobuf"))):
+        raise ConfigError(f"this source needs packages that are not installed: {format_remedy('mqtt')}")
+
+
+def make_options(
+    settings: PlantSourceSettings, address: SourceAddress, pattern: TopicPattern, patience: float, default_id: str = ""
+) -> MqttOptions:
+    """Return how to connect to an MQTT broker.
+
+    Args:
+        settings: Options of the command.
+        address: The address of the broker.
+        pattern: Where topics name devices and features.
+        patience: Seconds to retry while the broker cannot be reached.
+        default_id: What follows `deformer-stream-` in the id of the session by default; "" for the topic filter.
+
+    Raises:
+        ConfigError: A file with a secret cannot be read.
+    """
+    from connectors.mqtt import MqttOptions
+
+    def to_text(path: Path | None) -> str | None:
+        return None if path is None else str(path)
+
+    topic_filter = address.path or pattern.filter
+    # Brokers may refuse wildcards in ids, because rules of access can contain ids.
+    default_id = default_id or re.sub(r"[^\w.-]+", "-", topic_filter)
+    return MqttOptions(
+        host=address.host,
+        port=address.port,
+        filter=topic_filter,
+        client_id=settings.client_id or f"deformer-stream-{default_id}",
+        session_seconds=min(int(settings.session_expiry), 2**32 - 2),
+        uses_tls=address.scheme == "mqtts",
+        username=settings.source_username,
+        password=settings.read_source_password(),
+        cafile=to_text(settings.source_cafile),
+        certfile=to_text(settings.source_certfile),
+        keyfile=to_text(settings.source_keyfile),
+        key_password=settings.read_source_key_password(),
+        patience=patience,
+    )
+
+
+def refuse_kafka_flags(flags: Mapping[str, Any]) -> None:
+    """Raise `ConfigError` if a flag says how to connect to Kafka, although the source is an MQTT broker.
+
+    Args:
+        flags: The flags of the command, None or empty for those that were not given.
+    """
+    from deformer_stream.errors import ConfigError
+    from deformer_stream.settings import to_flag
+    from deformer_stream.settings.kafka import KafkaSettings
+
+    given = [field for field in KafkaSettings.model_fields if flags.get(field)]
+    if given:
+        raise ConfigError(f"{to_flag(given[0])} requires Kafka in place of an MQTT source; leave it out")
+
+
+def separate_field_names(settings: ConsumeSettings) -> ConsumeSettings:
+    """Return the options with which events are decoded that were translated from MQTT messages.
+
+    The names of fields that the options give are those of the messages. Events have the default names.
+    """
+    names = ("record", "device", "feature", "value", "values", "time")
+    fields = [f"{name}_field" for name in names]
+    return settings.model_copy(update={field: type(settings).model_fields[field].default for field in fields})
+
+
+def connect_to_mqtt(
+    settings: ConsumeSettings, models: ServedModels, metrics: Metrics, stop: threading.Event, cleanup: ExitStack
+) -> tuple[EventSource, list[Sink]]:
+    """Return a source that reads events from an MQTT broker, and the sink that publishes alerts to it.
+
+    Args:
+        settings: Options of `consume`, whose source is an MQTT broker.
+        models: The models.
+        metrics: Receives what the source reports.
+        stop: Set when the command must end.
+        cleanup: An exit stack, to which the functions that close the source and the sink are added.
+
+    Raises:
+        ConfigError: An option is wrong, a package is missing, the broker refuses the connection, or the records of a
+            model are not windows.
+        StateError: The saved state is damaged.
+        Unavailable: The broker does not respond.
+    """
+    from connectors.files import StateFolder
+    from connectors.mqtt import AlertTopic, MqttAlertSink, MqttSource
+    from deformer_stream.cli import factory
+    from deformer_stream.codec.bridge_messages import PrefixTranslator, TopicPattern, ValueTranslator
+    from deformer_stream.codec.sparkplug import PREFIX, SparkplugTranslator
+    from deformer_stream.errors import InvariantViolated
+    from deformer_stream.runtime.bridge_metrics import SourceMetrics
+    from deformer_stream.runtime.plant_source import PlantSource
+
+    address = settings.mqtt_address
+    if address is None or settings.state_dir is None:
+        raise InvariantViolated("the options name no MQTT broker or no folder for the state: report this bug")
+    check_packages()
+    _check_records(settings, models)
+    pattern = TopicPattern(settings.pattern)
+    options = make_options(settings, address, pattern, settings.patience)
+    alert_topic = AlertTopic(settings.alerts_to, options.filter)
+    max_bytes = settings.max_message_bytes
+    values = ValueTranslator(pattern, factory.get_field_names(settings), settings.time_unit, max_bytes)
+    sparkplug = SparkplugTranslator(max_bytes)
+    store = StateFolder(settings.state_dir)
+    cleanup.callback(store.close)
+    sink = MqttAlertSink(options, alert_topic, metrics.record_progress, stop)
+    cleanup.callback(sink.close)
+    mqtt = MqttSource(options)
+    cleanup.callback(mqtt.close)
+    translator = PrefixTranslator({PREFIX: sparkplug}, values)
+    source = PlantSource(mqtt, translator, sparkplug, store, options.filter, SourceMetrics(metrics, sparkplug))
+    return source, [sink]
+
+
+def _check_records(settings: ConsumeSettings, models: ServedModels) -> None:
+    """Raise `ConfigError` if messages of MQTT, which name a device and no record, cannot be divided into records."""
+    from deformer_stream.cli import factory
+    from deformer_stream.errors import ConfigError
+
+    if any(factory.make_window_assigner(schema, settings) is None for schema in models.schema_by_name.values()):
+        raise ConfigError(
+            "messages of MQTT name a device and no record, so records must be windows of time: add --window, or train "
+            "a model with one"
+        )
+    if models.choice is not None and settings.model_pattern is None:
+        raise ConfigError(
+            "messages of MQTT name a device and no model: find the model in the device with --model-pattern"
+        )
