@@ -80,7 +80,7 @@ def build_parser() -> argparse.ArgumentParser:
     group = parser.add_argument_group("the group of the parts assignment, restore and group")
     group.add_argument("--partitions", type=int, default=1_000, help="partitions of the topic")
     group.add_argument("--members", type=int, default=200, help="members of a group, also the most of the part plan")
-    group.add_argument("--rolled", type=int, default=20, help="members that restart one after the other")
+    group.add_argument("--rolled", type=int, default=5, help="members that restart one after the other")
     group.add_argument("--group-members", default="2,5,10,20", help="numbers of real processes, in turn")
     group_simulation.add_options(parser)
     capacity_plan.add_options(parser)

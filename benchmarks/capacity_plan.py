@@ -140,7 +140,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     costs.add_argument("--process-mib", type=float, default=200, help="memory of a process without records")
     costs.add_argument("--cache-mib", type=float, default=512, help="KV cache of a process")
     costs.add_argument("--open-record-bytes", type=float, default=900, help="memory of an open record")
-    costs.add_argument("--closed-memory-bytes", type=float, default=130, help="memory of the id of a closed record")
+    costs.add_argument("--closed-memory-bytes", type=float, default=120, help="memory of the id of a closed record")
     costs.add_argument("--record-bytes", type=float, default=60, help="bytes of an open record in a snapshot")
     costs.add_argument("--closed-bytes", type=float, default=3, help="bytes of a closed record in a snapshot")
     costs.add_argument("--save-us", type=float, default=1.2, help="microseconds to save an open record")
