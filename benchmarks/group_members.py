@@ -16,6 +16,7 @@ from multiprocessing.sharedctypes import RawArray
 from pathlib import Path
 from typing import Any
 
+from connectors.kafka import KafkaCluster, ensure_topics
 from tests.conftest import load_broker_script
 from tests.connectors.kafka_groups import Group
 
@@ -136,6 +137,7 @@ def _read_private_bytes(pid: int | None) -> int:
 def measure_group(options: argparse.Namespace) -> Rows:
     """Measure how long members need until all partitions are served, after starts, joins and kills."""
     with load_broker_script().start(is_long_running=True) as broker:
+        ensure_topics(KafkaCluster(broker.bootstrap), {TOPIC: {"num_partitions": options.partitions}})
         events = Group(broker.bootstrap, TOPIC, options.partitions)
         group = ProcessGroup(broker.bootstrap, options.partitions)
         try:
