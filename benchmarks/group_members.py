@@ -40,7 +40,10 @@ def run_member(bootstrap: str, partitions: int, number: int, owners: Any) -> Non
         number: Number of the member, from 1.
         owners: Shared array with the number of the member that serves each partition; 0 if none does.
     """
-    member = Group(bootstrap, TOPIC, partitions).add_member(session_seconds=SESSION_SECONDS, patience=TIMEOUT_SECONDS)
+    # The name also makes the transactional ids of the members differ.
+    member = Group(bootstrap, TOPIC, partitions).add_member(
+        f"member-{number}", session_seconds=SESSION_SECONDS, patience=TIMEOUT_SECONDS
+    )
     next_commit = time.monotonic() + COMMIT_SECONDS
     served: set[int] = set()
     while True:
