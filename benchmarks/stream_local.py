@@ -99,7 +99,7 @@ def formats(options: argparse.Namespace, folder: Path) -> Rows:
         feed = EventFeed(options.features, OPEN_RECORDS)
         messages = feed.json_messages() if readings == 1 else feed.json_messages_of_many(readings)
         documents = [orjson.loads(value) for _, value in islice(messages, POLL_EVENTS)]
-        payloads_by_format, schema_by_format = _encode_documents(documents)
+        payloads_by_format, schema_by_format = encode_documents(documents)
         codecs = {
             name: Codec(schema, translator=SchemaTranslator(name, fetch_from(schema_by_format[name]), 2**20))
             for name in schema_by_format
@@ -124,7 +124,7 @@ def formats(options: argparse.Namespace, folder: Path) -> Rows:
             }
 
 
-def _encode_documents(
+def encode_documents(
     documents: list[dict[str, Any]],
 ) -> tuple[dict[str, list[bytes | None]], dict[SchemaFormat, RegisteredSchema]]:
     """Return documents as messages of each format, and the schemas of those that have one, all with the id 1."""
@@ -177,7 +177,7 @@ def memory(options: argparse.Namespace, folder: Path) -> Rows:
     before = read_resident_bytes()
     for open_records in (OPEN_RECORDS, options.records):
         engine = Engine(model, make_quiet_calibration(), "benchmark", 0.01, Limits(max_open_records=2 * open_records))
-        _fill(engine, open_records, 20)
+        fill(engine, open_records, 20)
         filled = read_resident_bytes() - before
         recent = _measure_rate(engine, range(20, 26), open_records, OPEN_RECORDS)
         engine.pop_cache_rebuilds()
@@ -212,7 +212,7 @@ def _make_events(rows: np.ndarray, codes: np.ndarray) -> EventBatch:
     return EventBatch(names, codes.astype(np.int32), values, np.full(n, NO_TIME), index, np.zeros(n, np.int32))
 
 
-def _fill(engine: Engine, records: int, readings: int) -> None:
+def fill(engine: Engine, records: int, readings: int) -> None:
     """Open records with their readings and without cached keys and values, as after a restored snapshot."""
     for start in range(0, records, 4096):
         rows = np.repeat(np.arange(start, min(records, start + 4096)), readings)

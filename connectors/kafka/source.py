@@ -43,8 +43,8 @@ CONFIRM_SECONDS = 10.0
 refuses the commit, so that this process ends. The metadata of all partitions then state the models in use."""
 
 STARTS_PER_STEP = 8
-"""Number of assigned partitions for which offsets are requested at a time. kafka-python sends a request for the
-committed offset of each, one after the other, and `client.REQUEST_SECONDS` limits their sum."""
+"""Number of assigned partitions for which committed offsets are requested at a time. kafka-python sends a request for
+each, one after the other, and `client.REQUEST_SECONDS` limits their sum."""
 
 RESTORE_SECONDS = 1.0
 """Seconds that one poll may spend on restoring partitions; the next poll goes on."""
@@ -386,13 +386,16 @@ class KafkaSource:
 
         The history of a partition is the events before its committed offset, which are read again to restore its state.
         """
-        # The client's position is compared, because it passes transaction markers, which no poll returns.
+        # The client's position is compared, because it passes transaction markers, which no poll returns. Without
+        # history it is not needed. kafka-python needs time for all partitions to return that of one.
         caught_up = []
         for tp, end_offset in list(self._history_ends.items()):
-            position = self._consumer.get_position(tp)
-            if self._start_offsets[tp] >= end_offset or (position is not None and position >= end_offset):
+            start = self._start_offsets[tp]
+            is_empty = start >= end_offset
+            position = self._polled_positions.get(tp, start) if is_empty else self._consumer.get_position(tp)
+            if position is not None and position >= end_offset:
                 del self._history_ends[tp]
-                self._polled_positions[tp] = self._start_offsets[tp] if position is None else position
+                self._polled_positions[tp] = position
                 caught_up.append(tp.partition)
         return tuple(caught_up)
 
@@ -439,21 +442,35 @@ class KafkaSource:
             deadline: A time of `time.monotonic()` after which the next call goes on.
         """
         tps = sorted(tp for tp in self._assigned_at if tp not in self._pending_starts)
-        if tps:
-            self._add_state_partitions(max(tp.partition for tp in tps) + 1)
-        for step in _divide(tps):
-            self._find_starts_of(step, restored)
-            self.on_wait()
-            if time.monotonic() > deadline:
-                return
-
-    def _find_starts_of(self, tps: Sequence[TopicPartition], restored: list[RestoredPartition]) -> None:
-        """Find where to begin partitions, as `_find_starts` does, with one request of each kind."""
+        if not tps:
+            return
+        self._add_state_partitions(max(tp.partition for tp in tps) + 1)
+        committed: dict[TopicPartition, CommittedOffset | None] = {}
         try:
-            committed = self._consumer.fetch_committed(tps, client.REQUEST_SECONDS)
+            for step in _divide(tps):
+                committed |= self._consumer.fetch_committed(step, client.REQUEST_SECONDS)
+                self.on_wait()
+                if time.monotonic() > deadline:
+                    break
         except Unavailable:
-            self._check_open_transaction(tps)
+            self._check_open_transaction(step)
             raise
+        finally:
+            # With kafka-python the requests for first and end offsets wait for the broker's answer to a request for
+            # messages, which takes up to half a second. So they are sent for many partitions at a time.
+            if committed:
+                self._find_starts_of(committed, restored)
+
+    def _find_starts_of(
+        self, committed: Mapping[TopicPartition, CommittedOffset | None], restored: list[RestoredPartition]
+    ) -> None:
+        """Find where to begin partitions, as `_find_starts` does.
+
+        Args:
+            committed: Their committed offsets.
+            restored: A list to which the partitions that have begun are appended.
+        """
+        tps = list(committed)
         self._commits.num_partitions = self._commits.num_partitions or self._find_first_number(committed)
         models = {parse_model(offset.metadata) for offset in committed.values() if offset is not None}
         if not self._has_owned and models - {"", self._commits.model}:
@@ -461,11 +478,12 @@ class KafkaSource:
         self._has_owned = True
         first_offsets = self._consumer.fetch_first_offsets(tps, client.REQUEST_SECONDS)
         end_offsets = self._consumer.fetch_end_offsets(tps, client.REQUEST_SECONDS)
+        with_state = self._find_with_state([tp for tp in tps if committed[tp] is None])
         for tp in tps:
             is_new = tp.partition >= self._commits.num_partitions  # it was added after the group had begun
             policy: Literal["earliest", "latest"] = "earliest" if is_new else self._start
             offset = committed[tp]
-            if offset is None and self._has_state(tp):
+            if tp in with_state:
                 log.get_logger("kafka").warning("state_without_committed_offset", partition=tp.partition, start=policy)
             start = find_start(tp, offset, first_offsets[tp], end_offsets[tp], policy, self._on_lost_state)
             if isinstance(start, StartPoint):
@@ -520,12 +538,13 @@ class KafkaSource:
         self._history_ends[tp] = start.restored.committed_offset  # events before it only rebuild the state
         return start.restored
 
-    def _has_state(self, tp: TopicPartition) -> bool:
-        """Return whether the state topic has messages of a partition."""
-        if self._state is None:
-            return False
-        state_tp = TopicPartition(self._state.topic, tp.partition)
-        return self._consumer.fetch_end_offsets([state_tp], client.REQUEST_SECONDS)[state_tp] > 0
+    def _find_with_state(self, tps: Sequence[TopicPartition]) -> set[TopicPartition]:
+        """Return those of the given partitions of which the state topic has messages."""
+        if self._state is None or not tps:
+            return set()
+        state_tps = [TopicPartition(self._state.topic, tp.partition) for tp in tps]
+        ends = self._consumer.fetch_end_offsets(state_tps, client.REQUEST_SECONDS)
+        return {tp for tp, state_tp in zip(tps, state_tps, strict=True) if ends[state_tp] > 0}
 
     def _add_state_partitions(self, num_needed: int) -> None:
         """Add partitions to the state topic if the topic that is consumed has got more since the start.

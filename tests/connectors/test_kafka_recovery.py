@@ -66,6 +66,43 @@ def test_partitions_are_restored_by_one_reader_in_several_polls(
 
 
 @BOTH_CLIENTS
+@pytest.mark.parametrize("has_state", [True, False])
+def test_offsets_of_many_partitions_are_requested_together(
+    group: Callable[..., Group], monkeypatch: pytest.MonkeyPatch, has_state: bool
+) -> None:
+    """With kafka-python each of these requests can wait for half a second until the broker answers another one."""
+    world = group(20)
+    world.produce(80)
+    if has_state:
+        first = world.add_member()
+        first.read(80)
+        first.commit(snapshots=range(20))
+        first.close()
+    monkeypatch.setattr("connectors.kafka.source.RESTORE_SECONDS", TIMEOUT_SECONDS)
+    second = world.add_member()
+    consumer = second.source._consumer
+    counts_by_method: dict[str, list[int]] = {"fetch_first_offsets": [], "fetch_end_offsets": []}
+
+    def record_calls(name: str) -> Callable[..., object]:
+        method = getattr(consumer, name)
+
+        def call(tps: Iterable[TopicPartition], timeout: float) -> object:
+            requested = list(tps)
+            counts_by_method[name].append(len(requested))
+            return method(requested, timeout)
+
+        return call
+
+    for name in counts_by_method:
+        monkeypatch.setattr(consumer, name, record_calls(name))
+    second.poll_until_assigned(*range(20))
+    assert counts_by_method["fetch_first_offsets"] == [20]
+    # Without committed offsets, those of the state topic are requested, too.
+    num_requests = 1 if has_state else 2
+    assert counts_by_method["fetch_end_offsets"][:num_requests] == [20] * num_requests
+
+
+@BOTH_CLIENTS
 def test_many_partitions_are_restored_although_requests_are_slow(
     group: Callable[..., Group], monkeypatch: pytest.MonkeyPatch
 ) -> None:
