@@ -28,6 +28,12 @@ _SECURITY = (
     *("sasl_oauth_token_file", "sasl_aws_region", "sasl_kerberos_service_name"),
 )
 
+_REGISTRY = (
+    *("schema_registry", "schema_registry_username", "schema_registry_password_file", "schema_registry_password"),
+    "schema_registry_cafile",
+)
+"""Fields of the options that name a schema registry."""
+
 _INCIDENT_RULE = (
     *("incident_budget", "incident_rule", "segment", "quiet", "silent_after", "gap", "fleet"),
     *("records_per_day", "device_by"),
@@ -51,10 +57,7 @@ SCORING_GROUPS: OptionGroups = {
         *("commit_interval", "max_wait", "max_poll_records", "max_message_bytes", *_CLIENT),
     ),
     "Kafka security": _SECURITY,
-    "Message format": (
-        *("format", "schema_registry", "schema_registry_username", "schema_registry_password_file"),
-        *("schema_registry_password", "schema_registry_cafile"),
-    ),
+    "Message format": ("format", "output_format", *_REGISTRY),
     "State and recovery": ("state_topic", "snapshot_interval", "open_records", "lost_state"),
     "Memory": ("cache_memory", "record_memory", "max_open_records"),
     "Monitoring": ("http",),
@@ -117,6 +120,7 @@ INCIDENT_GROUPS: OptionGroups = {
         *("session_timeout", "commit_interval", *_CLIENT),
     ),
     "Kafka security": _SECURITY,
+    "Message format": ("output_format", *_REGISTRY),
     "State and recovery": ("state_topic", "snapshot_interval", "lost_state"),
     "Monitoring": ("http",),
 }
@@ -127,6 +131,7 @@ SERVE_GROUPS: OptionGroups = {
     "Page": ("http", "external_url", "timezone", "token_file", "users_file"),
     "Kafka": ("bootstrap_servers", *_INCIDENT_TOPICS, "next_readings_topic", *_CLIENT),
     "Kafka security": _SECURITY,
+    "Message format": _REGISTRY,
 }
 """The grouping of `serve`."""
 
@@ -135,6 +140,7 @@ FEEDBACK_GROUPS: OptionGroups = {
     "Maintenance window": ("maintenance", "from_", "to"),
     "Kafka": ("topic", "bootstrap_servers", *_INCIDENT_TOPICS, *_CLIENT),
     "Kafka security": _SECURITY,
+    "Message format": _REGISTRY,
 }
 """The grouping of `feedback`."""
 
@@ -178,6 +184,7 @@ PROPOSE_GROUPS: OptionGroups = {
     "Incidents": _INCIDENT_RULE,
     "Kafka": ("topic", "bootstrap_servers", "evidence_topic", "feedback_topic", *_CLIENT),
     "Kafka security": _SECURITY,
+    "Message format": _REGISTRY,
 }
 """The grouping of `propose`."""
 
