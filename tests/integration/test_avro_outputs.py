@@ -54,11 +54,12 @@ def read_as_foreign_program(registry: str, messages: list[Any]) -> list[tuple[st
         if schema_id not in schema_by_id:
             answer = httpx.get(f"{registry}/schemas/ids/{schema_id}").raise_for_status()
             schema_by_id[schema_id] = fastavro.parse_schema(json.loads(answer.json()["schema"]))
-        schema = schema_by_id[schema_id]
-        content = BytesIO(message.value[HEADER_BYTES:])
-        value = fastavro.schemaless_reader(content, schema, None, return_record_name=True)
+        schema, content = schema_by_id[schema_id], BytesIO(message.value[HEADER_BYTES:])
+        value = fastavro.schemaless_reader(content, schema, None)
         assert content.read() == b"", "the whole message is used"
-        found.append(value if isinstance(value, tuple) else (schema["name"], value))
+        content.seek(0)
+        named = fastavro.schemaless_reader(content, schema, None, return_record_name=True)
+        found.append((named[0] if isinstance(named, tuple) else schema["name"], value))
     return found
 
 
