@@ -194,6 +194,8 @@ class SchemaRegistry:
     def register(self, subject: str, schema_type: str, text: str) -> int:
         """Register a schema under a subject and return its id; one that is registered already keeps its id.
 
+        The schema is looked up first, because a user may be allowed to read schemas and not to register them.
+
         Args:
             subject: The subject, for example the name of the topic followed by -value.
             schema_type: "AVRO", "PROTOBUF" or "JSON".
@@ -203,11 +205,27 @@ class SchemaRegistry:
             ConfigError: The registry refuses the login, or the schema is not compatible with earlier ones.
             Unavailable: The registry does not respond within the patience.
         """
-        path = f"/subjects/{quote(subject, safe='')}/versions"
-        return int(self._request("POST", path, {"schema": text, "schemaType": schema_type})["id"])
+        path, body = f"/subjects/{quote(subject, safe='')}", {"schema": text, "schemaType": schema_type}
+        remedy = f"the schema of {subject} must be registered, and be compatible with the earlier ones of the subject"
+        found = self._request("POST", path, body, is_optional=True)
+        answer = self._request("POST", f"{path}/versions", body, remedy=remedy) if found is None else found
+        if not isinstance(answer, dict) or not isinstance(answer.get("id"), int):
+            raise ConfigError(
+                f"{self._url} is not a schema registry, because its answer to {path} has no id: check its path"
+            )
+        return int(answer["id"])
 
-    def _request(self, method: str, path: str, body: Any = None, is_optional: bool = False) -> Any:
+    def _request(
+        self, method: str, path: str, body: Any = None, is_optional: bool = False, remedy: str | None = None
+    ) -> Any:
         """Return the answer to a request, None if it is optional and there is no such object.
+
+        Args:
+            method: The method of HTTP.
+            path: The path, without the address of the registry.
+            body: What is sent as JSON, None for nothing.
+            is_optional: Whether the object may be missing.
+            remedy: What to check if the registry refuses the request, None to check the address.
 
         Raises:
             ConfigError: The registry refuses the login or the request.
@@ -222,7 +240,7 @@ class SchemaRegistry:
                     return None
                 if response.status_code == 200:
                     return _parse_answer(response, self._url)
-                self._check_status(response, f"{method} {path}")
+                self._check_status(response, f"{method} {path}", remedy)
                 problem = f"HTTP status {response.status_code}"
             except httpx.InvalidURL as error:
                 raise ConfigError("--schema-registry: the address is not valid: write https://HOST:PORT") from error
@@ -239,12 +257,13 @@ class SchemaRegistry:
             self.on_wait()
             time.sleep(RETRY_SECONDS)
 
-    def _check_status(self, response: httpx.Response, request: str) -> None:
+    def _check_status(self, response: httpx.Response, request: str, remedy: str | None) -> None:
         """Raise `ConfigError` if the same request would be refused again.
 
         Args:
             response: The answer of the registry.
             request: The method and the path of the request, for the error message.
+            remedy: What to check, None for the address.
         """
         status = response.status_code
         if status in _LOGIN_STATUSES:
@@ -255,8 +274,8 @@ class SchemaRegistry:
         if status in _UNUSABLE_STATUSES:
             raise ConfigError(
                 f"the schema registry {self._url} refuses the request {request} (HTTP status "
-                f"{status}{_quote_message(response)}): check --schema-registry; the path of Apicurio is "
-                "/apis/ccompat/v7"
+                f"{status}{_quote_message(response)}): "
+                + (remedy or "check --schema-registry; the path of Apicurio is /apis/ccompat/v7")
             )
 
 

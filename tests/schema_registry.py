@@ -51,13 +51,16 @@ class FakeRegistry:
         requests: Method and path of each request so far.
         num_unavailable: Number of the next requests that are answered with "503 Service Unavailable".
         needs_login: Whether requests without `LOGIN` are refused.
+        is_read_only: Whether schemas can be looked up, and not be registered.
+        is_compatible: Whether a further schema of a subject counts as compatible with the earlier ones.
     """
 
     def __init__(self) -> None:
         self.url = ""
         self.requests: list[str] = []
         self.num_unavailable = 0
-        self.needs_login = False
+        self.needs_login = self.is_read_only = False
+        self.is_compatible = True
         self._schemas: list[dict[str, Any]] = []  # the id is the index plus 1
 
     def add(self, text: str, schema_type: str = "AVRO", subject: str = "t-value", **references: str) -> int:
@@ -99,10 +102,21 @@ class FakeRegistry:
         if found := re.fullmatch(r"/subjects/([^/]+)/versions/1", path):
             matching = [schema for schema in self._schemas if schema["subject"] == found[1]]
             return (200, matching[0]) if matching else (404, {"error_code": 40401, "message": "Subject not found"})
-        if method == "POST" and (found := re.fullmatch(r"/subjects/([^/]+)/versions", path)):
-            document = json.loads(body)
-            return 200, {"id": self.add(document["schema"], document["schemaType"], found[1])}
+        if method == "POST" and (found := re.fullmatch(r"/subjects/([^/]+)(/versions)?", path)):
+            return self._register(json.loads(body), found[1], is_lookup=found[2] is None)
         return 404, {"error_code": 404, "message": "HTTP 404 Not Found"}
+
+    def _register(self, document: Any, subject: str, is_lookup: bool) -> tuple[int, Any]:
+        """Return the answer to a request that looks a schema up or registers it."""
+        texts = [schema["schema"] for schema in self._schemas if schema["subject"] == subject]
+        if document["schema"] not in texts:
+            if is_lookup:
+                return 404, {"error_code": 40403 if texts else 40401, "message": "not found"}
+            if self.is_read_only:
+                return 403, {"error_code": 40301, "message": "this user may only read"}
+            if texts and not self.is_compatible:
+                return 409, {"error_code": 409, "message": "Schema being registered is incompatible\nin many ways"}
+        return 200, {"id": self.add(document["schema"], document["schemaType"], subject)}
 
 
 @contextmanager

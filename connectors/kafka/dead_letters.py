@@ -1,4 +1,7 @@
-"""Dead letters: what their topic holds, and sending the messages again that they contain."""
+"""Dead letters: what their topic holds, and sending the messages again that they contain.
+
+`consume` and `bridge` write them. Those of the bridge hold messages of another system, which no topic of Kafka had.
+"""
 
 from __future__ import annotations
 
@@ -19,32 +22,35 @@ MAX_OFFSET = 2**63 - 1
 
 @dataclass(frozen=True, slots=True)
 class DeadLetter:
-    """A message that `consume` has refused, as the dead-letter topic holds it.
+    """A message that `consume` or `bridge` has refused, as the dead-letter topic holds it.
 
     Attributes:
         time: When it was refused: the timestamp of the dead letter, microseconds since 1970.
         reason: Why it was refused, such as "not_json".
         detail: One line that describes the problem.
-        topic: The topic from which it was read.
-        partition: The partition from which it was read.
-        offset: Its offset there. Topic, partition and offset together name the refused message.
+        topic: The topic from which it was read, for the bridge the topic of MQTT or the node of OPC UA.
+        partition: The partition from which it was read, None for a letter of the bridge.
+        offset: Its offset there, None for a letter of the bridge. Topic, partition and offset together name the refused
+            message.
         sent_at: Its timestamp, milliseconds since 1970; None if it has none, or if an earlier release has refused it.
         key: Its key, or None.
         value: Its value, None for a tombstone.
         is_complete: Whether the letter holds the complete message. A message that was too large for the dead-letter
             topic lacks its value, or also its key.
+        source: Address of the source of the bridge, None for a message of Kafka.
     """
 
     time: int
     reason: str
     detail: str
     topic: str
-    partition: int
-    offset: int
+    partition: int | None
+    offset: int | None
     sent_at: int | None
     key: bytes | None
     value: bytes | None
     is_complete: bool
+    source: str | None = None
 
 
 def decode_dead_letter(message: ReceivedMessage) -> DeadLetter:
@@ -54,7 +60,9 @@ def decode_dead_letter(message: ReceivedMessage) -> DeadLetter:
         InputError: A header is missing or is no number.
     """
     headers = {name: value for name, value in message.headers if value is not None}
-    missing = [name for name in ("reason", "topic", "partition", "offset") if name not in headers]
+    is_of_bridge = "source_topic" in headers
+    place = ("source", "source_topic") if is_of_bridge else ("topic", "partition", "offset")
+    missing = [name for name in ("reason", *place) if name not in headers]
     if missing:
         raise InputError(f"it is no dead letter, because it has no header {missing[0]!r}")
 
@@ -64,17 +72,21 @@ def decode_dead_letter(message: ReceivedMessage) -> DeadLetter:
             raise InputError(f"its header {name!r} is no number")
         return int(text)
 
+    def read_text(name: str) -> str:
+        return headers.get(name, b"").decode("utf-8", "backslashreplace")
+
     return DeadLetter(
         time=message.time * 1000,
-        reason=headers["reason"].decode("utf-8", "backslashreplace"),
-        detail=headers.get("detail", b"").decode("utf-8", "backslashreplace"),
-        topic=headers["topic"].decode("utf-8", "backslashreplace"),
-        partition=read_number("partition"),
-        offset=read_number("offset"),
+        reason=read_text("reason"),
+        detail=read_text("detail"),
+        topic=read_text("source_topic" if is_of_bridge else "topic"),
+        partition=None if is_of_bridge else read_number("partition"),
+        offset=None if is_of_bridge else read_number("offset"),
         sent_at=read_number("timestamp") if "timestamp" in headers else None,
         key=message.key,
         value=message.value,
         is_complete=not headers.keys() & {"payload_bytes", "key_bytes"},
+        source=read_text("source") if is_of_bridge else None,
     )
 
 
@@ -106,11 +118,13 @@ class ReplayCounts:
         sent: Messages that were sent and acknowledged.
         repeated: Letters about a message that another letter contains, too. It was sent once.
         incomplete: Letters that do not hold their message completely. Nothing was sent for them.
+        foreign: Letters of the bridge. Nothing was sent for them, because their messages are no events.
     """
 
     sent: int = 0
     repeated: int = 0
     incomplete: int = 0
+    foreign: int = 0
 
 
 def send_again(
@@ -149,8 +163,8 @@ def send_again(
             target = topic or letter.topic
             if target not in num_partitions:
                 num_partitions[target] = count_partitions(cluster, target)
-            is_same_place = topic is None and letter.partition < num_partitions[target]
-            partition = letter.partition if is_same_place else None
+            place = letter.partition if topic is None else None
+            partition = place if place is not None and place < num_partitions[target] else None
             message = OutgoingMessage(0, target, letter.key, letter.value, (), partition, letter.sent_at)
             is_acknowledged = send(message)
             counts.sent += 1
@@ -164,10 +178,12 @@ def _list_messages(letters: Iterable[DeadLetter], counts: ReplayCounts) -> Itera
 
     A message has several letters if several of its readings were refused.
     """
-    seen: set[tuple[str, int, int]] = set()
+    seen: set[tuple[str, int | None, int | None]] = set()
     for letter in letters:
         place = (letter.topic, letter.partition, letter.offset)
-        if not letter.is_complete:
+        if letter.source is not None:
+            counts.foreign += 1
+        elif not letter.is_complete:
             counts.incomplete += 1
         elif place in seen:
             counts.repeated += 1

@@ -10,6 +10,7 @@ from connectors.kafka.topics import TopicSpec
 from deformer_stream import log
 from deformer_stream.codec.cloud_events import make_headers, make_source
 from deformer_stream.codec.encode_evidence import MAX_EVIDENCE_BYTES, encode_evidence_parts
+from deformer_stream.codec.output_formats import JSON_FORMAT, OutputFormat
 from deformer_stream.codec.payloads import Payload
 from deformer_stream.engine.events import Effects
 from deformer_stream.incidents.events import EvidenceBatch
@@ -45,11 +46,16 @@ class KafkaEvidenceSink:
         delivery: Buffer of outgoing messages. The source that shares it sends them when it commits, and the sink of
             alerts closes it.
         source_topic: The topic of the events, which the headers name as the source.
+        output_format: The format of the messages.
     """
 
-    def __init__(self, topic: str, delivery: Delivery, source_topic: str) -> None:
+    def __init__(
+        self, topic: str, delivery: Delivery, source_topic: str, output_format: OutputFormat = JSON_FORMAT
+    ) -> None:
         self._topic, self._delivery, self._source_topic = topic, delivery, source_topic
-        self._max_bytes = min(MAX_EVIDENCE_BYTES, delivery.max_bytes_by_topic[topic] - HEADER_BYTES)
+        self._format = output_format
+        max_message_bytes = min(MAX_EVIDENCE_BYTES, delivery.max_bytes_by_topic[topic] - HEADER_BYTES)
+        self._max_bytes = int(max_message_bytes / output_format.max_growth)  # of a message as JSON
         self._has_warned = False
 
     def write(self, effects: Effects, data: Payload | None) -> None:
@@ -75,15 +81,17 @@ class KafkaEvidenceSink:
                 self._delivery.put(self._make_message(batch, value))
 
     def _make_message(self, batch: EvidenceBatch, value: bytes) -> OutgoingMessage:
-        """Return the message of a batch, or of a part of it."""
+        """Return the message of a batch, or of a part of it, from its JSON."""
         times = batch.closed.times
         headers = make_headers(
             "evidence",
             hashlib.sha256(value).hexdigest()[:32],
             make_source(self._source_topic, batch.partition),
             int(times.max()) if len(times) else None,
+            self._format.content_type,
         )
-        return OutgoingMessage(batch.partition, self._topic, None, value, headers, EVIDENCE_PARTITION)
+        content = self._format.convert("evidence", value)
+        return OutgoingMessage(batch.partition, self._topic, None, content, headers, EVIDENCE_PARTITION)
 
     def flush(self) -> None:
         """Do nothing, because the source sends the buffered messages when it commits."""

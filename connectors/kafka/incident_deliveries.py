@@ -25,6 +25,7 @@ from connectors.kafka.ports import (
 from connectors.kafka.topic_reader import poll_existing_messages
 from deformer_stream import log
 from deformer_stream.codec.encode_incidents import decode_incident
+from deformer_stream.codec.output_formats import JSON_READER, OutputReader
 from deformer_stream.errors import DeformerError, InputError, Unavailable
 from deformer_stream.incidents.events import Incident
 from deformer_stream.runtime.incident_ports import DeliveryProgress, Knowledge, LoggedIncident
@@ -95,14 +96,22 @@ class KafkaDeliveryLog:
         topic: The topic with the incidents.
         group: Name of the receiver's consumer group.
         session_seconds: If the group receives no heartbeat of this process for this long, its partitions go to others.
+        read_value: Converts values of messages to JSON.
 
     Raises:
         Unavailable: No broker responds, or the topic does not exist.
         ConfigError: This user may not read the topic or use the group.
     """
 
-    def __init__(self, cluster: KafkaCluster, topic: str, group: str, session_seconds: float = 10.0) -> None:
-        self._topic = topic
+    def __init__(
+        self,
+        cluster: KafkaCluster,
+        topic: str,
+        group: str,
+        session_seconds: float = 10.0,
+        read_value: OutputReader = JSON_READER,
+    ) -> None:
+        self._topic, self._read_value = topic, read_value
         self._generation, self._num_skipped = 0, 0
         self._is_reassigned = False  # whether partitions were assigned or revoked since they were last read
         self._positions: dict[TopicPartition, int] = {}
@@ -147,18 +156,22 @@ class KafkaDeliveryLog:
         """Return messages that were not returned before, after at most `timeout` seconds; empty if there are none.
 
         Raises:
-            Unavailable: The topic cannot be read now. A later call may succeed.
-            ConfigError: This user may not read the topic or use the group.
+            Unavailable: The topic cannot be read now, or its schema registry. A later call may succeed.
+            ConfigError: This user may not read the topic or use the group, or the messages need a schema registry.
         """
         polled = poll_existing_messages(self._consumer, timeout)
         if self._is_reassigned:
             self._begin()
             return []
-        messages = [
-            LoggedIncident(incident, record.partition, record.offset)
-            for record in polled
-            if (incident := self._decode(record)) is not None
-        ]
+        try:
+            messages = [
+                LoggedIncident(incident, record.partition, record.offset)
+                for record in polled
+                if (incident := self._decode(record)) is not None
+            ]
+        except DeformerError:  # the schema registry cannot be used now
+            self._is_reassigned = True  # the next poll reads from the beginning, so that no message is left out
+            raise
         for tp, position in self._positions.items():
             known = self._consumer.get_position(tp)
             self._positions[tp] = position if known is None else known
@@ -220,7 +233,7 @@ class KafkaDeliveryLog:
         if record.value is None:  # a tombstone: the incident was deleted
             return None
         try:
-            return decode_incident(record.value)
+            return decode_incident(self._read_value(record.value))
         except InputError as error:
             if not self._num_skipped:
                 log.get_logger("kafka").warning(

@@ -21,6 +21,7 @@ from deformer_stream.codec.cloud_events import make_headers, make_source
 from deformer_stream.codec.encode_evidence import decode_evidence
 from deformer_stream.codec.encode_incidents import decode_incident, encode_incident
 from deformer_stream.codec.feedback_messages import decode_label, encode_label, get_label_key
+from deformer_stream.codec.output_formats import JSON_FORMAT, JSON_READER, OutputFormat, OutputReader
 from deformer_stream.errors import DeformerError, map_write_errors
 from deformer_stream.incidents.events import FeedbackLabel, Incident
 from deformer_stream.runtime.incident_history import read_existing
@@ -65,10 +66,14 @@ class KafkaIncidentWriter:
         topic: Topic for incidents.
         delivery: Buffer of outgoing messages. The source that shares it sends them when it commits.
         source_topic: The topic of the events, which the headers name as the source.
+        output_format: The format of the messages.
     """
 
-    def __init__(self, topic: str, delivery: Delivery, source_topic: str) -> None:
+    def __init__(
+        self, topic: str, delivery: Delivery, source_topic: str, output_format: OutputFormat = JSON_FORMAT
+    ) -> None:
         self._topic, self._delivery, self._source = topic, delivery, make_source(source_topic)
+        self._format = output_format
 
     def write(self, incident: Incident, partition: int) -> None:
         """Put a message about an incident into the buffer of outgoing messages.
@@ -80,8 +85,9 @@ class KafkaIncidentWriter:
         Raises:
             ConfigError: The message is too large for its topic.
         """
-        headers = make_headers("incident", f"{incident.id}.{incident.revision}", self._source, incident.last)
-        value = encode_incident(incident)
+        event_id = f"{incident.id}.{incident.revision}"
+        headers = make_headers("incident", event_id, self._source, incident.last, self._format.content_type)
+        value = self._format.convert("incident", encode_incident(incident))
         self._delivery.put(OutgoingMessage(partition, self._topic, incident.id.encode(), value, headers))
 
 
@@ -91,14 +97,15 @@ class KafkaIncidentLog(TopicReader[Incident]):
     Args:
         cluster: The brokers.
         topic: The topic with the incidents.
+        read_value: Converts values of messages to JSON.
 
     Raises:
         Unavailable: The topic does not exist, or no broker responds.
         ConfigError: This user may not read the topic.
     """
 
-    def __init__(self, cluster: KafkaCluster, topic: str) -> None:
-        super().__init__(cluster, topic, decode_values(decode_incident))
+    def __init__(self, cluster: KafkaCluster, topic: str, read_value: OutputReader = JSON_READER) -> None:
+        super().__init__(cluster, topic, decode_values(decode_incident, read_value))
 
 
 class KafkaIncidentHistory:
@@ -107,10 +114,11 @@ class KafkaIncidentHistory:
     Args:
         cluster: The brokers.
         topic: The topic with the incidents.
+        read_value: Converts values of messages to JSON.
     """
 
-    def __init__(self, cluster: KafkaCluster, topic: str) -> None:
-        self._cluster, self._topic = cluster, topic
+    def __init__(self, cluster: KafkaCluster, topic: str, read_value: OutputReader = JSON_READER) -> None:
+        self._cluster, self._topic, self._read_value = cluster, topic, read_value
 
     def __call__(self, partition: int) -> Iterator[Incident]:
         """Yield the messages that the topic holds now; none for a partition to which no evidence is sent.
@@ -120,20 +128,21 @@ class KafkaIncidentHistory:
         """
         if partition != EVIDENCE_PARTITION:
             return
-        incidents = KafkaIncidentLog(self._cluster, self._topic)
+        incidents = KafkaIncidentLog(self._cluster, self._topic, self._read_value)
         try:
             yield from read_existing(incidents)
         finally:
             incidents.close()
 
 
-def copy_evidence(cluster: KafkaCluster, topic: str, path: Path) -> int:
+def copy_evidence(cluster: KafkaCluster, topic: str, path: Path, read_value: OutputReader = JSON_READER) -> int:
     """Write the evidence that a topic holds now to a file, as `replay --evidence` does, and return its messages.
 
     Args:
         cluster: The brokers.
         topic: The topic with the evidence.
         path: The file.
+        read_value: Converts values of messages to JSON.
 
     Raises:
         Unavailable: The topic does not exist, or cannot be read.
@@ -141,11 +150,11 @@ def copy_evidence(cluster: KafkaCluster, topic: str, path: Path) -> int:
     """
 
     def check(value: bytes) -> bytes:
-        """Return a message that is evidence."""
+        """Return the JSON of a message that is evidence."""
         decode_evidence(value)
         return value
 
-    reader = TopicReader(cluster, topic, decode_values(check))
+    reader = TopicReader(cluster, topic, decode_values(check, read_value))
     num_messages = 0
     try:
         with map_write_errors(path), path.open("wb") as file:

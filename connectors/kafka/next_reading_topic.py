@@ -12,6 +12,7 @@ from connectors.kafka.topic_reader import TopicReader
 from connectors.kafka.topics import TopicSpec, has_topic
 from deformer_stream.codec.cloud_events import make_headers, make_source
 from deformer_stream.codec.encode_next_readings import decode_suspicious_record, encode_suspicious_record
+from deformer_stream.codec.output_formats import JSON_FORMAT, JSON_READER, OutputFormat, OutputReader
 from deformer_stream.codec.payloads import Payload
 from deformer_stream.engine.events import NO_TIME, Effects, SuspiciousRecord
 from deformer_stream.runtime.incident_ports import NextReadingMessage
@@ -51,10 +52,14 @@ class KafkaNextReadingSink:
         delivery: Buffer of outgoing messages. The source that shares it sends them when it commits, and the sink of
             alerts closes it.
         source_topic: The topic of the events, which the headers name as the source.
+        output_format: The format of the messages.
     """
 
-    def __init__(self, topic: str, delivery: Delivery, source_topic: str) -> None:
+    def __init__(
+        self, topic: str, delivery: Delivery, source_topic: str, output_format: OutputFormat = JSON_FORMAT
+    ) -> None:
         self._topic, self._delivery, self._source_topic = topic, delivery, source_topic
+        self._format = output_format
 
     def write(self, effects: Effects, data: Payload | None) -> None:
         """Put the suspicious records of one batch, and the withdrawn ones, into the buffer of outgoing messages.
@@ -75,9 +80,10 @@ class KafkaNextReadingSink:
                 hashlib.sha256(value).hexdigest()[:32],
                 make_source(self._source_topic, suspicious.partition),
                 None if suspicious.time == NO_TIME else suspicious.time,
+                self._format.content_type,
             )
-            key = suspicious.record.encode()
-            self._delivery.put(OutgoingMessage(suspicious.partition, self._topic, key, value, headers))
+            key, content = suspicious.record.encode(), self._format.convert("next-reading", value)
+            self._delivery.put(OutgoingMessage(suspicious.partition, self._topic, key, content, headers))
 
     def flush(self) -> None:
         """Do nothing, because the source sends the buffered messages when it commits."""
@@ -94,10 +100,11 @@ class KafkaNextReadingLog:
     Args:
         cluster: The brokers.
         topic: The topic with the suspicious records.
+        read_value: Converts values of messages to JSON.
     """
 
-    def __init__(self, cluster: KafkaCluster, topic: str) -> None:
-        self._cluster, self._topic = cluster, topic
+    def __init__(self, cluster: KafkaCluster, topic: str, read_value: OutputReader = JSON_READER) -> None:
+        self._cluster, self._topic, self._read_value = cluster, topic, read_value
         self._reader: TopicReader[NextReadingMessage] | None = None
         self._looked_at: float | None = None
 
@@ -130,18 +137,17 @@ class KafkaNextReadingLog:
         if self._looked_at is not None and now - self._looked_at < LOOK_SECONDS:
             return False
         if has_topic(self._cluster, self._topic):
-            self._reader = TopicReader(self._cluster, self._topic, _decode_message)
+            self._reader = TopicReader(self._cluster, self._topic, self._decode)
         self._looked_at = now
         return self._reader is not None
 
+    def _decode(self, message: ReceivedMessage) -> NextReadingMessage | None:
+        """Return the record id and what is stated for it; None for a message without a key, which is never sent.
 
-def _decode_message(message: ReceivedMessage) -> NextReadingMessage | None:
-    """Return the record id and what is stated for it; None for a message without a key, which this program never sends.
-
-    Raises:
-        InputError: The value is not a suspicious record.
-    """
-    if message.value is not None:
-        suspicious: SuspiciousRecord = decode_suspicious_record(message.value)
-        return suspicious.record, suspicious
-    return None if message.key is None else (message.key.decode("utf-8", "replace"), None)
+        Raises:
+            InputError: The value is not a suspicious record.
+        """
+        if message.value is not None:
+            suspicious: SuspiciousRecord = decode_suspicious_record(self._read_value(message.value))
+            return suspicious.record, suspicious
+        return None if message.key is None else (message.key.decode("utf-8", "replace"), None)

@@ -10,7 +10,8 @@ from connectors.kafka.ports import Header, OutgoingMessage
 from connectors.kafka.state import STATE_TOPIC_SETTINGS
 from connectors.kafka.topics import TopicSpec
 from deformer_stream.codec import encode_drift, encode_storm, get_message, get_position
-from deformer_stream.codec.cloud_events import make_headers, make_source
+from deformer_stream.codec.cloud_events import EventKind, make_headers, make_source
+from deformer_stream.codec.output_formats import JSON_FORMAT, OutputFormat
 from deformer_stream.codec.payloads import Messages, Payload
 from deformer_stream.engine.events import NO_TIME, Alert, Effects, Rejection
 
@@ -68,6 +69,7 @@ class KafkaSink:
         codec: Encodes alerts as JSON.
         delivery: Buffer of outgoing messages. The source that shares it sends them when it commits.
         topic: The topic of the events, which the headers name as the source of alerts and drift notices.
+        output_format: The format of alerts and notices.
     """
 
     def __init__(
@@ -77,8 +79,9 @@ class KafkaSink:
         codec: AlertEncoder,
         delivery: Delivery,
         topic: str = "events",
+        output_format: OutputFormat = JSON_FORMAT,
     ) -> None:
-        self._topic = topic
+        self._topic, self._format = topic, output_format
         self.alerts_topic = alerts_topic
         self.dead_letter_topic = dead_letter_topic
         self._codec, self._delivery = codec, delivery
@@ -100,20 +103,34 @@ class KafkaSink:
                 if data is not None and alert.message_index >= 0:
                     # A message of this poll raised the alert, not a time-out.
                     _, partition, _ = get_position(data, alert.message_index)
-                headers = make_headers("alert", alert.id, make_source(self._topic, partition), alert.time)
-                self._delivery.put(OutgoingMessage(partition, self.alerts_topic, alert.record.encode(), value, headers))
+                self._put_alert("alert", alert.id, partition, alert.record, alert.time, value)
             for notice in effects.drift_notices:
-                key, value = notice.record.encode(), encode_drift(notice)
-                headers = make_headers("drift", notice.id, make_source(self._topic, notice.partition), notice.time)
-                self._delivery.put(OutgoingMessage(notice.partition, self.alerts_topic, key, value, headers))
+                self._put_alert("drift", notice.id, notice.partition, notice.record, notice.time, encode_drift(notice))
             for storm in effects.storm_notices:
-                key, value = storm.records[0].encode(), encode_storm(storm)
-                headers = make_headers("storm", storm.id, make_source(self._topic, storm.partition), storm.time)
-                self._delivery.put(OutgoingMessage(storm.partition, self.alerts_topic, key, value, headers))
+                self._put_alert("storm", storm.id, storm.partition, storm.records[0], storm.time, encode_storm(storm))
         if self.dead_letter_topic is not None and data is not None:
             for rejected in effects.dead_letters():
                 max_bytes = self._delivery.max_bytes_by_topic[self.dead_letter_topic]
                 self._delivery.put(_make_dead_letter(self.dead_letter_topic, rejected, data, max_bytes))
+
+    def _put_alert(
+        self, kind: EventKind, event_id: str, partition: int, record: str, time: int | None, value: bytes
+    ) -> None:
+        """Put an alert or a notice into the buffer of outgoing messages.
+
+        Args:
+            kind: Its kind.
+            event_id: Its id.
+            partition: The partition of the events from which it follows.
+            record: Id of the record that is the key.
+            time: Event time in microseconds since 1970, `NO_TIME` or None if there is none.
+            value: The alert or notice as JSON.
+        """
+        assert self.alerts_topic is not None  # noqa: S101 - checked by the caller
+        source = make_source(self._topic, partition)
+        headers = make_headers(kind, event_id, source, time, self._format.content_type)
+        content = self._format.convert(kind, value)
+        self._delivery.put(OutgoingMessage(partition, self.alerts_topic, record.encode(), content, headers))
 
     def flush(self) -> None:
         """Do nothing, because the source sends the buffered messages when it commits."""

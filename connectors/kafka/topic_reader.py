@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
@@ -16,6 +17,7 @@ from connectors.kafka.ports import (
 )
 from connectors.kafka.topics import count_partitions
 from deformer_stream import log
+from deformer_stream.codec.output_formats import JSON_READER, OutputReader
 from deformer_stream.errors import DeformerError, InputError
 
 Message = TypeVar("Message")
@@ -30,7 +32,7 @@ class TopicReader(Generic[Message]):
         cluster: The brokers.
         topic: The topic.
         decode: Returns what a message says, or None if it is skipped on purpose. Raises `InputError` if it cannot
-            decode the message.
+            decode the message. After any other error, `poll` passes the same message to it again.
 
     Attributes:
         num_skipped: Number of messages that could not be decoded.
@@ -43,6 +45,7 @@ class TopicReader(Generic[Message]):
     def __init__(self, cluster: KafkaCluster, topic: str, decode: Callable[[ReceivedMessage], Message | None]) -> None:
         self._cluster, self._topic, self._decode = cluster, topic, decode
         self.num_skipped = 0
+        self._undecoded: deque[ReceivedMessage] = deque()  # messages that were received and not decoded yet
         tps = [TopicPartition(topic, partition) for partition in range(count_partitions(cluster, topic))]
         self._consumer: Consumer = load_client(cluster).open_consumer(cluster, ConsumerOptions())
         try:
@@ -58,25 +61,33 @@ class TopicReader(Generic[Message]):
     @property
     def is_caught_up(self) -> bool:
         """Whether `poll` has returned everything that the topic held when it was opened."""
-        return not self._unread_ends
+        return not self._unread_ends and not self._undecoded
 
     def poll(self, timeout: float) -> Sequence[Message]:
         """Return messages that were not returned before, after at most `timeout` seconds; empty if there are none.
 
         Raises:
-            Unavailable: The topic cannot be read now. A later call may succeed.
+            Unavailable: The topic cannot be read now, or its schema registry. A later call may succeed.
+            ConfigError: The messages need a schema registry.
         """
-        polled = poll_existing_messages(self._consumer, timeout)
-        self._unread_ends = {
-            tp: end for tp, end in self._unread_ends.items() if (self._consumer.get_position(tp) or 0) < end
-        }
+        if not self._undecoded:
+            self._undecoded.extend(poll_existing_messages(self._consumer, timeout))
+            self._unread_ends = {
+                tp: end for tp, end in self._unread_ends.items() if (self._consumer.get_position(tp) or 0) < end
+            }
         messages: list[Message] = []
-        for record in polled:
+        while self._undecoded:
+            record = self._undecoded[0]
             try:
                 message = self._decode(record)
             except InputError as error:
                 self._skip(record.partition, record.offset, error)
-                continue
+                message = None
+            except DeformerError:
+                if messages:
+                    break  # the next call raises the error
+                raise
+            self._undecoded.popleft()
             if message is not None:
                 messages.append(message)
         return messages
@@ -114,14 +125,17 @@ def poll_existing_messages(consumer: Consumer, timeout: float) -> Sequence[Recei
         return ()
 
 
-def decode_values(decode: Callable[[bytes], Message]) -> Callable[[ReceivedMessage], Message | None]:
+def decode_values(
+    decode: Callable[[bytes], Message], read_value: OutputReader = JSON_READER
+) -> Callable[[ReceivedMessage], Message | None]:
     """Return a function for `TopicReader` that decodes the values of messages and skips tombstones.
 
     Args:
         decode: Returns what a value says, or raises `InputError`.
+        read_value: Converts values of messages to JSON.
     """
 
     def decode_message(message: ReceivedMessage) -> Message | None:
-        return None if message.value is None else decode(message.value)
+        return None if message.value is None else decode(read_value(message.value))
 
     return decode_message

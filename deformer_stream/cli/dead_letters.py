@@ -1,4 +1,4 @@
-"""The command `dead-letters`, which lists and shows the messages that `consume` has refused, and sends them again.
+"""The command `dead-letters`, which lists and shows messages that were refused, and sends those of `consume` again.
 
 Heavy packages are imported inside the functions, so that `--help` is printed without delay.
 """
@@ -52,11 +52,13 @@ def build_dead_letters() -> click.Command:
     @add_options(DeadLettersSettings)
     @add_debug_option
     def dead_letters(action: Action, config: Path | None, **flags: Any) -> int:
-        """Look at messages that consume has refused, and send them again after their cause is repaired.
+        """Look at messages that consume or bridge has refused, and send those of consume again after a repair.
 
         list counts them by reason. show prints the latest ones as JSON lines. replay sends each message again, with its
         key and its time, to the partition from which it was read. What is refused again becomes a new dead letter.
         Sending twice does no harm while the record is open, because consume refuses readings that it has already.
+        Dead letters of bridge are in TOPIC-bridge-dead-letter (--dead-letter-topic). They are no events, so replay
+        refuses them.
         """
         settings = load_settings(DeadLettersSettings, flags, config, name)
         from deformer_stream import log
@@ -144,6 +146,7 @@ def format_letter(letter: DeadLetter) -> str:
         "topic": letter.topic,
         "partition": letter.partition,
         "offset": letter.offset,
+        **({} if letter.source is None else {"source": letter.source}),
         "key": decode(letter.key),
         "value": decode(letter.value),
         "complete": letter.is_complete,
@@ -155,7 +158,7 @@ def _replay(settings: DeadLettersSettings, cluster: KafkaCluster, letters: Itera
     """Send the messages of dead letters again, and print how many.
 
     Raises:
-        ConfigError: The brokers refuse a message.
+        ConfigError: The brokers refuse a message, or all dead letters are those of the bridge.
         Unavailable: A topic does not exist, no broker responds, or a message is not acknowledged in time.
     """
     from connectors.kafka import send_again
@@ -164,6 +167,10 @@ def _replay(settings: DeadLettersSettings, cluster: KafkaCluster, letters: Itera
         click.echo(f"{num_sent:,} messages sent", err=True)
 
     counts = send_again(cluster, letters, settings.to, settings.dry_run, report)
+    if counts.foreign and not counts.sent:
+        from deformer_stream.errors import ConfigError
+
+        raise ConfigError(f"nothing was sent: {describe_foreign(counts.foreign)}")
     click.echo(describe_counts(counts, settings.dry_run))
 
 
@@ -177,4 +184,14 @@ def describe_counts(counts: ReplayCounts, is_dry_run: bool) -> str:
             f"; {counts.incomplete:,} dead letters do not hold their message, which was too large: read it at the "
             "topic, partition and offset that `dead-letters show` prints"
         )
+    if counts.foreign:
+        text += f"; {describe_foreign(counts.foreign)}"
     return text
+
+
+def describe_foreign(count: int) -> str:
+    """Return one line that says why dead letters of the bridge are not sent, and what to do."""
+    return (
+        f"{count:,} dead letters are those of the bridge, whose messages are no events: repair the cause, such as "
+        "--pattern of bridge, and let the device publish them again"
+    )

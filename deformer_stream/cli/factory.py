@@ -15,9 +15,11 @@ if TYPE_CHECKING:
     import threading
 
     from connectors.files import FileSource, InputFiles, ReadOptions, StandardInput
+    from connectors.schema_registry import SchemaRegistry
     from deformer_stream.calibration.conformal import Calibration
     from deformer_stream.codec import Codec, FieldNames, Order, SchemaTranslator, WindowAssigner
     from deformer_stream.codec.model_choice import ModelChoice, ModelCodecs
+    from deformer_stream.codec.output_formats import OutputFormat, OutputReader, OutputSchema
     from deformer_stream.engine.engine import Engine, Limits
     from deformer_stream.engine.engine_set import EngineSet
     from deformer_stream.engine.explain import ExplanationEffort
@@ -32,7 +34,7 @@ if TYPE_CHECKING:
         ScoringSettings,
     )
     from deformer_stream.settings.commands import ModelSetSettings
-    from deformer_stream.settings.registry import RegistrySettings
+    from deformer_stream.settings.registry import OutputFormatSettings, RegistryAddressSettings, RegistrySettings
 
 MAX_LISTED_GROUPS = 8
 """Largest number of calibration groups that a warning names."""
@@ -42,6 +44,9 @@ DEFAULT_DRIFT_ODDS = 1000.0
 
 DEFAULT_BATCH_EVENTS, MAX_BATCH_FACTOR = 8192, 8
 """Number of events of a poll of files with one model; and the largest factor by which it grows with several models."""
+
+REGISTRY_PATIENCE = 10.0
+"""Seconds for which requests to a schema registry are repeated by commands without the option `--patience`."""
 
 MIN_READINGS_LIMIT = 4096
 """Smallest limit of the readings in a message. The limit is larger if the model has more features than this."""
@@ -566,29 +571,26 @@ def make_codec(loaded: Artifact, settings: ScoringSettings, **others: Any) -> Co
     )
 
 
-def open_translator(
-    settings: RegistrySettings, patience: float, max_message_bytes: int, on_wait: Callable[[], None], cleanup: ExitStack
-) -> SchemaTranslator | None:
-    """Connect to the schema registry, and return the object that converts its messages to JSON.
+def open_registry(
+    settings: RegistryAddressSettings,
+    patience: float,
+    cleanup: ExitStack,
+    on_wait: Callable[[], None] = lambda: None,
+) -> SchemaRegistry | None:
+    """Return the client of the schema registry, None if the options name none. It sends no request yet.
 
     Args:
-        settings: The format and the registry.
+        settings: The registry.
         patience: Seconds for which requests to the registry are repeated.
-        max_message_bytes: Largest accepted message in bytes.
-        on_wait: Called during such a wait.
         cleanup: The connections are closed with it.
-
-    Returns:
-        The translator; None if the messages are JSON.
+        on_wait: Called during such a wait.
 
     Raises:
-        ConfigError: The registry refuses the login, or the libraries of the format are not installed.
-        Unavailable: The registry does not respond.
+        ConfigError: A file that the options name cannot be read.
     """
     from connectors.schema_registry import RegistryAddress, SchemaRegistry
-    from deformer_stream.codec import SchemaTranslator
 
-    if settings.format == "json" or settings.schema_registry is None:
+    if settings.schema_registry is None:
         return None
     address = RegistryAddress(
         settings.schema_registry,
@@ -599,9 +601,75 @@ def open_translator(
     registry = SchemaRegistry(address, patience)
     cleanup.callback(registry.close)
     registry.on_wait = on_wait
+    return registry
+
+
+def make_translator(
+    settings: RegistrySettings, registry: SchemaRegistry | None, max_message_bytes: int
+) -> SchemaTranslator | None:
+    """Return the object that converts the messages of a schema registry to JSON, None if the messages are JSON.
+
+    Args:
+        settings: The format of the messages.
+        registry: The registry.
+        max_message_bytes: Largest accepted message in bytes.
+
+    Raises:
+        ConfigError: The registry refuses the login, or the libraries of the format are not installed.
+        Unavailable: The registry does not respond.
+    """
+    from deformer_stream.codec import SchemaTranslator
+
+    if settings.format == "json" or registry is None:
+        return None
     translator = SchemaTranslator(settings.format, registry.fetch, max_message_bytes)
     registry.check()
     return translator
+
+
+def register_output_schemas(
+    settings: OutputFormatSettings, registry: SchemaRegistry | None, topic_by_schema: Mapping[OutputSchema, str]
+) -> dict[OutputSchema, OutputFormat]:
+    """Return the format of the messages of each output topic, after its schema was registered.
+
+    Args:
+        settings: The format.
+        registry: The registry, for Avro.
+        topic_by_schema: The topics by the names of their schemas.
+
+    Raises:
+        ConfigError: The registry refuses a schema or the login, or fastavro is not installed.
+        Unavailable: The registry does not respond.
+    """
+    from deformer_stream.codec.output_formats import JSON_FORMAT, AvroFormat, check_avro_package, load_schema
+
+    if settings.output_format == "json" or registry is None:
+        return dict.fromkeys(topic_by_schema, JSON_FORMAT)
+    check_avro_package("--output-format avro")
+    text_by_name = {name: load_schema(name) for name in topic_by_schema}
+    return {
+        name: AvroFormat(text, registry.register(f"{topic_by_schema[name]}-value", "AVRO", text))
+        for name, text in text_by_name.items()
+    }
+
+
+def make_output_reader(registry: SchemaRegistry | None) -> OutputReader:
+    """Return the function that converts messages which this program has written, JSON or Avro, to JSON.
+
+    Args:
+        registry: The registry, None if the messages are JSON.
+
+    Raises:
+        ConfigError: The registry refuses the login, or fastavro is not installed.
+        Unavailable: The registry does not respond.
+    """
+    from deformer_stream.codec.output_formats import OutputReader
+
+    if registry is None:
+        return OutputReader()
+    reader = OutputReader(registry.fetch)
+    registry.check()
+    return reader
 
 
 def open_inputs(

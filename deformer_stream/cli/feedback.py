@@ -5,11 +5,13 @@ Heavy packages are imported inside the functions, so that `--help` is printed wi
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from deformer_stream.cli import factory
 from deformer_stream.cli.examples import EXAMPLES_BY_COMMAND
 from deformer_stream.cli_utils import HELP, HelpCommand, add_debug_option, is_debugging, parse_time_option
 
@@ -117,11 +119,11 @@ def _store(settings: FeedbackSettings, incident: str | None, label: Label | None
     else:
         assert incident is not None  # noqa: S101 - checked by `_check_arguments`
         assert label is not None  # noqa: S101
-        incidents = KafkaIncidentLog(cluster, incidents_topic)
-        try:
+        with ExitStack() as cleanup:
+            reader = factory.make_output_reader(factory.open_registry(settings, factory.REGISTRY_PATIENCE, cleanup))
+            incidents = KafkaIncidentLog(cluster, incidents_topic, reader)
+            cleanup.callback(incidents.close)
             found = find_incident(incidents, incident)
-        finally:
-            incidents.close()
         seen = {"severity": found.severity, "num_reopened": found.num_reopened}
         made = _make_label(settings, label, now, incident=found.id, name=settings.name, **seen)
         text = f"{found.id} {summarize_incident(found)}: {label}"

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
 
+    from deformer_stream.codec.output_formats import OutputReader
     from deformer_stream.runtime.incident_ports import Receiver
     from deformer_stream.runtime.notification import Notifier
     from deformer_stream.settings.incident_commands import IncidentsSettings
@@ -39,6 +40,7 @@ def create_notifier(
     incidents_topic: str,
     feedback_topic: str,
     registry: CollectorRegistry,
+    read_value: OutputReader,
 ) -> Notifier:
     """Return the threads that notify receivers, and the one that counts open incidents. They are not started.
 
@@ -48,6 +50,7 @@ def create_notifier(
         incidents_topic: Topic of the incidents.
         feedback_topic: Topic of the labels.
         registry: The registry that `/metrics` shows.
+        read_value: Converts values of messages to JSON.
     """
     from connectors.kafka import KafkaDeliveryLog, KafkaFeedbackLog, KafkaIncidentLog
     from deformer_stream.cli.kafka_cluster import make_cluster
@@ -62,7 +65,7 @@ def create_notifier(
         group = f"{settings.group}-{settings.topic}-{receiver.identity}"
         return ReceiverWorker(
             receiver,
-            KafkaDeliveryLog(cluster, incidents_topic, group, settings.session_timeout),
+            KafkaDeliveryLog(cluster, incidents_topic, group, settings.session_timeout, read_value),
             KafkaFeedbackLog(cluster, feedback_topic),
             metrics,
             settings.external_url,
@@ -71,7 +74,7 @@ def create_notifier(
     def create_counter() -> OpenIncidentCounter:
         """Return the counter of open incidents, with its connections."""
         return OpenIncidentCounter(
-            KafkaIncidentLog(cluster, incidents_topic),
+            KafkaIncidentLog(cluster, incidents_topic, read_value),
             KafkaFeedbackLog(cluster, feedback_topic),
             open_metrics,
         )

@@ -17,6 +17,7 @@ from deformer_stream.cli.examples import EXAMPLES_BY_COMMAND
 from deformer_stream.cli_utils import HELP, HelpCommand, add_debug_option, is_debugging, stop_on_signals
 
 if TYPE_CHECKING:
+    from deformer_stream.codec.output_formats import OutputFormat, OutputReader
     from deformer_stream.runtime.detection_metrics import DetectionMetrics
     from deformer_stream.runtime.incident_pipeline import IncidentPipeline
     from deformer_stream.settings.incident_commands import IncidentsSettings
@@ -96,9 +97,16 @@ def build_incidents() -> click.Command:
         topics, metrics = IncidentTopics.from_settings(settings), DetectionMetrics()
         receivers = incident_delivery.create_receivers(settings)
         with ExitStack() as cleanup:
-            pipeline = None if model is None else _connect(settings, model, topics, metrics, cleanup)
+            registry = factory.open_registry(settings, settings.patience, cleanup, metrics.record_progress)
+            reader = factory.make_output_reader(registry)
+            formats = factory.register_output_schemas(
+                settings, registry, {} if model is None else {"incidents": topics.incidents}
+            )
+            pipeline = None
+            if model is not None:
+                pipeline = _connect(settings, model, topics, metrics, reader, formats["incidents"], cleanup)
             notifier = incident_delivery.create_notifier(
-                settings, receivers, topics.incidents, topics.feedback, metrics.registry
+                settings, receivers, topics.incidents, topics.feedback, metrics.registry, reader
             )
             notifier.start()
             cleanup.callback(notifier.close, settings.receiver_timeout + incident_delivery.CLOSE_SECONDS)
@@ -134,7 +142,13 @@ def _find_model(settings: IncidentsSettings) -> Path | None:
 
 
 def _connect(
-    settings: IncidentsSettings, model: Path, topics: IncidentTopics, metrics: DetectionMetrics, cleanup: ExitStack
+    settings: IncidentsSettings,
+    model: Path,
+    topics: IncidentTopics,
+    metrics: DetectionMetrics,
+    read_value: OutputReader,
+    output_format: OutputFormat,
+    cleanup: ExitStack,
 ) -> IncidentPipeline:
     """Return the loop that makes incidents, connected to its topics, and log how the budget is kept.
 
@@ -143,6 +157,8 @@ def _connect(
         model: The model directory.
         topics: The topics.
         metrics: Receives counts and timings.
+        read_value: Converts values of messages to JSON.
+        output_format: The format of the messages about incidents.
         cleanup: An exit stack, to which the functions that close the connections are added.
 
     Raises:
@@ -208,10 +224,11 @@ def _connect(
     cleanup.callback(source.close)
     return IncidentPipeline(
         source,
-        KafkaIncidentWriter(topics.incidents, delivery, topics.events),
+        KafkaIncidentWriter(topics.incidents, delivery, topics.events, output_format),
         load_plan,
         metrics,
-        KafkaIncidentHistory(cluster, topics.incidents),
+        KafkaIncidentHistory(cluster, topics.incidents, read_value),
         commit_interval=settings.commit_interval,
         snapshot_interval=settings.snapshot_interval,
+        read_value=read_value,
     )

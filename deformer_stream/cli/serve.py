@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from deformer_stream.cli import factory
 from deformer_stream.cli.examples import EXAMPLES_BY_COMMAND
 from deformer_stream.cli_utils import HELP, HelpCommand, add_debug_option, is_debugging, stop_on_signals
 from deformer_stream.extras import format_remedy, is_installed
@@ -169,13 +170,15 @@ def _connect(
     from deformer_stream.page.store import IncidentStore
 
     cluster = make_cluster(settings)
+    reader = factory.make_output_reader(factory.open_registry(settings, factory.REGISTRY_PATIENCE, cleanup))
     incidents_topic = settings.incidents_topic or f"{settings.topic}-incidents"
     feedback_topic = settings.feedback_topic or f"{settings.topic}-feedback"
     ensure_topics(cluster, describe_incident_topics(incidents_topic, feedback_topic))
-    incident_log = KafkaIncidentLog(cluster, incidents_topic)
+    incident_log = KafkaIncidentLog(cluster, incidents_topic, reader)
     cleanup.callback(incident_log.close)
     feedback_log = KafkaFeedbackLog(cluster, feedback_topic)
     cleanup.callback(feedback_log.close)
-    next_reading_log = KafkaNextReadingLog(cluster, settings.next_readings_topic or f"{settings.topic}-next-readings")
+    next_readings_topic = settings.next_readings_topic or f"{settings.topic}-next-readings"
+    next_reading_log = KafkaNextReadingLog(cluster, next_readings_topic, reader)
     cleanup.callback(next_reading_log.close)
     return Page(PageOptions(**options), IncidentStore(), feedback_log), incident_log, next_reading_log

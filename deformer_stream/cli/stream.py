@@ -34,9 +34,11 @@ from deformer_stream.runtime import process
 if TYPE_CHECKING:
     import threading
 
+    from connectors.schema_registry import SchemaRegistry
     from deformer_stream.cli.factory import ServedModels
     from deformer_stream.codec import Codec
     from deformer_stream.codec.model_choice import ModelCodecs
+    from deformer_stream.codec.output_formats import OutputSchema
     from deformer_stream.model_store import Artifact
     from deformer_stream.runtime.metrics import Metrics
     from deformer_stream.runtime.ports import EventSource, Sink
@@ -73,8 +75,9 @@ def build_consume() -> click.Command:
             mqtt.refuse_kafka_flags(flags)
         has_kafka = _find_kafka_topic(settings)[1] is not None
         is_file = not (is_mqtt or has_kafka)
-        if is_file and settings.format != "json":
-            raise ConfigError(f"--format {settings.format} is for a Kafka topic, but --source is a file: leave it out")
+        for flag, value in (("--format", settings.format), ("--output-format", settings.output_format)):
+            if is_file and value != "json":
+                raise ConfigError(f"{flag} {value} is for a Kafka topic, but --source is a file: leave it out")
         factory.check_paths([str(settings.source)] if is_file else [], settings.model, models=settings.models)
         # These imports take seconds.
         from deformer_stream import log
@@ -94,9 +97,8 @@ def build_consume() -> click.Command:
         metrics = Metrics()
         reloader = factory.make_reloader(models, settings, reload_requested)
         with ExitStack() as cleanup:
-            translator = factory.open_translator(
-                settings, settings.patience, settings.max_message_bytes, metrics.record_progress, cleanup
-            )
+            registry = factory.open_registry(settings, settings.patience, cleanup, metrics.record_progress)
+            translator = factory.make_translator(settings, registry, settings.max_message_bytes)
 
             def make_codec(model: Artifact) -> Codec:
                 """Return the codec for a model, whose units of features are replaced first."""
@@ -106,7 +108,7 @@ def build_consume() -> click.Command:
                 return factory.make_codec(model, decoding, order="arrival", translator=translator)
 
             codec = models.combine_codecs(make_codec, decoding, translator)
-            source, sinks = _connect(settings, models, codec, metrics, stop, cleanup)
+            source, sinks = _connect(settings, models, codec, registry, metrics, stop, cleanup)
             if settings.http:
                 cleanup.callback(start_http_server(settings.http, metrics))
             logger.info(
@@ -153,6 +155,7 @@ def _connect(
     settings: ConsumeSettings,
     models: ServedModels,
     codec: Codec | ModelCodecs,
+    registry: SchemaRegistry | None,
     metrics: Metrics,
     stop: threading.Event,
     cleanup: ExitStack,
@@ -167,6 +170,7 @@ def _connect(
         settings: Options of `consume`.
         models: The models.
         codec: Encodes alerts.
+        registry: The schema registry, if the options name one.
         metrics: Receives what the source reports.
         stop: Set when the command must end.
         cleanup: An exit stack, to which the functions that close the source and the sinks are added.
@@ -203,7 +207,7 @@ def _connect(
         )
         cleanup.callback(source.close)
     else:
-        source, sinks = _connect_to_kafka(settings, servers, topic, codec, models.fingerprint, cleanup)
+        source, sinks = _connect_to_kafka(settings, servers, topic, codec, models.fingerprint, registry, cleanup)
     if settings.alerts:
         # A file keeps the alerts of earlier runs.
         alerts = TerminalAlerts() if _is_terminal(settings.alerts) else AlertLines(settings.alerts, append=True)
@@ -256,6 +260,7 @@ def _connect_to_kafka(
     topic: str,
     codec: Codec | ModelCodecs,
     model: str,
+    registry: SchemaRegistry | None,
     cleanup: ExitStack,
 ) -> tuple[EventSource, list[Sink]]:
     """Return a source that reads events from a topic, and sinks that write alerts and the like to other topics.
@@ -270,10 +275,12 @@ def _connect_to_kafka(
         topic: The topic with the events.
         codec: Encodes alerts.
         model: Fingerprint (hash) of the model, or of the set of models.
+        registry: The schema registry, if the options name one.
         cleanup: An exit stack, to which the functions that close the source and the sinks are added.
 
     Raises:
-        ConfigError: Two of the topics are the same.
+        ConfigError: Two of the topics are the same, or the schema registry refuses a schema.
+        Unavailable: No broker responds, or the schema registry does not.
     """
     import uuid
 
@@ -308,6 +315,12 @@ def _connect_to_kafka(
             "--topic, --alerts-topic, --dead-letter-topic, --state-topic, --evidence-topic and --next-readings-topic "
             "must differ, because the command would otherwise read its own output as events; choose different topics"
         )
+    topic_by_schema: dict[OutputSchema, str] = {"alerts": alerts_topic}
+    if has_evidence:
+        topic_by_schema["evidence"] = evidence_topic
+    if has_next_readings:
+        topic_by_schema["next-readings"] = next_readings_topic
+    formats = factory.register_output_schemas(settings, registry, topic_by_schema)
     num_partitions = count_partitions(cluster, topic)
     topics = describe_output_topics(alerts_topic, dead_letter_topic, state_topic, num_partitions)
     if has_evidence:
@@ -319,11 +332,11 @@ def _connect_to_kafka(
     transactional_id = make_transactional_id(settings.group, topic, settings.instance or uuid.uuid4().hex[:12])
     is_transactional = settings.delivery == "exactly-once"
     delivery = Delivery(cluster, limits, transactional_id if is_transactional else None)
-    sinks: list[Sink] = [KafkaSink(alerts_topic, dead_letter_topic, codec, delivery, topic)]
+    sinks: list[Sink] = [KafkaSink(alerts_topic, dead_letter_topic, codec, delivery, topic, formats["alerts"])]
     if has_evidence:
-        sinks.append(KafkaEvidenceSink(evidence_topic, delivery, topic))
+        sinks.append(KafkaEvidenceSink(evidence_topic, delivery, topic, formats["evidence"]))
     if has_next_readings:
-        sinks.append(KafkaNextReadingSink(next_readings_topic, delivery, topic))
+        sinks.append(KafkaNextReadingSink(next_readings_topic, delivery, topic, formats["next-readings"]))
     for sink in sinks:
         cleanup.callback(sink.close)
     source = KafkaSource(

@@ -17,6 +17,7 @@ If a JSON object has a key twice, the last value counts. The modules are:
     arrow_messages   decoder for messages that are Arrow streams
     schema_formats, protobuf_schemas  messages in the formats of a schema registry, converted to JSON
     columns, tables  conversion of Arrow columns; decoders for rows of Parquet and CSV tables
+    output_formats   outputs as Avro, converted from their JSON
     encode_outputs   alerts, drift notices and dead letters as JSON
     model_choice     which of several models a message belongs to; their decoders as one
     encode_events    readings as messages, for `deformer-stream produce`

@@ -26,6 +26,7 @@ from typing import Protocol
 from deformer_stream import log
 from deformer_stream.codec.encode_evidence import decode_evidence
 from deformer_stream.codec.incident_state import decode_incident_state, encode_incident_state
+from deformer_stream.codec.output_formats import JSON_READER, OutputReader
 from deformer_stream.codec.payloads import Messages
 from deformer_stream.errors import DeformerError, InputError
 from deformer_stream.incidents.events import EvidenceBatch, Incident
@@ -99,6 +100,7 @@ class IncidentPipeline:
         commit_interval: Seconds between commits. An incident that opens is committed at once.
         snapshot_interval: Seconds between two snapshots of a partition's state.
         now: Returns monotonic seconds.
+        read_value: Converts values of messages of evidence to JSON.
     """
 
     def __init__(
@@ -112,7 +114,9 @@ class IncidentPipeline:
         commit_interval: float = 1.0,
         snapshot_interval: float = 30.0,
         now: Callable[[], float] = time.monotonic,
+        read_value: OutputReader = JSON_READER,
     ) -> None:
+        self._read_value = read_value
         self._source, self._writer, self._metrics, self._read_history = source, writer, metrics, read_history
         self._load_plan, self._plan = load_plan, load_plan()
         self._max_wait, self._snapshot_interval, self._now = max_wait, snapshot_interval, now
@@ -253,7 +257,7 @@ class IncidentPipeline:
         try:
             if payload is None:
                 raise InputError("it has no value")
-            return decode_evidence(payload)
+            return decode_evidence(self._read_value(payload))
         except InputError as error:
             self._metrics.skipped.inc()
             if not self._has_logged_skipped:

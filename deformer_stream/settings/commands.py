@@ -788,7 +788,11 @@ class DeadLettersSettings(KafkaSettings):
     option_groups: ClassVar[OptionGroups] = DEAD_LETTERS_GROUPS
 
     topic: str = Field(description="Kafka topic with the events. Its dead letters are read from TOPIC-dead-letter.")
-    dead_letter_topic: str | None = Field(None, description="Topic with the dead letters. Default: TOPIC-dead-letter.")
+    dead_letter_topic: str | None = Field(
+        None,
+        description="Topic with the dead letters, such as TOPIC-bridge-dead-letter for those of bridge. Default: "
+        "TOPIC-dead-letter.",
+    )
     reason: TextList = text_default(
         "", description="Only dead letters with this reason, such as unknown_feature. Several, with commas."
     )

@@ -18,6 +18,7 @@ from deformer_stream.settings.option_groups import (
     SERVE_GROUPS,
     OptionGroups,
 )
+from deformer_stream.settings.registry import OutputFormatSettings, RegistryAddressSettings
 from deformer_stream.settings.tables import check_timezone
 
 
@@ -52,7 +53,7 @@ class DeliverySettings(Settings):
     receiver_timeout: Timeout = text_default("10s", description="Longest time that a request to a receiver takes.")
 
 
-class IncidentsSettings(IncidentRuleSettings, DeliverySettings, KafkaSettings):
+class IncidentsSettings(IncidentRuleSettings, DeliverySettings, KafkaSettings, OutputFormatSettings):
     """The options of `deformer-stream incidents`."""
 
     option_groups: ClassVar[OptionGroups] = INCIDENT_GROUPS
@@ -118,7 +119,7 @@ class IncidentsSettings(IncidentRuleSettings, DeliverySettings, KafkaSettings):
     )
 
 
-class ServeSettings(KafkaSettings):
+class ServeSettings(KafkaSettings, RegistryAddressSettings):
     """The options of `deformer-stream serve`."""
 
     option_groups: ClassVar[OptionGroups] = SERVE_GROUPS
@@ -151,7 +152,7 @@ class ServeSettings(KafkaSettings):
     )
 
 
-class FeedbackSettings(KafkaSettings):
+class FeedbackSettings(KafkaSettings, RegistryAddressSettings):
     """The options of `deformer-stream feedback`."""
 
     option_groups: ClassVar[OptionGroups] = FEEDBACK_GROUPS
@@ -177,7 +178,7 @@ Changes = Annotated[tuple[Literal["patterns", "segments", "records"], ...], NoDe
 """Parts of the calibration that a candidate replaces."""
 
 
-class ProposeSettings(IncidentRuleSettings, KafkaSettings):
+class ProposeSettings(IncidentRuleSettings, KafkaSettings, RegistryAddressSettings):
     """The options of `deformer-stream propose`."""
 
     option_groups: ClassVar[OptionGroups] = PROPOSE_GROUPS

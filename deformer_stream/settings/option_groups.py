@@ -28,6 +28,12 @@ _SECURITY = (
     *("sasl_oauth_token_file", "sasl_aws_region", "sasl_kerberos_service_name"),
 )
 
+_REGISTRY = (
+    *("schema_registry", "schema_registry_username", "schema_registry_password_file", "schema_registry_password"),
+    "schema_registry_cafile",
+)
+"""Fields of the options that name a schema registry."""
+
 _SOURCE_SECURITY = (
     *("source_username", "source_password_file", "source_password", "source_cafile", "source_certfile"),
     *("source_keyfile", "source_key_password_file"),
@@ -56,10 +62,7 @@ SCORING_GROUPS: OptionGroups = {
         *("commit_interval", "max_wait", "max_poll_records", "max_message_bytes", *_CLIENT),
     ),
     "Kafka security": _SECURITY,
-    "Message format": (
-        *("format", "schema_registry", "schema_registry_username", "schema_registry_password_file"),
-        *("schema_registry_password", "schema_registry_cafile"),
-    ),
+    "Message format": ("format", "output_format", *_REGISTRY),
     "State and recovery": ("state_topic", "state_dir", "snapshot_interval", "open_records", "lost_state"),
     "MQTT": ("pattern", "time_unit", "alerts_to", "client_id", "session_expiry"),
     "Security of the source": _SOURCE_SECURITY,
@@ -124,6 +127,7 @@ INCIDENT_GROUPS: OptionGroups = {
         *("session_timeout", "commit_interval", *_CLIENT),
     ),
     "Kafka security": _SECURITY,
+    "Message format": ("output_format", *_REGISTRY),
     "State and recovery": ("state_topic", "snapshot_interval", "lost_state"),
     "Monitoring": ("http",),
 }
@@ -134,6 +138,7 @@ SERVE_GROUPS: OptionGroups = {
     "Page": ("http", "external_url", "timezone", "token_file", "users_file"),
     "Kafka": ("bootstrap_servers", *_INCIDENT_TOPICS, "next_readings_topic", *_CLIENT),
     "Kafka security": _SECURITY,
+    "Message format": _REGISTRY,
 }
 """The grouping of `serve`."""
 
@@ -142,6 +147,7 @@ FEEDBACK_GROUPS: OptionGroups = {
     "Maintenance window": ("maintenance", "from_", "to"),
     "Kafka": ("topic", "bootstrap_servers", *_INCIDENT_TOPICS, *_CLIENT),
     "Kafka security": _SECURITY,
+    "Message format": _REGISTRY,
 }
 """The grouping of `feedback`."""
 
@@ -182,6 +188,7 @@ PROPOSE_GROUPS: OptionGroups = {
     "Incidents": _INCIDENT_RULE,
     "Kafka": ("topic", "bootstrap_servers", "evidence_topic", "feedback_topic", *_CLIENT),
     "Kafka security": _SECURITY,
+    "Message format": _REGISTRY,
 }
 """The grouping of `propose`."""
 

@@ -17,6 +17,7 @@ from deformer_stream.cli.dead_letters import (
     format_letter,
     summarize,
 )
+from deformer_stream.errors import ConfigError
 
 SECOND = 1_000_000
 
@@ -98,7 +99,28 @@ def test_time_that_is_not_valid_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
     assert "--since 'yesterday': this is not RFC 3339" in str(result.exception)
 
 
+BRIDGE_LETTER = make_letter(
+    "unknown_topic", 3, topic="plant/x", partition=None, offset=None, source="mqtt://broker", key=None
+)
+
+
+def test_letters_of_the_bridge_are_listed_and_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    letters = [*LETTERS, BRIDGE_LETTER]
+    assert "unknown_topic" in run(monkeypatch, "list", letters=letters)
+    fields = json.loads(run(monkeypatch, "show", letters=letters).splitlines()[-1])
+    assert (fields["source"], fields["topic"], fields["offset"]) == ("mqtt://broker", "plant/x", None)
+    assert "source" not in json.loads(format_letter(LETTERS[0]))
+
+
+def test_replay_of_letters_of_the_bridge_alone_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("connectors.kafka.read_dead_letters", lambda cluster, topic: iter([BRIDGE_LETTER]))
+    result = CliRunner().invoke(build_dead_letters(), ["replay", "--topic", "events", "--dry-run"])
+    assert isinstance(result.exception, ConfigError)
+    assert "1 dead letters are those of the bridge" in str(result.exception)
+
+
 def test_counts_are_described() -> None:
     assert describe_counts(ReplayCounts(1204), is_dry_run=True) == "1,204 messages would be sent again"
     text = describe_counts(ReplayCounts(2, repeated=1, incomplete=3), is_dry_run=False)
     assert text.startswith("2 messages were sent again; 1 further dead letters are about the same messages; 3 dead ")
+    assert "4 dead letters are those of the bridge" in describe_counts(ReplayCounts(2, foreign=4), is_dry_run=False)

@@ -8,10 +8,12 @@ from types import SimpleNamespace
 import pytest
 
 from connectors.kafka import KafkaCluster, ReplayCounts, read_dead_letters, send_again
+from connectors.kafka.bridge_sink import KafkaBridgeSink
 from connectors.kafka.client import load_client
 from connectors.kafka.dead_letters import DeadLetter, decode_dead_letter
 from connectors.kafka.ports import Header, OutgoingMessage, ReceivedMessage
 from connectors.kafka.produce import choose_partition
+from deformer_stream.codec.bridge_messages import BridgeMessage, BridgeRefusal
 from deformer_stream.errors import InputError, Unavailable
 from tests.connectors.kafka_helpers import TIMEOUT_SECONDS, Topic, read_messages
 
@@ -49,6 +51,32 @@ def test_headers_are_decoded() -> None:
     assert not decode_dead_letter(make_received([*PLACE, ("payload_bytes", b"9")])).is_complete
     assert not decode_dead_letter(make_received([*PLACE, ("key_bytes", b"9")])).is_complete
     assert decode_dead_letter(make_received([*PLACE, ("detail", b"\xff")])).detail == "\\xff"
+
+
+def make_bridge_letter() -> ReceivedMessage:
+    """Return a dead letter as the bridge writes it."""
+    sink = KafkaBridgeSink.__new__(KafkaBridgeSink)  # without a connection
+    sink._dead_letter_topic, sink._source, sink._limits = "letters", "mqtts://broker/plant/#", {"letters": 10**6}
+    message = BridgeMessage("plant/pump-7/flow/extra", b"\xff31.9", SENT_AT * 1000)
+    letter = sink._make_dead_letter(BridgeRefusal(message, "unknown_topic", "it does not fit --pattern"))
+    return make_received(list(letter.headers), letter.value)._replace(key=letter.key)
+
+
+def test_letter_of_the_bridge_is_decoded() -> None:
+    letter = decode_dead_letter(make_bridge_letter())
+    assert (letter.reason, letter.detail) == ("unknown_topic", "it does not fit --pattern")
+    assert (letter.source, letter.topic) == ("mqtts://broker/plant/#", "plant/pump-7/flow/extra")
+    assert (letter.partition, letter.offset, letter.sent_at) == (None, None, SENT_AT)
+    assert (letter.key, letter.value, letter.is_complete) == (None, b"\xff31.9", True)
+
+
+@pytest.mark.kafka
+def test_letters_of_the_bridge_are_not_sent(cluster: KafkaCluster, topic: Topic) -> None:
+    events = topic(2)
+    letters = [decode_dead_letter(make_bridge_letter()), make_letter(1, topic=events)]
+    assert send_again(cluster, letters) == ReplayCounts(sent=1, foreign=1)
+    assert send_again(cluster, letters[:1], topic=events) == ReplayCounts(foreign=1)
+    assert [message.value for message in read_messages(cluster, events)] == [b"{}"]
 
 
 @pytest.mark.parametrize("missing", ["reason", "topic", "partition", "offset"])

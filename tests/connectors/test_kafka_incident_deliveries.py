@@ -26,12 +26,14 @@ from connectors.kafka.incident_deliveries import (
 from connectors.kafka.ports import ClientLibrary
 from deformer_stream.codec.encode_incidents import encode_incident
 from deformer_stream.codec.feedback_messages import make_label
+from deformer_stream.errors import Unavailable
 from deformer_stream.incidents.events import Incident
 from deformer_stream.runtime.backlog import MAX_NOTED_INCIDENTS
 from deformer_stream.runtime.incident_metrics import DeliveryMetrics
 from deformer_stream.runtime.incident_ports import DeliveryProgress, LoggedIncident
 from deformer_stream.runtime.notification import ReceiverWorker
 from tests.connectors.kafka_helpers import wait_until
+from tests.connectors.test_kafka_incident_topics import InterruptedReader
 from tests.incidents.delivery import ScriptedReceiver
 from tests.incidents.examples import make_incident
 
@@ -129,6 +131,35 @@ def test_every_start_reads_from_the_beginning_and_finds_its_progress(
     again = open_log()
     assert [message.incident for message in read(again, 2)] == [first, second]
     assert again.load_progress() == progress
+
+
+@pytest.mark.kafka
+def test_outage_of_the_schema_registry_loses_no_message(
+    kafka: SimpleNamespace, topics: SimpleNamespace, opened: Callable[[Any], Any]
+) -> None:
+    """The topic is read from its beginning again, as after a change of the assignment."""
+    incidents = [make_incident(number) for number in range(3)]
+    send(kafka, topics.incidents, *incidents)
+    reader = InterruptedReader()
+    deliveries = opened(KafkaDeliveryLog(kafka.cluster, topics.incidents, topics.group, 6.0, reader))
+    found: list[Incident] = []
+    generations: set[int] = set()
+
+    def poll() -> bool:
+        try:
+            messages = deliveries.poll(0.1)
+        except Unavailable:
+            found.clear()
+            assert not deliveries.is_caught_up
+            return False
+        generations.add(deliveries.generation)
+        found.extend(message.incident for message in messages)
+        return len(found) >= 3 and deliveries.is_caught_up
+
+    wait_until(poll, "all incidents")
+    assert found == incidents
+    assert len(generations) > 1
+    assert reader.num_values > 4
 
 
 @pytest.mark.kafka

@@ -18,6 +18,7 @@ from connectors.kafka import (
 )
 from deformer_stream.codec.encode_incidents import encode_incident
 from deformer_stream.codec.feedback_messages import make_label
+from deformer_stream.codec.output_formats import OutputReader
 from deformer_stream.errors import ConfigError, Unavailable
 from deformer_stream.incidents.events import Incident
 from tests.connectors.kafka_helpers import read_messages, wait_until
@@ -50,6 +51,44 @@ def opened() -> Iterator[Callable[[Any], Any]]:
 
 def send(kafka: SimpleNamespace, topic: str, *incidents: Incident) -> None:
     produce(kafka.cluster, topic, [(incident.id.encode(), encode_incident(incident), None) for incident in incidents])
+
+
+class InterruptedReader(OutputReader):
+    """A reader of values whose schema registry is away at the first and at the third call.
+
+    Attributes:
+        num_values: Number of values that were to be read so far.
+    """
+
+    num_values = 0
+
+    def __call__(self, value: bytes) -> bytes:
+        """Return the value."""
+        self.num_values += 1
+        if self.num_values in (1, 3):
+            raise Unavailable("the schema registry does not respond")
+        return super().__call__(value)
+
+
+def test_outage_of_the_schema_registry_loses_no_message(
+    kafka: SimpleNamespace, topics: SimpleNamespace, opened: Callable[[Any], Any]
+) -> None:
+    incidents = [make_incident(number) for number in range(3)]
+    send(kafka, topics.incidents, *incidents)
+    reader = opened(KafkaIncidentLog(kafka.cluster, topics.incidents, InterruptedReader()))
+    found: list[Incident] = []
+    failures: list[Unavailable] = []
+
+    def read() -> bool:
+        try:
+            found.extend(reader.poll(0.1))
+        except Unavailable as error:
+            failures.append(error)
+        return bool(reader.is_caught_up)
+
+    wait_until(read, "all incidents")
+    assert found == incidents
+    assert failures, "the first message could not be read at first"
 
 
 def test_reader_gets_what_the_topic_holds_and_then_what_is_added(

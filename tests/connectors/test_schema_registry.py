@@ -6,10 +6,14 @@ import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import get_args
 
+import fastavro
+import httpx
 import pytest
 
 from connectors.schema_registry import RegistryAddress, SchemaRegistry
+from deformer_stream.codec.output_formats import OutputSchema, load_schema
 from deformer_stream.codec.validation import RejectionError
 from deformer_stream.engine.events import RejectionReason
 from deformer_stream.errors import ConfigError, Unavailable
@@ -64,6 +68,63 @@ def test_registered_schemas_are_fetched(client: SchemaRegistry) -> None:
             assert json.loads(found.text) == json.loads(text)
         else:
             assert "double value = 1" in found.text
+
+
+def check_refusal(client: SchemaRegistry, subject: str) -> None:
+    """Check that a field without a default value cannot be added to the schema of a subject."""
+    client.register(subject, "AVRO", AVRO)
+    fields = [*json.loads(AVRO)["fields"], {"name": "unit", "type": "string"}]
+    with pytest.raises(ConfigError, match=f"HTTP status 409.*: the schema of {subject} must be registered") as error:
+        client.register(subject, "AVRO", json.dumps({"type": "record", "name": "Reading", "fields": fields}))
+    assert "\n" not in str(error.value)
+    client.close()
+
+
+def test_schema_that_is_not_compatible_is_refused_in_one_line(fake: FakeRegistry) -> None:
+    fake.is_compatible = False
+    check_refusal(SchemaRegistry(RegistryAddress(fake.url), 5.0), "t-value")
+
+
+@pytest.mark.kafka
+def test_real_registry_refuses_a_schema_that_is_not_compatible(apicurio: str) -> None:
+    subject = "strict-value"
+    client = SchemaRegistry(RegistryAddress(apicurio), 20.0)
+    client.register(subject, "AVRO", AVRO)
+    httpx.put(f"{apicurio}/config/{subject}", json={"compatibility": "FULL"}).raise_for_status()
+    check_refusal(client, subject)
+
+
+@pytest.mark.kafka
+@pytest.mark.parametrize("name", get_args(OutputSchema))
+def test_real_registry_accepts_the_schemas_of_outputs(apicurio: str, name: OutputSchema) -> None:
+    """It returns what a foreign reader needs, and the same id at each start."""
+    client = SchemaRegistry(RegistryAddress(apicurio), 20.0)
+    schema_id = client.register(f"outputs-{name}-value", "AVRO", load_schema(name))
+    assert client.register(f"outputs-{name}-value", "AVRO", load_schema(name)) == schema_id
+    assert fastavro.parse_schema(json.loads(client.fetch(schema_id).text)) == fastavro.parse_schema(
+        json.loads(load_schema(name))
+    )
+    client.close()
+
+
+def test_registered_schema_needs_no_permission_to_register(fake: FakeRegistry) -> None:
+    client = SchemaRegistry(RegistryAddress(fake.url), 5.0)
+    schema_id = client.register("t-value", "AVRO", AVRO)
+    fake.is_read_only = True
+    assert client.register("t-value", "AVRO", AVRO) == schema_id
+    with pytest.raises(ConfigError, match="403"):
+        client.register("other-value", "AVRO", AVRO)
+    client.close()
+
+
+def test_registration_waits_for_a_registry_that_is_unavailable(
+    fake: FakeRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("connectors.schema_registry.RETRY_SECONDS", 0.01)
+    fake.num_unavailable = 3
+    client = SchemaRegistry(RegistryAddress(fake.url), 30.0)
+    assert client.register("t-value", "AVRO", AVRO) == 1
+    client.close()
 
 
 def test_unknown_id_has_no_schema(client: SchemaRegistry) -> None:
