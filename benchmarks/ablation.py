@@ -19,6 +19,7 @@ import json
 import tempfile
 import time
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,7 @@ from trainer.budget import TimeBudget
 from trainer.data import DataOptions, PreparedTable, Split, prepare_table
 from trainer.evaluate import evaluate_held_out
 from trainer.fit import TrainingRun
+from trainer.gaussian_prior import CrossFittedPriors
 from trainer.recipes import choose_gaussians, choose_recipe, model_config
 from trainer.settings import TrainConfig
 
@@ -83,8 +85,6 @@ class TableCase:
         preset: Size of the network.
         data: The training and validation records.
         held_out: The held-out normal records.
-        priors: The Gaussian priors, fitted once for all variants.
-        prior_seconds: Processor seconds that fitting them took.
     """
 
     def __init__(self, name: str, path: Path, seed: int, folder: Path) -> None:
@@ -96,9 +96,11 @@ class TableCase:
         self.preset = choose_preset(len(train_rows))
         self.data = prepare_table([folder / "train" / "rows.parquet"], DataOptions(seed=seed), folder / "train")
         self.held_out = encode_held_out(self.data, folder / "held" / "rows.parquet", folder / "held")
-        start = time.process_time()
-        self.priors = gaussian_prior.fit_priors(self.data, choose_gaussians(self.make_config({})), seed)
-        self.prior_seconds = time.process_time() - start
+
+    @cached_property
+    def priors(self) -> CrossFittedPriors | None:
+        """The Gaussian priors, fitted once for all variants."""
+        return gaussian_prior.fit_priors(self.data, choose_gaussians(self.make_config({})), self.seed)
 
     def make_config(self, options: dict[str, Any]) -> TrainConfig:
         """Return the training configuration with these options."""

@@ -37,7 +37,7 @@ from trainer.budget import Costs, TimeBudget, choose_batch_size
 from trainer.data import PreparedTable
 from trainer.distributed import Ranks
 from trainer.evaluate import BATCH_SIZE
-from trainer.examples import BlockExamples, Examples, RecordExamples
+from trainer.examples import Examples, RecordExamples
 from trainer.gaussian_prior import CrossFittedPriors
 from trainer.sampling import create_generator
 from trainer.settings import Compile, Optimizer, Precision
@@ -195,7 +195,7 @@ class TrainingRun:
     The order of calls is: create the run, `restore` to continue from a checkpoint, `run`.
 
     Args:
-        data: The prepared table, or the examples of a table of irregular readings.
+        data: The prepared table, or the examples to learn from, such as those of a table of irregular readings.
         model: The model to train, on the device for training.
         recipe: The hyperparameters of training.
         seed: Seed of orders, noise and batches.
@@ -210,7 +210,7 @@ class TrainingRun:
 
     def __init__(
         self,
-        data: PreparedTable | BlockExamples,
+        data: PreparedTable | Examples,
         model: DEformer,
         recipe: Recipe,
         seed: int,

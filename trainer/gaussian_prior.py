@@ -385,7 +385,7 @@ def _cross_validate(
     Returns:
         The mixture, its variants without each fold, and the cross-validated −ln p of a record.
     """
-    memberships = _initialize_memberships(x, num_components, seed, separates_repeated)
+    memberships = initialize_memberships(x, num_components, seed, separates_repeated)
     full = _run_expectation_maximization(x, memberships, shrinkage, MAX_ROUNDS)
     by_fold = [_refit(x[folds != fold], full, shrinkage) for fold in range(NUM_FOLDS)]
     nll = compute_cross_validated_nll(x, folds, by_fold)
@@ -432,7 +432,7 @@ def _mark_repeated_values(x: Floats) -> Floats:
     return np.array(indicators, np.float64).reshape(-1, len(x)).T  # the shape is (N, 0) if there are no indicators
 
 
-def _initialize_memberships(x: Floats, num_components: int, seed: int, separates_repeated: bool) -> Floats:
+def initialize_memberships(x: Floats, num_components: int, seed: int, separates_repeated: bool) -> Floats:
     """Assign each record to one of K components (Gaussians) by k-means, as the start of expectation-maximisation.
 
     The centres are initialised by k-means++ (Arthur and Vassilvitskii, SODA 2007).

@@ -67,7 +67,7 @@ def attend(
         attended: Tensor = _ObservationAttention.apply(queries, keys, values, earlier_mask)
         return attended
     if is_small_on_cpu and earlier_mask is None:
-        mask = _build_mask(queries_per_reading, num_readings, attention_context, keys.device)
+        mask = build_mask(queries_per_reading, num_readings, attention_context, keys.device)
         scores = queries @ keys.transpose(-1, -2)
         return torch.softmax(scores + _to_additive_mask(mask, scores.dtype), -1) @ values
     if attention_context == "all" and earlier_mask is None:
@@ -76,7 +76,7 @@ def attend(
     is_causal = attention_context is None and earlier_mask is None
     fused_mask = None
     if not is_causal:
-        fused_mask = _build_mask(queries_per_reading, num_readings, attention_context, queries.device, earlier_mask)
+        fused_mask = build_mask(queries_per_reading, num_readings, attention_context, queries.device, earlier_mask)
     return nn.functional.scaled_dot_product_attention(
         queries, keys, values, attn_mask=fused_mask, dropout_p=dropout, is_causal=is_causal, scale=1.0
     )
@@ -113,7 +113,7 @@ def _attend_interleaved(queries: Tensor, keys: Tensor, values: Tensor, dropout: 
     return torch.unflatten(attended, 2, (-1, 2)).transpose(2, 3).flatten(2, 3)
 
 
-def _build_mask(
+def build_mask(
     queries_per_reading: int,
     num_readings: int,
     attention_context: AttentionContext | None,
