@@ -26,9 +26,25 @@ from deformer_stream import model_store
 from deformer_stream.codec import Codec, WindowAssigner
 from deformer_stream.codec.payloads import Messages
 from deformer_stream.engine.engine import Engine
+from deformer_stream.engine.events import RejectionReason
 from tests.fuzz import hostile
 from tests.fuzz.invariants import SECOND, HandledPoll, handle_checked
 from tests.models import SCHEMA, write_model
+
+OTHER_REASONS = frozenset(
+    {
+        *(RejectionReason.REPEATED, RejectionReason.MALFORMED_ROW),
+        *(RejectionReason.UNKNOWN_SCHEMA, RejectionReason.UNKNOWN_MODEL),
+        *(RejectionReason.UNKNOWN_TOPIC, RejectionReason.NOT_SPARKPLUG, RejectionReason.UNKNOWN_ALIAS),
+    }
+)
+"""Reasons that JSON messages for one model without windows never have.
+
+Readings are repeated in the time slots of windows only (tests/integration/test_slots.py), rows are malformed in tables
+(tests/connectors/test_table_events.py), messages of a schema registry have an unknown schema
+(tests/integration/test_registry_formats.py), a process with several models has an unknown model
+(tests/integration/test_many_models.py), and the last three occur in MQTT messages (tests/integration/test_mqtt.py).
+"""
 
 POLL = 8192
 OPTIONS = [

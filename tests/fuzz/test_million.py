@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from deformer_stream.engine.events import RejectionReason
-from tests.fuzz.million import assert_equal_accounts, draw_polls, run_in_process, run_through_kafka
+from tests.fuzz.million import OTHER_REASONS, assert_equal_accounts, draw_polls, run_in_process, run_through_kafka
 
 MESSAGES = 20_000
 
@@ -17,13 +17,7 @@ MESSAGES = 20_000
 def test_every_message_is_accepted_or_rejected(model_dir: Path) -> None:
     account = run_in_process(model_dir, draw_polls(MESSAGES, 1))
     assert account.messages == MESSAGES
-    # Readings can be repeated only in the time slots of windows, which this model does not have. Rows are malformed
-    # only in tables, JSON names no schema, and one model needs no name.
-    others = {
-        *(RejectionReason.REPEATED, RejectionReason.MALFORMED_ROW),
-        *(RejectionReason.UNKNOWN_SCHEMA, RejectionReason.UNKNOWN_MODEL),
-    }
-    assert set(account.refused) == {str(reason) for reason in set(RejectionReason) - others}
+    assert set(account.refused) == {str(reason) for reason in set(RejectionReason) - OTHER_REASONS}
     assert min(account.accepted, account.absent, account.refused.total()) > 0
     assert len(set(account.letters)) == len(account.letters)
 

@@ -115,13 +115,8 @@ def test_rejected_event_becomes_a_dead_letter_and_the_next_one_is_accepted(
 
 def test_list_contains_every_reason() -> None:
     from deformer_stream.engine.events import RejectionReason
+    from tests.fuzz.million import OTHER_REASONS
 
-    # Repeated readings of a time slot are counted, and are no dead letters (tests/integration/test_slots.py). Only
-    # tables have malformed rows (tests/connectors/test_table_events.py), and only messages of a schema registry an
-    # unknown schema (tests/integration/test_registry_formats.py). Only a process with several models has an unknown
-    # model (tests/integration/test_many_models.py).
-    others = {
-        *(RejectionReason.REPEATED, RejectionReason.MALFORMED_ROW),
-        *(RejectionReason.UNKNOWN_SCHEMA, RejectionReason.UNKNOWN_MODEL),
+    assert {reason for reason, *_ in REFUSED.values()} == {
+        str(reason) for reason in set(RejectionReason) - OTHER_REASONS
     }
-    assert {reason for reason, *_ in REFUSED.values()} == {str(reason) for reason in set(RejectionReason) - others}
