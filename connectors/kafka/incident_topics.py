@@ -105,7 +105,7 @@ class KafkaIncidentLog(TopicReader[Incident]):
     """
 
     def __init__(self, cluster: KafkaCluster, topic: str, read_value: OutputReader = JSON_READER) -> None:
-        super().__init__(cluster, topic, decode_values(decode_incident, read_value))
+        super().__init__(cluster, topic, decode_values(lambda value: decode_incident(read_value(value))))
 
 
 class KafkaIncidentHistory:
@@ -149,12 +149,13 @@ def copy_evidence(cluster: KafkaCluster, topic: str, path: Path, read_value: Out
         ConfigError: This user may not read the topic.
     """
 
-    def check(value: bytes) -> bytes:
+    def read_json(value: bytes) -> bytes:
         """Return the JSON of a message that is evidence."""
-        decode_evidence(value)
-        return value
+        evidence = read_value(value)
+        decode_evidence(evidence)
+        return evidence
 
-    reader = TopicReader(cluster, topic, decode_values(check, read_value))
+    reader = TopicReader(cluster, topic, decode_values(read_json))
     num_messages = 0
     try:
         with map_write_errors(path), path.open("wb") as file:

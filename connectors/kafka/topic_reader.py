@@ -17,7 +17,6 @@ from connectors.kafka.ports import (
 )
 from connectors.kafka.topics import count_partitions
 from deformer_stream import log
-from deformer_stream.codec.output_formats import JSON_READER, OutputReader
 from deformer_stream.errors import DeformerError, InputError
 
 Message = TypeVar("Message")
@@ -125,17 +124,14 @@ def poll_existing_messages(consumer: Consumer, timeout: float) -> Sequence[Recei
         return ()
 
 
-def decode_values(
-    decode: Callable[[bytes], Message], read_value: OutputReader = JSON_READER
-) -> Callable[[ReceivedMessage], Message | None]:
+def decode_values(decode: Callable[[bytes], Message]) -> Callable[[ReceivedMessage], Message | None]:
     """Return a function for `TopicReader` that decodes the values of messages and skips tombstones.
 
     Args:
         decode: Returns what a value says, or raises `InputError`.
-        read_value: Converts values of messages to JSON.
     """
 
     def decode_message(message: ReceivedMessage) -> Message | None:
-        return None if message.value is None else decode(read_value(message.value))
+        return None if message.value is None else decode(message.value)
 
     return decode_message

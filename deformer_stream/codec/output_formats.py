@@ -130,12 +130,15 @@ class OutputReader:
         """Return the value of a message as JSON.
 
         Raises:
-            InputError: It is Avro that does not fit its schema, or the registry does not have the schema.
-            ConfigError: It is Avro and no registry is known, or the registry refuses the request.
+            InputError: It is neither JSON nor Avro that fits its schema.
+            ConfigError: It is Avro, and no registry is known, the registry does not have the schema, or it refuses the
+                request.
             Unavailable: The registry does not respond.
         """
         if not value.startswith(b"\0"):
             return value
+        if len(value) < HEADER_BYTES:
+            raise InputError(f"the message is neither JSON nor Avro: it has {len(value)} bytes and begins with zero")
         if self._fetch_schema is None:
             raise ConfigError(
                 "the topic holds Avro messages, which need the schema registry: give its address with --schema-registry"
@@ -152,7 +155,10 @@ class OutputReader:
                 _format_times(document)
             return orjson.dumps(document)
         except RejectionError as error:
-            raise InputError(error.detail) from None
+            # To skip the message would lose what another registry can read.
+            raise ConfigError(
+                f"{error.detail}: give the registry of the process that has written the topic, with --schema-registry"
+            ) from None
         except DeformerError:
             raise
         except Exception as error:  # a damaged message can raise anything in the library

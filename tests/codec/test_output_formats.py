@@ -307,9 +307,11 @@ def test_avro_without_a_registry_names_the_option() -> None:
 def test_unknown_schema_and_damaged_messages_are_refused() -> None:
     avro = FORMATS["incidents"].convert("incident", encode_incident(make_incidents(1)[0]))
     schema_id = SCHEMA_NAMES.index("incidents") + 1
-    for broken in (b"\0", b"\0\0", frame(99, b""), avro[:-1], avro[:HEADER_BYTES], frame(schema_id, b"\xff" * 40)):
+    for broken in (b"\0", b"\0\0\0\0", avro[:-1], avro[:HEADER_BYTES], frame(schema_id, b"\xff" * 40)):
         with pytest.raises(InputError):
             READER(broken)
+    with pytest.raises(ConfigError, match="give the registry of the process that has written the topic"):
+        READER(frame(99, b""))
     not_a_schema = RegisteredSchema("AVRO", '{"type": "nothing"}', {})
     with pytest.raises(InputError, match="schema 1"):
         OutputReader(fetch_from(not_a_schema))(frame(1, b""))
@@ -338,7 +340,7 @@ def test_schema_is_requested_once_and_an_outage_is_passed_on() -> None:
     avro = FORMATS["evidence"].convert("evidence", encode_evidence(make_batch()))
     with pytest.raises(Unavailable, match="away"):
         reader(avro)
-    with pytest.raises(InputError, match="no schema with id 4"):
+    with pytest.raises(ConfigError, match="no schema with id 4"):
         reader(avro)
     for _ in range(3):
         assert_equal(decode_evidence(reader(avro)), make_batch())
