@@ -152,6 +152,13 @@ def test_shards_of_a_replaced_model_are_deleted_before_segments_are_calibrated(
     assert [path.name for path in tmp_path.iterdir() if "calibration" in path.name] == []
 
 
+def test_the_first_warning_and_the_number_of_the_others_are_stated() -> None:
+    warnings = shard_run.list_warnings([{"warnings": []}, {"warnings": ["a", "b"]}, {"warnings": ["c"]}])
+    assert shard_run.describe_warnings(warnings) == "shard 1: a (and 2 more warnings)"
+    assert shard_run.describe_warnings(warnings, "summary.json") == "shard 1: a (and 2 more warnings in summary.json)"
+    assert shard_run.describe_warnings(warnings[2:]) == "shard 2: c"
+
+
 def test_options_that_do_not_fit_are_refused(cli: RunCommand, model_dir: Path, tmp_path: Path) -> None:
     command = ("--model", model_dir, "--out", tmp_path / "out", "--workers", "2")
     assert_command_failed(cli("calibrate", "-", *command), 2, "standard input", "leave out --workers")
