@@ -91,14 +91,14 @@ def main(words: list[str] | None = None) -> None:
     """Run the program."""
     options = build_parser().parse_args(words)
     command = "`python -m benchmarks.capacity " + " ".join(sys.argv[1:] if words is None else words) + "`"
-    rows: list[dict[str, Any]] = []
+    options.results.mkdir(exist_ok=True, parents=True)
     for part in options.parts or PARTS:
+        rows: list[dict[str, Any]] = []
         for row in PARTS[part](options):
             described = {"machine": describe_machine(), "date": format_today(), "command": command}
             rows.append({"part": part, **described, **row})
             print(json.dumps({"part": part, **row}), flush=True)
-    options.results.mkdir(exist_ok=True, parents=True)
-    write(rows, options.results)
+        write(rows, options.results)  # after each part, so that an error in a later one loses nothing
 
 
 if __name__ == "__main__":

@@ -27,7 +27,8 @@ class Plan:
         partitions: Partitions of the topics of events in all groups.
         brokers: Number of brokers.
         replicas: Partitions on all brokers, of all topics and replicas.
-        bytes_in: Bytes a second that producers and processes send to the brokers, without replication.
+        bytes_in: Bytes a second that producers and processes send to the brokers, without replication: readings, state
+            and evidence. Alerts, dead letters, and what Kafka stores for offsets and transactions are left out.
         bytes_written: The same with replication.
         state_bytes: Bytes a second of snapshots among them.
         open_records: Records that are open at once.
@@ -137,7 +138,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     costs.add_argument("--replication", type=int, default=3, help="replicas of each partition")
     costs.add_argument("--broker-mib-s", type=float, default=50, help="MiB a second that a broker writes")
     costs.add_argument("--broker-replicas", type=int, default=4_000, help="partitions of a broker")
-    costs.add_argument("--process-mib", type=float, default=200, help="memory of a process without records")
+    costs.add_argument("--process-mib", type=float, default=140, help="memory of a process without records")
     costs.add_argument("--cache-mib", type=float, default=512, help="KV cache of a process")
     costs.add_argument("--open-record-bytes", type=float, default=900, help="memory of an open record")
     costs.add_argument("--closed-memory-bytes", type=float, default=120, help="memory of the id of a closed record")

@@ -5,15 +5,16 @@
 The systems are those of Ger, Klabjan and Utke (arXiv 2102.00380), named by encoder and reader: avg-LSTM, ds-LSTM,
 LSTM-LSTM, trans-LSTM, trans-trans, and trans-trans with a transition matrix T. As in the source, adjacent events of
 ordered data are joined into sets of one instant, so that their order is lost. The LSTM and the Transformer that read
-the events in their order stand beside.
+the events in their order are measured beside the others.
 
 - tep: the Tennessee Eastman process, which of eleven faults it is (odd numbers; 3, 9 and 15 are hardly detectable). An
   event is a row of 52 variables, a record 20 rows, a set 5 adjacent rows. The 800 rows after the beginning of a fault
   are cut into five blocks of time. Records begin every four rows, and overlap within a block only. The seed chooses the
   block that is tested; the next one validates, the others train. The figure is the mean F1 of the faults.
 - icu: stays of the PhysioNet/CinC Challenge 2012, whether the patient died. An event holds the readings of one minute:
-  which parameters were read, and their values. A set is six adjacent events. 70% of the stays train, 10% validate, 20%
-  are tested, at random. The figure is the F1 of death.
+  which parameters were read, and their values, in units of the training stays. A set is six adjacent events, whatever
+  time lies between them. 70% of the stays train, 10% validate, 20% are tested, at random. The figure is the F1 of
+  death.
 
 All systems have the same width, learning rate and rule of stopping. Measurements are stored one by one, and an
 interrupted run continues; use --again after code changes.
@@ -25,7 +26,7 @@ import argparse
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -42,7 +43,7 @@ from benchmarks.command import (
 )
 from benchmarks.faults import NUM_PARTS, make_tep_case
 from benchmarks.icu import read_stays
-from benchmarks.irregular_records import fit_units
+from benchmarks.irregular_records import Readings, fit_units
 from benchmarks.tables import (
     format_markdown_header,
     format_markdown_row,
@@ -71,7 +72,7 @@ SYSTEMS: dict[str, tuple[EncoderName | None, ReaderName]] = {
 """The encoder and the reader of each system; without an encoder, the reader gets the events in their order."""
 
 TEP_RECORD_ROWS, TEP_STRIDE, TEP_SET_ROWS = 20, 4, 5
-ICU_SET_MINUTES = 6
+ICU_SET_EVENTS = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +85,7 @@ class Case:
         num_adjacent: Number of adjacent events that are joined into a set.
         scored_classes: The classes whose F1 is averaged.
         parts: (R,) the part of each record, from 0 to 4, of which the seed chooses; None for a random split.
+        stays: The raw readings of the records, whose values are still to be normalised; None if the events have them.
     """
 
     ordered: EventSets
@@ -91,6 +93,14 @@ class Case:
     num_adjacent: int
     scored_classes: Sequence[int]
     parts: Ints | None
+    stays: Readings | None = None
+
+    def normalise(self, train: Ints) -> Case:
+        """Return the case with values in units that are fitted to the given records."""
+        if self.stays is None:
+            return self
+        values = fit_units(self.stays.select(train)).normalise(self.stays.codes, self.stays.values)
+        return replace(self, ordered=_make_minutes(self.stays, values), stays=None)
 
     def split(self, seed: int) -> tuple[Ints, Ints, Ints]:
         """Return the records that train, validate and are tested."""
@@ -122,11 +132,15 @@ def make_tep() -> Case:
 def make_icu() -> Case:
     """Return stays with an event for each minute that has readings; their classes are survival (0) and death (1)."""
     stays, has_survived = read_stays(get_tables_folder().parent / "icu2012")
+    classes = (~has_survived).astype(np.int64)
+    return Case(_make_minutes(stays, stays.values), classes, ICU_SET_EVENTS, [1], None, stays)
+
+
+def _make_minutes(stays: Readings, values: NDArray[np.floating]) -> EventSets:
+    """Return records with an event for each minute that has readings, whose values are given, (M,)."""
     instants, index = np.unique(np.stack([stays.record_index, stays.times]), axis=1, return_inverse=True)
-    values = fit_units(stays).normalise(stays.codes, stays.values)
     events = encode_readings(index.ravel(), stays.codes, values, len(stays.sensors))
-    ordered = make_event_sets(events, instants[0].astype(np.int64), instants[1])
-    return Case(ordered, (~has_survived).astype(np.int64), ICU_SET_MINUTES, [1], None)
+    return make_event_sets(events, instants[0].astype(np.int64), instants[1])
 
 
 MAKERS = {"tep": make_tep, "icu": make_icu}
@@ -138,8 +152,9 @@ def measure_system(case: Case, system: str, seed: int, max_seconds: float) -> di
 
     encoder, reader = SYSTEMS[system]
     config = SequenceClassifierConfig(encoder=encoder or "mean", reader=reader)
-    records = case.ordered if encoder is None else case.ordered.merge(case.num_adjacent)
     train, validation, test = case.split(seed)
+    case = case.normalise(train)
+    records = case.ordered if encoder is None else case.ordered.merge(case.num_adjacent)
     start = time.process_time()
     model = train_sequence_classifier(
         *(records.select(train), case.classes[train], records.select(validation), case.classes[validation], config),

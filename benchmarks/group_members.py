@@ -138,7 +138,13 @@ def _read_private_bytes(pid: int | None) -> int:
 
 
 def measure_group(options: argparse.Namespace) -> Rows:
-    """Measure how long members need until all partitions are served, after starts, joins and kills."""
+    """Measure how long members need until all partitions are served, after starts, joins and kills.
+
+    Raises:
+        SystemExit: The last number of members is too small for the kills.
+    """
+    if int(options.group_members.split(",")[-1]) < 3:
+        raise SystemExit("the part group kills two members or more, and one must remain: --group-members 3")
     with load_broker_script().start(is_long_running=True) as broker:
         ensure_topics(KafkaCluster(broker.bootstrap), {TOPIC: {"num_partitions": options.partitions}})
         events = Group(broker.bootstrap, TOPIC, options.partitions)
@@ -170,7 +176,7 @@ def _measure_members(options: argparse.Namespace, events: Group, group: ProcessG
     for number in map(int, options.group_members.split(",")):
         count = number - len(group.process_by_number)
         yield measure(f"start of {count}", group.start, count)
-    for count in (1, len(group.process_by_number) // 4):
+    for count in (1, max(1, len(group.process_by_number) // 4)):
         time.sleep(COMMIT_SECONDS)
         yield measure(
             f"kill of {count}, less the session of {SESSION_SECONDS:.0f} s", group.kill, count, SESSION_SECONDS

@@ -113,10 +113,25 @@ def _describe(group: SimulatedGroup, event: str, rebalance: Rebalance) -> dict[s
     }
 
 
+def _check_members(options: argparse.Namespace) -> None:
+    """Check that a member can leave the group, and that another one remains.
+
+    Raises:
+        SystemExit: None remains.
+    """
+    if options.members < 2:
+        raise SystemExit("members leave the group in the parts assignment and restore: --members must be at least 2")
+
+
 def measure_assignments(options: argparse.Namespace) -> Rows:
-    """Measure the assignor at several sizes of the group, and the partitions that move if members come and go."""
+    """Measure the assignor at several sizes of the group, and the partitions that move if members come and go.
+
+    Raises:
+        SystemExit: The group has one member, so none remains.
+    """
+    _check_members(options)
     for share in (10, 4, 2, 1):
-        num_partitions, num_members = options.partitions // share, options.members // share
+        num_partitions, num_members = max(1, options.partitions // share), max(2, options.members // share)
         group, names = SimulatedGroup(num_partitions), [f"member-{i:04d}" for i in range(num_members)]
         group.add(names)
         yield _describe(group, "start", group.rebalance())
@@ -199,8 +214,8 @@ def simulate_restore(num_own: int, num_assigned: int, load: PartitionLoad, costs
         costs: What the steps cost.
 
     Returns:
-        Seconds after the assignment, for each partition that was assigned, in order; infinite if the member has no
-        time left for restores.
+        Seconds after the assignment, for each partition that was assigned, in order; infinite for those for which the
+        member has no time left.
     """
     now, live, served = 0.0, num_own, list[float]()
     unstarted, unread, unloaded = num_assigned, 0, 0
@@ -231,6 +246,7 @@ def simulate_restore(num_own: int, num_assigned: int, load: PartitionLoad, costs
                 history.append(load.history_seconds * load.messages_per_second)
         share_of_others = live * load.messages_per_second * costs.message
         if share_of_others >= 1.0:
+            served += [now] * num_done
             return served + [math.inf] * (num_assigned - len(served))
         # While it scores what has arrived, further messages arrive.
         now += (now - began) * share_of_others / (1.0 - share_of_others)
@@ -240,7 +256,12 @@ def simulate_restore(num_own: int, num_assigned: int, load: PartitionLoad, costs
 
 
 def measure_restores(options: argparse.Namespace) -> Rows:
-    """Simulate how long partitions are not served after members were killed, with and without instance names."""
+    """Simulate how long partitions are not served after members were killed, with and without instance names.
+
+    Raises:
+        SystemExit: The group has one member, so none remains.
+    """
+    _check_members(options)
     costs = Costs(
         start=options.start_ms / 1e3,
         state_byte=1 / (options.state_mib_s * 2**20),
@@ -258,7 +279,7 @@ def measure_restores(options: argparse.Namespace) -> Rows:
             open_records * options.record_bytes + closed_ids * options.closed_bytes,
             options.snapshot_seconds,
         )
-        for num_killed in (1, options.members // 20, options.members // 2):
+        for num_killed in dict.fromkeys((1, max(1, options.members // 20), max(1, options.members // 2))):
             yield _simulate_kill(options, load, costs, num_killed)
 
 
@@ -278,7 +299,10 @@ def _simulate_kill(options: argparse.Namespace, load: PartitionLoad, costs: Cost
     for name, owned in group.owned.items():
         times += simulate_restore(len(before[name] & owned), len(owned - before[name]), load, costs)
     most = max(len(owned) for owned in group.owned.values())
-    restarted = max(simulate_restore(0, len(before[name]), load, costs)[-1] for name in killed)
+    # A member without partitions has nothing to restore.
+    restarted = max(
+        (simulate_restore(0, len(before[name]), load, costs)[-1] for name in killed if before[name]), default=0
+    )
     return {
         "partitions": options.partitions,
         "members": options.members,
@@ -290,12 +314,17 @@ def _simulate_kill(options: argparse.Namespace, load: PartitionLoad, costs: Cost
         "partitions_to_restore": len(times),
         "session_s": options.session_seconds,
         "join_s": round(join_seconds, 1),
-        "first_restored_s": round(min(times), 1),
-        "last_restored_s": round(max(times), 1),
-        "not_served_for_s": round(options.session_seconds + join_seconds + max(times), 1),
+        "first_restored_s": _round_time(min(times, default=0.0)),
+        "last_restored_s": _round_time(max(times, default=0.0)),
+        "not_served_for_s": _round_time(options.session_seconds + join_seconds + max(times, default=0.0)),
         "busy_after": round(most * load.messages_per_second * costs.message, 2),
-        "restart_with_instance_s": round(options.process_start_seconds + restarted, 1),
+        "restart_with_instance_s": _round_time(options.process_start_seconds + restarted),
     }
+
+
+def _round_time(seconds: float) -> float | None:
+    """Return a time with one decimal; None if it is infinite, which JSON cannot express."""
+    return round(seconds, 1) if math.isfinite(seconds) else None
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -53,6 +53,7 @@ class SynthesizerLayer(TransformerLayer):
         hidden = self._split_heads(torch.relu(self.hidden(x[:, : len(mask)])))
         logits = hidden @ self.logits + self.bias  # (N, H, rows, ℓ)
         weights = torch.softmax(logits.masked_fill(~mask, -torch.inf), -1)
+        weights = nn.functional.dropout(weights, self.dropout, self.training)
         return (weights @ self._split_heads(self.value(x))).transpose(1, 2).flatten(2)
 
     def _split_heads(self, x: Tensor) -> Tensor:

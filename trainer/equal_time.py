@@ -158,8 +158,9 @@ class TransformerEncoder(SetEncoder):
 class TransitionMatrix(nn.Module):
     """The probability that an event of one type follows an event of another, from ordered events.
 
-    The type of an event is its nearest centre of K clusters. With c_{ab} successions of an event of type a by one of
-    type b in training, T_{ab} = (c_{ab} + 1/K) / (Σ_b c_{ab} + 1).
+    The type of an event is its nearest centre of K clusters. If a cluster is empty, as with fewer than K different
+    events, no event has its type. With c_{ab} successions of an event of type a by one of type b in training,
+    T_{ab} = (c_{ab} + 1/K) / (Σ_b c_{ab} + 1).
 
     Args:
         num_types: The number K of types.
@@ -167,11 +168,13 @@ class TransitionMatrix(nn.Module):
     """
 
     centres: Tensor
+    is_empty: Tensor
     probabilities: Tensor
 
     def __init__(self, num_types: int, num_inputs: int) -> None:
         super().__init__()
         self.register_buffer("centres", torch.zeros(num_types, num_inputs))
+        self.register_buffer("is_empty", torch.zeros(num_types, dtype=torch.bool))
         self.register_buffer("probabilities", torch.full((num_types, num_types), 1.0 / num_types))
 
     def fit(self, ordered: EventSets, seed: int) -> None:
@@ -188,6 +191,7 @@ class TransitionMatrix(nn.Module):
         memberships = initialize_memberships(sample, num_types, seed, separates_repeated=False)
         counts = memberships.sum(0)[:, None]
         self.centres.copy_(torch.from_numpy(memberships.T @ sample / np.maximum(counts, 1.0)))
+        self.is_empty.copy_(torch.from_numpy(counts[:, 0] == 0))
         types = self.find_types(torch.from_numpy(ordered.events)).numpy()
         is_last = np.zeros(len(types), np.bool_)
         is_last[ordered.event_offsets[ordered.set_offsets[1:]] - 1] = True  # no event of the record follows
@@ -198,7 +202,7 @@ class TransitionMatrix(nn.Module):
 
     def find_types(self, events: Tensor) -> Tensor:
         """Return the types of events (*S, M), int64 of shape S."""
-        distances: Tensor = torch.cdist(events.flatten(0, -2), self.centres)
+        distances: Tensor = torch.cdist(events.flatten(0, -2), self.centres).masked_fill(self.is_empty, torch.inf)
         return torch.unflatten(distances.argmin(-1), 0, events.shape[:-1])
 
     def forward(self, events: Tensor) -> Tensor:

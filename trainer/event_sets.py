@@ -43,9 +43,9 @@ class EventSets:
 
     def select(self, records: Ints) -> EventSets:
         """Return the given records, in the given order."""
-        sets, event_offsets = _gather_rows(self.set_offsets, records)
-        events, inner_offsets = _gather_rows(self.event_offsets, sets)
-        return EventSets(self.events[events], inner_offsets, event_offsets)
+        sets, set_offsets = _gather_rows(self.set_offsets, records)
+        events, event_offsets = _gather_rows(self.event_offsets, sets)
+        return EventSets(self.events[events], event_offsets, set_offsets)
 
     def merge(self, num_adjacent: int) -> EventSets:
         """Join adjacent sets of each record, so that the order of their events is lost.
@@ -77,6 +77,8 @@ def make_event_sets(events: Singles, records: Ints, times: NDArray[np.generic]) 
 
 def encode_readings(rows: Ints, codes: Ints, values: NDArray[np.floating], num_sensors: int) -> Singles:
     """Return readings as events, (E, 2 · num_sensors): which sensors reported (1 or 0), and their values (or 0).
+
+    If a sensor has several readings in an event, the last one counts.
 
     Args:
         rows: (N,) the event of each of N readings, from 0 to E − 1: an event of its own, or that of its instant.

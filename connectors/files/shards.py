@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -348,7 +348,6 @@ class PollTimes:
     """
 
     now: int = 0
-    _shown: int = field(default=0, init=False)
 
     def at(self, times: NDArray[np.int64]) -> int:
         """Return the latest event time of the input so far. The times of the rows of the shard are part of it."""

@@ -6,7 +6,7 @@ import re
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import numpy as np
 
@@ -446,6 +446,7 @@ class KafkaSource:
             return
         self._add_state_partitions(max(tp.partition for tp in tps) + 1)
         committed: dict[TopicPartition, CommittedOffset | None] = {}
+        failed_step: Sequence[TopicPartition] = ()
         try:
             for step in _divide(tps):
                 committed |= self._consumer.fetch_committed(step, client.REQUEST_SECONDS)
@@ -453,13 +454,43 @@ class KafkaSource:
                 if time.monotonic() > deadline:
                     break
         except Unavailable:
-            self._check_open_transaction(step)
-            raise
-        finally:
-            # With kafka-python the requests for first and end offsets wait for the broker's answer to a request for
-            # messages, which takes up to half a second. So they are sent for many partitions at a time.
-            if committed:
-                self._find_starts_of(committed, restored)
+            failed_step = step
+        if committed:
+            self._find_starts_together(committed, restored)
+        if failed_step:
+            self._check_open_transaction(failed_step)
+
+    def _find_starts_together(
+        self, committed: Mapping[TopicPartition, CommittedOffset | None], restored: list[RestoredPartition]
+    ) -> None:
+        """Find where to begin partitions with requests for all of them, or in steps if these fail.
+
+        With kafka-python the requests for first and end offsets wait for the broker's answer to a request for messages,
+        which takes up to half a second. So they are sent for many partitions at a time. But they fail if one partition
+        has no leader. Then those in other steps are begun.
+
+        Args:
+            committed: As in `_find_starts_of`.
+            restored: As in `_find_starts_of`.
+
+        Raises:
+            Unavailable: Some partitions could not be begun.
+        """
+        try:
+            self._find_starts_of(committed, restored)
+            return
+        except Unavailable:
+            if len(committed) <= STARTS_PER_STEP:
+                raise
+        error: Unavailable | None = None
+        for step in _divide(list(committed)):
+            self.on_wait()
+            try:
+                self._find_starts_of({tp: committed[tp] for tp in step}, restored)
+            except Unavailable as step_error:
+                error = step_error
+        if error is not None:
+            raise error
 
     def _find_starts_of(
         self, committed: Mapping[TopicPartition, CommittedOffset | None], restored: list[RestoredPartition]
@@ -495,7 +526,7 @@ class KafkaSource:
                 self._pending_starts[tp] = start
                 self._reader.add(tp.partition, start.reference)
 
-    def _check_open_transaction(self, tps: Sequence[TopicPartition]) -> None:
+    def _check_open_transaction(self, tps: Sequence[TopicPartition]) -> NoReturn:
         """After the committed offsets of partitions were requested in vain, raise an error if the brokers respond.
 
         Kafka returns committed offsets only if no transaction that changes them is open. It ends an open one after its

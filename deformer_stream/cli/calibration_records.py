@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from deformer_stream.cli import factory, file_runs, shard_run
 from deformer_stream.cli.record_collector import RecordCollector
-from deformer_stream.cli.shard_job import lock_folder
+from deformer_stream.cli.shard_job import delete_folder, delete_leftover, lock_folder
 from deformer_stream.cli.shard_tasks import prepare_calibration
+from deformer_stream.errors import ConfigError, Unavailable
 from deformer_stream.runtime.calibration_sink import CollectedRecords
 
 if TYPE_CHECKING:
@@ -28,12 +29,12 @@ class ScoredRecords:
     Attributes:
         records: The records.
         num_rejected: Number of readings that were refused.
-        warnings: What the user should know about the input.
+        warning: What the user should know about the input; empty if there is nothing.
     """
 
     records: CollectedRecords
     num_rejected: int
-    warnings: list[str]
+    warning: str
 
 
 def score_records(
@@ -48,8 +49,8 @@ def score_records(
     source.close()
     if stop.is_set():
         return None
-    warnings = [totals.repeated_readings.describe()] if totals.repeated_readings else []
-    return ScoredRecords(collector.collect(), totals.rejected.total(), warnings)
+    warning = totals.repeated_readings.describe() if totals.repeated_readings else ""
+    return ScoredRecords(collector.collect(), totals.rejected.total(), warning)
 
 
 def score_records_in_shards(
@@ -68,18 +69,20 @@ def score_records_in_shards(
     """
     from connectors.files.calibration_files import read_collected_records
 
-    remedy = f"leave out {settings.list_shard_flags()[0]}"
+    remedy = f"leave out {' and '.join(settings.list_shard_flags())}"
     shard_run.check_inputs(inputs, folder, remedy)
     with lock_folder(folder, "--out"):
+        delete_leftover(folder)
         job, files = shard_run.open_job(inputs, settings, folder, "--out", remedy)
-        if shard_run.run_shards(job, "calibrate", prepare_calibration, files.num_rows, stop) is None:
+        num_scored = shard_run.run_shards(job, "calibrate", prepare_calibration, files.num_rows, stop)
+        if num_scored is None or stop.is_set():
             return None
         receipts = shard_run.read_receipts(job)
         folders = [job.get_shard_folder(shard) for shard in range(job.plan.num_shards)]
-        records = CollectedRecords.merge([read_collected_records(path) for path in folders])
+        records = CollectedRecords.merge(map(read_collected_records, folders))
     num_rejected = sum(sum(receipt["rejected"].values()) for receipt in receipts)
-    warnings = [f"shard {shard}: {text}" for shard, receipt in enumerate(receipts) for text in receipt["warnings"]]
-    return ScoredRecords(records, num_rejected, warnings)
+    warnings = shard_run.list_warnings(receipts)
+    return ScoredRecords(records, num_rejected, shard_run.describe_warnings(warnings) if warnings else "")
 
 
 def get_shards_folder(target: Path) -> Path:
@@ -92,5 +95,7 @@ def get_shards_folder(target: Path) -> Path:
 
 
 def delete_shards(folder: Path) -> None:
-    """Delete the folder for the shards of a calibration, if it exists."""
-    shutil.rmtree(folder, ignore_errors=True)
+    """Delete the folder for the shards of a calibration, unless another process has begun to use it."""
+    # The model is written already, so nothing here is an error.
+    with suppress(ConfigError, Unavailable), lock_folder(folder, "--out"):
+        delete_folder(folder)

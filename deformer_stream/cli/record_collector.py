@@ -1,4 +1,4 @@
-"""What collects the records of `calibrate`, in one process or in the process of a shard."""
+"""Collect the records of a calibration, in one process or in the process of a shard."""
 
 from __future__ import annotations
 

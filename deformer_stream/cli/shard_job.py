@@ -354,13 +354,27 @@ def _sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def delete_partition(folder: Path) -> None:
-    """Delete the rows by shard. They lose their name first, so that parts of them are never taken for all."""
-    temporary = folder / f".{PARTITION_FOLDER}{_TEMPORARY_ENDING}"
-    if (folder / PARTITION_FOLDER).exists():
+def delete_folder(folder: Path) -> None:
+    """Delete a folder, if it exists. It loses its name first, so that a part of it is never taken for all.
+
+    Raises:
+        Unavailable: The folder cannot be renamed.
+    """
+    delete_leftover(folder)
+    if folder.exists():
         with map_write_errors(folder):
-            (folder / PARTITION_FOLDER).rename(temporary)
-    shutil.rmtree(temporary, ignore_errors=True)
+            folder.rename(_get_temporary_path(folder))
+        delete_leftover(folder)
+
+
+def delete_leftover(folder: Path) -> None:
+    """Delete what a process that was killed in `delete_folder` has left."""
+    shutil.rmtree(_get_temporary_path(folder), ignore_errors=True)
+
+
+def _get_temporary_path(folder: Path) -> Path:
+    """Return the name of a folder that is being deleted."""
+    return folder.with_name(f".{folder.name}{_TEMPORARY_ENDING}")
 
 
 def delete_temporary_folders(folder: Path) -> None:

@@ -16,8 +16,9 @@ import click
 from deformer_stream import log
 from deformer_stream.cli import factory
 from deformer_stream.cli.shard_job import (
+    PARTITION_FOLDER,
     ShardJob,
-    delete_partition,
+    delete_folder,
     delete_temporary_folders,
     describe_files,
     make_manifest,
@@ -132,13 +133,30 @@ def run_shards(
             err=True,
         )
         return None
-    delete_partition(job.folder)
+    delete_folder(job.folder / PARTITION_FOLDER)
     return num_scored
 
 
 def read_receipts(job: ShardJob) -> list[Receipt]:
     """Return the receipts of all shards, which are finished."""
     return [read_receipt(job.get_shard_folder(shard)) for shard in range(job.plan.num_shards)]
+
+
+def list_warnings(receipts: Sequence[Receipt]) -> list[tuple[int, str]]:
+    """Return the warnings of all shards, each with the number of its shard."""
+    return [(shard, text) for shard, receipt in enumerate(receipts) for text in receipt["warnings"]]
+
+
+def describe_warnings(warnings: Sequence[tuple[int, str]], place: str = "") -> str:
+    """Return the first warning and the number of the others.
+
+    Args:
+        warnings: At least one warning, each with the number of its shard.
+        place: The name of the file that has all of them; empty if none has.
+    """
+    shard, text = warnings[0]
+    more = f" (and {len(warnings) - 1} more warnings{f' in {place}' if place else ''})" if len(warnings) > 1 else ""
+    return f"shard {shard}: {text}{more}"
 
 
 def _run_tasks(

@@ -76,7 +76,6 @@ def _summarize(job: ShardJob, alphas: Sequence[float]) -> dict[str, Any]:
     rejected: Counter[str] = Counter()
     for receipt in receipts:
         rejected.update(receipt["rejected"])
-    warnings = [(shard, text) for shard, receipt in enumerate(receipts) for text in receipt["warnings"]]
     return {
         "version": __version__,
         "model": job.fingerprint,
@@ -85,7 +84,7 @@ def _summarize(job: ShardJob, alphas: Sequence[float]) -> dict[str, Any]:
         **{name: sum(receipt[name] for receipt in receipts) for name in _ADDED_NUMBERS},
         "rejected": dict(sorted(rejected.items())),
         "seconds_of_workers": round(sum(receipt["seconds"] for receipt in receipts), 3),
-        "warnings": [{"shard": shard, "warning": text} for shard, text in warnings],
+        "warnings": [{"shard": shard, "warning": text} for shard, text in shard_run.list_warnings(receipts)],
     }
 
 
@@ -98,15 +97,14 @@ def _describe_summary(summary: dict[str, Any], rate: float | None) -> str:
     """
     rejected = Counter(summary["rejected"])
     reasons = ", ".join(f"{count} {reason}" for reason, count in rejected.most_common())
-    warnings = summary["warnings"]
+    warnings = [(entry["shard"], entry["warning"]) for entry in summary["warnings"]]
     return (
         f"{summary['readings']} events accepted, {rejected.total()} refused{f' ({reasons})' if reasons else ''}, "
         f"{summary['records']} records, {summary['alerts']} alerts at alpha {factory.format_alphas(summary['alpha'])} "
         f"in {summary['shards']} shards"
         + (f", {summary['combined']} readings combined with others of their time slot" if summary["combined"] else "")
         + (f", {rate:,.0f} events per second in this run" if rate is not None else "")
-        + (f"; shard {warnings[0]['shard']}: {warnings[0]['warning']}" if warnings else "")
-        + (f" (and {len(warnings) - 1} more warnings in {SUMMARY})" if len(warnings) > 1 else "")
+        + (f"; {shard_run.describe_warnings(warnings, SUMMARY)}" if warnings else "")
     )
 
 

@@ -478,7 +478,7 @@ def build_calibrate() -> click.Command:
             max_statistics=records.max_statistics[is_used],
             record_ids=record_ids,
             mean_neg_log_p_by_feature=records.average_neg_log_p_by_feature(loaded.scoring_model, record_ids)
-            or loaded.calibration.mean_neg_log_p_by_feature,  # of all records with kept readings, none is used
+            or loaded.calibration.mean_neg_log_p_by_feature,  # none of the used records has kept readings
             arrival_order="next"
             if has_choice
             else records.find_arrival_order(factory.choose_order_of_rows(loaded, settings), settings.input_order),
@@ -493,6 +493,9 @@ def build_calibrate() -> click.Command:
         fingerprint = write_recalibrated_model(recalibration, loaded, target, settings.alpha, seen_records, today)
         if incidents_before is not None:  # its history is kept; its segments belong to the calibration before
             write_incident_calibration(target, incidents_before)
+        # The new model can be the one that scored the shards. They belong to the old one, so no run could continue.
+        if settings.list_shard_flags():
+            delete_shards(shards_folder)
         click.echo(align_columns([("alpha", "before", "now", "in reach?"), *recalibration.format_rows(settings.alpha)]))
         for sentence in recalibration.describe_groups():
             click.echo(sentence)
@@ -500,18 +503,16 @@ def build_calibrate() -> click.Command:
         # Fragments of the sentence below.
         ties = ", with readings of the same event time scored together" if is_holding else ""
         refused = f" ({format_count(scored.num_rejected, 'reading')} refused)" if scored.num_rejected else ""
-        warnings = "".join(f"; {warning}" for warning in scored.warnings)
+        warning = f"; {scored.warning}" if scored.warning else ""
         click.echo(
             f"calibrated on {recalibration.num_records} records in {statistics.arrival_order} order{ties}{refused}; "
-            f"the model was written to {target} (fingerprint {fingerprint})" + (f"; {note}" if note else "") + warnings,
+            f"the model was written to {target} (fingerprint {fingerprint})" + (f"; {note}" if note else "") + warning,
             err=True,
         )
         if reason := explain_missing_charts():
             click.echo(f"the report was written without charts: {reason}", err=True)
         if settings.incidents:
             incident_files.write_segments(settings, target, incidents_before, recalibration.new, loaded.fingerprint)
-        if settings.list_shard_flags():
-            delete_shards(shards_folder)
         return 0
 
     return calibrate

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import heapq
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -58,19 +58,36 @@ class CollectedRecords:
     has_ordered_readings: bool
 
     @staticmethod
-    def merge(parts: Sequence[CollectedRecords]) -> CollectedRecords:
-        """Return the records of at least one part together. Records with the same id must be in the same part."""
-        scores = [part.record_scores for part in parts if part.record_scores is not None]
-        readings = {record: kept for part in parts for record, kept in part.readings_by_record.items()}
-        chosen = heapq.nsmallest(NUM_RECORDS_WITH_READINGS, readings, key=_hash_id)
+    def merge(parts: Iterable[CollectedRecords]) -> CollectedRecords:
+        """Return the records of at least one part together. Records with the same id must be in the same part.
+
+        An iterator can read one part after the other: of each part, only the readings that are still kept remain.
+        """
+        record_ids: list[str] = []
+        max_statistics: list[NDArray[np.float64]] = []
+        scores: list[NDArray[np.float64] | None] = []
+        fingerprints: list[NDArray[np.uint64]] = []
+        readings: dict[str, Readings] = {}
+        has_wide_rows = has_ordered_readings = False
+        for part in parts:
+            record_ids += part.record_ids
+            max_statistics.append(part.max_statistics)
+            scores.append(part.record_scores)
+            fingerprints.append(part.fingerprints)
+            readings |= part.readings_by_record
+            chosen = heapq.nsmallest(NUM_RECORDS_WITH_READINGS, readings, key=_hash_id)
+            readings = {record: readings[record] for record in chosen}
+            has_wide_rows |= part.has_wide_rows
+            has_ordered_readings |= part.has_ordered_readings
+        known_scores = [part_scores for part_scores in scores if part_scores is not None]
         return CollectedRecords(
-            [record_id for part in parts for record_id in part.record_ids],
-            np.concatenate([part.max_statistics for part in parts]),
-            np.concatenate(scores) if len(scores) == len(parts) else None,
-            np.concatenate([part.fingerprints for part in parts]),
-            {record: readings[record] for record in chosen},
-            any(part.has_wide_rows for part in parts),
-            any(part.has_ordered_readings for part in parts),
+            record_ids,
+            np.concatenate(max_statistics),
+            np.concatenate(known_scores) if len(known_scores) == len(scores) else None,
+            np.concatenate(fingerprints),
+            readings,
+            has_wide_rows,
+            has_ordered_readings,
         )._sort()
 
     def _sort(self) -> CollectedRecords:

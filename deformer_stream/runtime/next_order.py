@@ -60,11 +60,12 @@ class RecordReadingsSink:
         """Return closed records as matrices.
 
         Args:
-            record_ids: N record ids in the order of closing. An id that was closed twice is contained twice.
+            record_ids: N record ids in any order. An id that was closed twice is contained twice.
 
         Returns:
-            (N, F) values of N records and F features in raw units or label codes, NaN if missing. (N, L) the feature
-            codes of the readings in the order of arrival, −1 as padding.
+            (N, F) values of N records, in the order of the ids, and F features, in raw units or label codes, NaN if
+            missing. (N, L) the feature codes of the readings in the order of arrival, −1 as padding. Records with the
+            same id are in the order of closing.
         """
         remaining = {record: iter(closed) for record, closed in self._closed.items()}
         records = [next(remaining[record]) for record in record_ids]

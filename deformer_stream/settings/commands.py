@@ -585,7 +585,7 @@ class CalibrateSettings(InputSettings, ShardSettings):
 
     @property
     def input_order(self) -> Literal["arrival", "random", "schema"] | None:
-        """The order in which the input is read. A choice of readings begins with that of `--order` not set."""
+        """The order in which the input is read. With `--order next`, input is read as without the option."""
         return None if self.order == "next" else self.order
 
 

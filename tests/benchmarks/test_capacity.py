@@ -74,11 +74,38 @@ def test_a_member_without_other_partitions_restores_one_after_the_other() -> Non
     assert served[0] < served[-1]
 
 
-def test_a_busy_member_restores_more_slowly_and_one_without_any_time_never() -> None:
+def test_a_busy_member_restores_more_slowly_and_one_without_any_time_not_all() -> None:
     idle, busy = (simulate_restore(num_own, 20, LOAD, COSTS)[-1] for num_own in (0, 50))
     assert busy > 1.8 * idle
-    assert simulate_restore(100, 20, LOAD, COSTS) == [math.inf] * 20
+    served = simulate_restore(100, 20, LOAD, COSTS)  # after the first turn, it only scores what arrives
+    assert served[0] == served[1] < served[-1] == math.inf
     assert simulate_restore(0, 20, replace(LOAD, snapshot_bytes=0), COSTS)[-1] < idle
+
+
+def test_a_partition_that_is_restored_in_the_last_turn_of_a_busy_member_is_served() -> None:
+    # Two restored partitions need all of its time. The one that was restored in the same turn counts, others do not.
+    load = replace(LOAD, messages_per_second=50_000, history_seconds=1.0)
+    served = simulate_restore(0, 6, load, COSTS)
+    assert [math.isfinite(time) for time in served] == [True] * 3 + [False] * 3
+
+
+def test_small_groups_are_simulated(tmp_path: Path) -> None:
+    """More members than partitions, so that some have none; and members without any time left."""
+    words = ["assignment", "restore", "--partitions", "4", "--members", "6", "--rolled", "1", "--process-rate", "1000"]
+    capacity.main([*words, "--utilisation", "0.9", "--results", str(tmp_path)])
+    lines = (tmp_path / "capacity.jsonl").read_text()
+    rows = [json.loads(line) for line in lines.splitlines()]
+    restores = [row for row in rows if row["part"] == "restore"]
+    assert [row["killed"] for row in restores] == [1, 3, 1, 3]
+    assert all(row["first_restored_s"] <= row["last_restored_s"] for row in restores if row["last_restored_s"])
+    assert "Infinity" not in lines
+    assert None in [row["last_restored_s"] for row in restores]
+
+
+def test_a_group_without_a_remaining_member_is_refused(tmp_path: Path) -> None:
+    for words in (["assignment", "--members", "1"], ["restore", "--members", "1"], ["group", "--group-members", "2"]):
+        with pytest.raises(SystemExit, match=r"at least 2|one must remain"):
+            capacity.main([*words, "--results", str(tmp_path)])
 
 
 def test_costs_are_measured_and_rows_of_other_parts_are_kept(

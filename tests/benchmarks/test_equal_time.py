@@ -11,6 +11,7 @@ import pytest
 
 from benchmarks import equal_time
 from benchmarks.faults import Case as FaultCase
+from benchmarks.irregular_records import Readings
 from trainer.event_sets import make_event_sets
 
 
@@ -45,6 +46,18 @@ def test_windows_of_tep_lie_within_a_block_of_time_and_a_fault(monkeypatch: pyte
     assert case.parts[test].tolist() == [4, 4]
     assert case.parts[validation].tolist() == [0, 0]
     assert set(case.parts[train].tolist()) == {1, 2, 3}
+
+
+def test_units_of_stays_are_those_of_the_training_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = np.array([1.0, 3.0, 2.0, 1e6])  # the last one is that of another stay
+    stays = Readings(("x",), ("a", "b"), np.array([0, 3, 4]), np.zeros(4, np.int64), values, np.arange(4) * 60.0)
+    monkeypatch.setattr(equal_time, "read_stays", lambda folder: (stays, np.array([True, False])))
+    case = equal_time.make_icu()
+    assert case.classes.tolist() == [0, 1]
+    encoded = case.normalise(np.array([0])).ordered.events
+    assert encoded[:, 0].tolist() == [1.0] * 4
+    assert np.abs(encoded[:3, 1]).max() < 2
+    assert encoded[3, 1] > 10
 
 
 @pytest.mark.parametrize("system", ["ordered, LSTM", "trans-trans with T"])

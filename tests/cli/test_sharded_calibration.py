@@ -115,6 +115,8 @@ def test_finished_shards_are_skipped(
     command = ("calibrate", wide, "--model", model, "--out", tmp_path / "out", *SHARDS)
     assert_command_failed(cli(*command), 3, "80 of 80 records were used to calibrate this model")
     assert not (tmp_path / "out").exists()
+    leftover = tmp_path / "..out.calibration.part"  # of a process that was killed while it deleted shards
+    (leftover / "shards").mkdir(parents=True)
     shutil.rmtree(folder / "shards" / "00002")
     with monkeypatch.context() as patch:
         patch.setattr(shard_run, "_run_tasks", lambda *arguments: arguments[-1].set() or 0)  # as a signal does
@@ -131,6 +133,30 @@ def test_finished_shards_are_skipped(
     assert result.code == 0, result.err
     assert "4 of 5 shards are finished and are skipped" in result.err
     assert not folder.exists()
+    assert not leftover.exists()
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_shards_of_a_replaced_model_are_deleted_before_segments_are_calibrated(
+    cli: RunCommand, model_dir: Path, wide: Path, tmp_path: Path
+) -> None:
+    """The model has replaced the one that scored the shards, so no run could continue with them."""
+    model = tmp_path / "model"
+    shutil.copytree(model_dir, model)
+    before = model_store.read(model).fingerprint
+    evidence = tmp_path / "evidence.jsonl"
+    evidence.write_text("no evidence\n")
+    result = cli("calibrate", wide, "--model", model, "--incidents", evidence, *SHARDS)
+    assert result.code == 3, result.err
+    assert model_store.read(model).fingerprint != before
+    assert [path.name for path in tmp_path.iterdir() if "calibration" in path.name] == []
+
+
+def test_the_first_warning_and_the_number_of_the_others_are_stated() -> None:
+    warnings = shard_run.list_warnings([{"warnings": []}, {"warnings": ["a", "b"]}, {"warnings": ["c"]}])
+    assert shard_run.describe_warnings(warnings) == "shard 1: a (and 2 more warnings)"
+    assert shard_run.describe_warnings(warnings, "summary.json") == "shard 1: a (and 2 more warnings in summary.json)"
+    assert shard_run.describe_warnings(warnings[2:]) == "shard 2: c"
 
 
 def test_options_that_do_not_fit_are_refused(cli: RunCommand, model_dir: Path, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 from connectors.kafka import produce
 from connectors.kafka.client import load_client
 from connectors.kafka.ports import CommittedOffset, OutgoingMessage, TopicPartition
-from connectors.kafka.source import KafkaSource
+from connectors.kafka.source import STARTS_PER_STEP, KafkaSource
 from connectors.kafka.state import StateReader
 from deformer_stream.errors import ConfigError, Unavailable
 from deformer_stream.runtime.ports import PartitionState
@@ -126,6 +126,52 @@ def test_many_partitions_are_restored_although_requests_are_slow(
     second.poll_until_assigned(*range(20))
     num_by_partition = Counter(tp for request in requests for tp in request)
     assert num_by_partition.total() == 20 + len(requests[1]), "what was found before the error is kept"
+
+
+def test_partitions_are_begun_although_another_one_has_no_leader(
+    group: Callable[..., Group], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request for the offsets of many partitions fails if one of them has no leader."""
+    world = group(20)
+    monkeypatch.setattr("connectors.kafka.source.RESTORE_SECONDS", TIMEOUT_SECONDS)
+    monkeypatch.setattr("connectors.kafka.client.RETRY_SECONDS", 0.01)
+    member = world.add_member()
+    consumer = member.source._consumer
+    original, without_leader = consumer.fetch_first_offsets, {TopicPartition(world.topic, 0)}
+
+    def fetch(tps: Iterable[TopicPartition], timeout: float) -> dict[TopicPartition, int]:
+        requested = list(tps)
+        if without_leader & set(requested):
+            raise Unavailable("no leader")
+        return original(requested, timeout)
+
+    monkeypatch.setattr(consumer, "fetch_first_offsets", fetch)
+    others = set(range(STARTS_PER_STEP, 20))
+    wait_until(lambda: bool(member.poll()) and member.caught_up == others, "the partitions of other steps")
+    without_leader.clear()
+    member.poll_until_assigned(*range(20))
+
+
+def test_nothing_is_requested_after_an_error_that_is_permanent(
+    group: Callable[..., Group], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = group(20)
+    monkeypatch.setattr("connectors.kafka.source.RESTORE_SECONDS", TIMEOUT_SECONDS)
+    member = world.add_member()
+    consumer = member.source._consumer
+    original, num_requests = consumer.fetch_committed, Counter[str]()
+
+    def fetch(tps: Iterable[TopicPartition], timeout: float) -> dict[TopicPartition, CommittedOffset | None]:
+        num_requests["committed"] += 1
+        if num_requests["committed"] == 2:
+            raise ConfigError("the group may not be read")
+        return original(tps, timeout)
+
+    monkeypatch.setattr(consumer, "fetch_committed", fetch)
+    monkeypatch.setattr(consumer, "fetch_first_offsets", lambda *arguments: num_requests.update(["first"]))
+    with pytest.raises(ConfigError, match="the group may not be read"):
+        wait_until(lambda: bool(member.poll()) and False, "the error")
+    assert num_requests == {"committed": 2}
 
 
 @BOTH_CLIENTS

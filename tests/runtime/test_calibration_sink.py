@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from dataclasses import asdict
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -58,10 +59,12 @@ def test_parts_are_merged_to_the_same_records(
             folder.mkdir()
             write_collected_records(folder, merge(part))
             read.append(read_collected_records(folder))
-        merged = CollectedRecords.merge(read)
+        merged = CollectedRecords.merge(iter(read))
+        one_by_one = reduce(lambda before, part: CollectedRecords.merge([before, part]), read)
     assert merged.record_ids == sorted(record for record, _ in rows)
     assert len(whole.readings_by_record) == min(5, len({record for record, _ in rows}))
     different = {"has_wide_rows"}  # it depends on the sizes of the parts here
+    assert to_comparable(one_by_one) == to_comparable(merged)
     expected, found = to_comparable(whole), to_comparable(merged)
     assert {k: v for k, v in found.items() if k not in different} == {
         k: v for k, v in expected.items() if k not in different

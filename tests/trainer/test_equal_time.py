@@ -85,3 +85,11 @@ def test_transition_matrix_has_the_frequencies_of_the_ordered_events() -> None:
     transitions = matrix(torch.tensor([[[0.5, 0.5], [9.0, 1.0], [1.0, 9.0]]]))[0]
     expected = torch.tensor([[0.0, 20.0, 0.0], [0.0, 0.0, 20.0], [19.0, 0.0, 0.0]]) + 1 / 3
     torch.testing.assert_close(transitions, expected / expected.sum(1, keepdim=True))
+
+
+def test_no_event_has_the_type_of_an_empty_cluster() -> None:
+    events = np.array([[10, 10], [20, 20]] * 5, np.float32)
+    matrix = TransitionMatrix(4, 2)
+    matrix.fit(make_event_sets(events, np.zeros(10, int), np.arange(10)), seed=0)
+    near_zero, low, high = matrix.find_types(torch.tensor([[0.0, 0.0], [10.0, 10.0], [20.0, 20.0]])).tolist()
+    assert near_zero == low != high
