@@ -17,8 +17,9 @@ from __future__ import annotations
 import os
 from base64 import b64decode, b64encode
 from collections.abc import Mapping
+from io import FileIO
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 from zlib import crc32
 
 import orjson
@@ -46,7 +47,7 @@ class StateFolder:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._snapshot_path, self._journal_path = folder / "snapshot", folder / "journal"
-        self._journal: BinaryIO | None = None
+        self._journal: FileIO | None = None
         self._last_commit = 0
         self._translator_states: dict[str, bytes] = {}
         try:
@@ -94,7 +95,8 @@ class StateFolder:
                 raise self._make_error("the snapshot or a decision after it cannot be decoded") from None
         self._translator_states = dict(saved.translator_states)
         with map_write_errors(self._journal_path):
-            self._journal = self._journal_path.open("ab")
+            # A buffer would keep the line of a commit that failed, and write it later.
+            self._journal = self._journal_path.open("ab", buffering=0)
             self._journal.truncate(length)
             os.fsync(self._journal.fileno())
             self._sync_folder()
@@ -173,8 +175,7 @@ class StateFolder:
                 **_encode_states(translator_states),
             }
             with map_write_errors(self._journal_path):
-                self._journal.write(_encode_line(document))
-                self._journal.flush()
+                _write_all(self._journal, _encode_line(document))
                 os.fdatasync(self._journal.fileno())
         self._last_commit += 1
 
@@ -188,9 +189,18 @@ class StateFolder:
 
     def close(self) -> None:
         """Close the files, which releases the lock."""
-        if self._journal is not None:
-            self._journal.close()
-        self._lock.close()
+        try:
+            if self._journal is not None:
+                self._journal.close()
+        finally:
+            self._lock.close()
+
+
+def _write_all(file: FileIO, content: bytes) -> None:
+    """Write to a file without a buffer, which may take only a part at a time."""
+    rest = memoryview(content)
+    while rest:
+        rest = rest[file.write(rest) :]
 
 
 def _encode_line(document: dict[str, Any]) -> bytes:

@@ -77,11 +77,7 @@ class MqttSource:
             # A session that is resumed may deliver many messages before the confirmation of the subscription.
             while not (self._is_subscribed or self._messages):
                 if time.monotonic() > deadline or self._client.socket() is None:
-                    reason = self._lost_reason or "it has not confirmed the subscription in time"
-                    raise Unavailable(
-                        f"the MQTT broker at {options.address} does not accept the connection ({reason}): check "
-                        "--source and that the broker is running"
-                    )
+                    raise self._make_unavailable()
                 self._turn(0.1)
         except BaseException:
             self.close()
@@ -109,7 +105,20 @@ class MqttSource:
         else:
             self._turn(timeout)
         messages, self._messages = self._messages, []
+        # Messages arrive before the confirmation of the subscription if the session is resumed. Nothing is read, and so
+        # no confirmation, while too much is not acknowledged.
+        is_silent = not messages and self._pending_bytes <= MAX_PENDING_BYTES
+        if is_silent and self._away_since and time.monotonic() - self._away_since > self._options.patience:
+            raise self._make_unavailable()
         return messages
+
+    def _make_unavailable(self) -> Unavailable:
+        """Return the error for a broker that does not confirm the connection or the subscription."""
+        reason = self._lost_reason or "it has not confirmed the subscription in time"
+        return Unavailable(
+            f"the MQTT broker at {self._options.address} does not accept the connection ({reason}): check --source and "
+            "that the broker is running"
+        )
 
     def acknowledge(self, messages: Sequence[BridgeMessage]) -> None:
         """Acknowledge messages. Those of an earlier connection are left out, because the broker sends them again."""

@@ -73,19 +73,21 @@ def make_options(
     )
 
 
-def refuse_kafka_flags(flags: Mapping[str, Any]) -> None:
-    """Raise `ConfigError` if a flag says how to connect to Kafka, although the source is an MQTT broker.
+def refuse_flags(flags: Mapping[str, Any], is_mqtt: bool) -> None:
+    """Raise `ConfigError` if a flag has no meaning with the source of `consume`.
 
     Args:
         flags: The flags of the command, None or empty for those that were not given.
+        is_mqtt: Whether the source is an MQTT broker.
     """
     from deformer_stream.errors import ConfigError
-    from deformer_stream.settings import to_flag
-    from deformer_stream.settings.kafka import KafkaSettings
+    from deformer_stream.settings import commands, to_flag
 
-    given = [field for field in KafkaSettings.model_fields if flags.get(field)]
+    fields = commands.SHARED_KAFKA_OPTIONS if is_mqtt else commands.SHARED_MQTT_OPTIONS
+    given = [field for field in fields if flags.get(field)]
     if given:
-        raise ConfigError(f"{to_flag(given[0])} requires Kafka in place of an MQTT source; leave it out")
+        requirement = commands.NEEDS_KAFKA if is_mqtt else commands.NEEDS_MQTT
+        raise ConfigError(f"{to_flag(given[0])} requires {requirement}; leave it out")
 
 
 def separate_field_names(settings: ConsumeSettings) -> ConsumeSettings:
@@ -160,4 +162,10 @@ def _check_records(settings: ConsumeSettings, models: ServedModels) -> None:
     if models.choice is not None and settings.model_pattern is None:
         raise ConfigError(
             "messages of MQTT name a device and no model: find the model in the device with --model-pattern"
+        )
+    device_field = type(settings).model_fields["device_field"].default
+    if models.choice is not None and models.choice.field != device_field:
+        raise ConfigError(
+            f"messages of MQTT have no field {models.choice.field!r} that chooses a model: leave --model-by out, so "
+            "that --model-pattern finds the model in the device"
         )

@@ -71,8 +71,7 @@ def build_consume() -> click.Command:
         process.limit_malloc_arenas()
         settings = load_settings(ConsumeSettings, flags, config, "consume")
         is_mqtt = settings.mqtt_address is not None
-        if is_mqtt:
-            mqtt.refuse_kafka_flags(flags)
+        mqtt.refuse_flags(flags, is_mqtt)
         has_kafka = _find_kafka_topic(settings)[1] is not None
         is_file = not (is_mqtt or has_kafka)
         for flag, value in (("--format", settings.format), ("--output-format", settings.output_format)):

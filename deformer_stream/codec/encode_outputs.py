@@ -25,17 +25,18 @@ MAX_ALERT_BYTES = 2**19
 could make an alert too large to send."""
 
 
-def encode_alert(alert: Alert, data: Payload | None) -> bytes:
+def encode_alert(alert: Alert, data: Payload | None, max_bytes: int = MAX_ALERT_BYTES) -> bytes:
     """Return an alert as a JSON object, with its keys in the order of the public format.
 
-    Numbers that are not finite and an unknown time become null. If the alert would exceed `MAX_ALERT_BYTES`, only its
-    first contributions (the most important readings) are kept.
+    Numbers that are not finite and an unknown time become null. If the alert would exceed `max_bytes`, only its first
+    contributions (the most important readings) are kept. Without contributions it may still exceed them.
 
     Args:
         alert: The alert.
         data: The messages or table rows of one poll. The item at the index `alert.message_index` raised the alert; its
             position becomes the field `source`. The field is null if `data` is None, or if the index is negative
             because a time-out raised the alert.
+        max_bytes: Largest size of the alert in bytes.
     """
     source = None
     if data is not None and alert.message_index >= 0:
@@ -62,7 +63,7 @@ def encode_alert(alert: Alert, data: Payload | None) -> bytes:
         "contributions": [_contribution_to_json(contribution) for contribution in alert.contributions],
     }
     encoded = orjson.dumps(document, option=orjson.OPT_SERIALIZE_NUMPY)
-    while len(encoded) > MAX_ALERT_BYTES and document["contributions"]:
+    while len(encoded) > max_bytes and document["contributions"]:
         num_kept = len(document["contributions"]) // 2  # halving needs few attempts
         document["contributions"] = document["contributions"][:num_kept]
         encoded = orjson.dumps(document, option=orjson.OPT_SERIALIZE_NUMPY)

@@ -138,13 +138,23 @@ class Recovery:
         Returns:
             The messages of other partitions, or None if there are none.
         """
-        if not self._restoring or not isinstance(data, Messages):  # table rows have no partition
+        if not isinstance(data, Messages):  # table rows have no partition
             return data
-        is_restoring = np.isin(data.partitions, list(self._restoring))
-        if is_restoring.any():
-            self._queue.append(data.take(np.flatnonzero(is_restoring)))
-            data = data.take(np.flatnonzero(~is_restoring))
+        if self._restoring:
+            is_restoring = np.isin(data.partitions, list(self._restoring))
+            if is_restoring.any():
+                self._queue.append(data.take(np.flatnonzero(is_restoring)))
+                data = data.take(np.flatnonzero(~is_restoring))
+        self._mark_changed(data)
         return data if len(data) else None
+
+    def _mark_changed(self, messages: Messages) -> None:
+        """Record that messages follow the last snapshot of their partitions, whether or not they are refused.
+
+        Without a new snapshot, a restart would process them again, however many there are.
+        """
+        if self._unsaved_decisions:  # otherwise no partition is restored, or the source saves no state
+            self._changed.update(np.unique(messages.partitions).tolist())
 
     def mark_caught_up(self, partition: int) -> None:
         """Record that the source has returned all messages of a partition's history."""
@@ -178,6 +188,8 @@ class Recovery:
             if partition not in unready:
                 self._finish_restore(partition)
         later_messages, self._later_messages = self._later_messages, []
+        for messages in later_messages:
+            self._mark_changed(messages)
         return later_messages
 
     def _take_step(self, codec: Codec | ModelCodecs, now: int) -> bool:

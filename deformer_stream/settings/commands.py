@@ -177,6 +177,12 @@ class ModelSetSettings(_AlertSettings):
 
 _MQTT_SCHEMES = ("mqtt://", "mqtts://")
 
+NEEDS_MQTT = "an MQTT source, such as --source mqtt://HOST/plant/#"
+"""What options require that have no meaning without an MQTT source, for messages."""
+
+NEEDS_KAFKA = "Kafka in place of an MQTT source"
+"""What options require that have no meaning with an MQTT source, for messages."""
+
 
 class ConsumeSettings(ModelSetSettings, KafkaSettings, RegistrySettings, PlantSourceSettings):
     """The options of `deformer-stream consume`."""
@@ -326,14 +332,14 @@ class ConsumeSettings(ModelSetSettings, KafkaSettings, RegistrySettings, PlantSo
         if self.source and self.source.startswith("opc.tcp://"):
             raise ValueError("consume does not read OPC UA; pass it on to Kafka with deformer-stream bridge")
         if self.mqtt_address is None:
-            self._refuse_options(_MQTT_OPTIONS, "an MQTT source, such as --source mqtt://HOST/plant/#")
+            self._refuse_options(_MQTT_OPTIONS, NEEDS_MQTT)
         else:
             self._check_mqtt(self.mqtt_address)
         return self
 
     def _check_mqtt(self, address: SourceAddress) -> None:
         """Raise `ValueError` if options contradict the MQTT source with this address."""
-        self._refuse_options(_KAFKA_OPTIONS, "Kafka in place of an MQTT source")
+        self._refuse_options(_KAFKA_OPTIONS, NEEDS_KAFKA)
         self.check_topics(address)
         self.check_source_login(address, address.scheme == "mqtts")
         if self.state_dir is None:
@@ -357,16 +363,22 @@ class ConsumeSettings(ModelSetSettings, KafkaSettings, RegistrySettings, PlantSo
         return parse_source_address(self.source) if is_mqtt and self.source is not None else None
 
 
-_MQTT_OPTIONS = (*PlantSourceSettings.model_fields, "alerts_to", "state_dir")
-"""Options of `consume` that have no meaning without an MQTT source."""
+_MQTT_OPTIONS = ("alerts_to", "state_dir")
+"""Options of `consume` alone that have no meaning without an MQTT source."""
 
-_KAFKA_OPTIONS = (
-    *(*RegistrySettings.model_fields, "group", "from_", "instance", "delivery", "alerts_topic", "dead_letter_topic"),
-    *("evidence", "evidence_topic", "next_readings_topic", "state_topic", "lost_state", "missing_topics"),
-    *("session_timeout", "max_poll_records"),
+_KAFKA_OPTIONS = ("format", "alerts_topic", "evidence", "max_poll_records")
+"""Options of `consume` that have no meaning with an MQTT source, and no other command has with the same meaning."""
+
+SHARED_MQTT_OPTIONS = tuple(PlantSourceSettings.model_fields)
+"""Options of `consume` and other commands that have no meaning without an MQTT source. They may be set for all
+commands, in the environment or in a file. So they have no effect, and the command refuses only their flags."""
+
+SHARED_KAFKA_OPTIONS = (
+    *(*KafkaSettings.model_fields, *(field for field in RegistrySettings.model_fields if field != "format")),
+    *("group", "from_", "instance", "delivery", "dead_letter_topic", "evidence_topic", "next_readings_topic"),
+    *("state_topic", "lost_state", "missing_topics", "session_timeout"),
 )
-"""Options of `consume` that have no meaning with an MQTT source. How to connect to Kafka (`KafkaSettings`) may be set
-for all commands, in the environment or in a file. So it has no effect, and the command refuses only its flags."""
+"""As `SHARED_MQTT_OPTIONS`, those that have no meaning with an MQTT source."""
 
 
 class InputSettings(WindowedTableSettings, ScoringSettings):

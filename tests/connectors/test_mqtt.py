@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import shutil
 import signal
 import socket
@@ -13,13 +14,16 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from connectors.mqtt import MqttOptions, MqttSource, source
+from connectors.mqtt import AlertTopic, MqttAlertSink, MqttOptions, MqttSource, source
 from deformer_stream.codec.bridge_messages import BridgeMessage
+from deformer_stream.engine.events import Alert, Effects
 from deformer_stream.errors import ConfigError, Unavailable
 from tests.certificates import Authority
+from tests.contracts.effects import make_alert
 from tests.mosquitto import Mosquitto, open_publisher, publish, run_mosquitto
 
 SECRET = "hunter2-äöü"
@@ -119,9 +123,9 @@ def poll_until_it_raises(opened: MqttSource) -> None:
 
 
 @contextmanager
-def run_scripted_broker(*answers: bytes) -> Iterator[int]:
+def run_scripted_broker(*answers: bytes, port: int = 0) -> Iterator[int]:
     """Run a broker that answers each packet of one client with the next of some bytes, and yield its port."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
+    with socket.create_server(("127.0.0.1", port)) as server:
 
         def serve() -> None:
             connection, _ = server.accept()
@@ -154,6 +158,117 @@ def test_a_subscription_that_is_refused() -> None:
         pytest.raises(ConfigError, match=r"'plant/#'.*permissions"),
     ):
         MqttSource(make_options(port))
+
+
+@pytest.mark.parametrize("answers", [(), (bytes.fromhex("2003008900"),)], ids=["silent", "busy"])
+def test_a_broker_that_never_accepts_the_connection_again(
+    mosquitto: Mosquitto, monkeypatch: pytest.MonkeyPatch, answers: tuple[bytes, ...]
+) -> None:
+    options = make_options(mosquitto.port)
+    opened = MqttSource(replace(options, patience=1.0))
+    mosquitto.stop()
+    monkeypatch.setattr(source, "RETRY_SECONDS", 0.1)
+    with run_scripted_broker(*answers, port=mosquitto.port), pytest.raises(Unavailable, match="does not accept"):
+        poll_until_it_raises(opened)
+
+
+class LimitedBroker:
+    """A broker that only receives messages, and acknowledges them when no further ones arrive.
+
+    Attributes:
+        port: Its port.
+        payloads: The payloads of the messages that it has accepted.
+        max_pending: Largest number of messages that were not acknowledged at the same time.
+    """
+
+    def __init__(self, properties: bytes, num_refused: int = 0) -> None:
+        self._server = socket.create_server(("127.0.0.1", 0))
+        self.port = self._server.getsockname()[1]
+        self.payloads: list[bytes] = []
+        self.max_pending = 0
+        self._properties, self._num_refused = properties, num_refused
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def _serve(self) -> None:
+        """Serve one client."""
+        connection, _ = self._server.accept()
+        connection.recv(4096)
+        size = len(self._properties)
+        connection.sendall(bytes([0x20, size + 3, 0, 0, size]) + self._properties)
+        connection.settimeout(0.2)
+        received, pending = b"", list[tuple[bytes, bytes]]()
+        while True:
+            try:
+                part = connection.recv(65536)
+            except TimeoutError:
+                for mid, payload in pending:
+                    is_refused = self._num_refused > 0
+                    self._num_refused -= is_refused
+                    self.payloads += [] if is_refused else [payload]
+                    connection.sendall(b"\x40\x03" + mid + b"\x97" if is_refused else b"\x40\x02" + mid)
+                pending.clear()
+                continue
+            if not part:
+                return
+            received += part
+            while (packet := self._split(received)) is not None:
+                kind, content, received = packet
+                if kind == 3:
+                    topic_end = 2 + int.from_bytes(content[:2])
+                    properties_end = topic_end + 3 + content[topic_end + 2]
+                    pending.append((content[topic_end : topic_end + 2], content[properties_end:]))
+                    self.max_pending = max(self.max_pending, len(pending))
+
+    @staticmethod
+    def _split(received: bytes) -> tuple[int, bytes, bytes] | None:
+        """Return the kind and the content of the first packet, and the bytes after it; None if it is not complete."""
+        size, end = 0, 1
+        while True:
+            if end >= len(received):
+                return None
+            size += (received[end] & 127) << 7 * (end - 1)
+            end += 1
+            if received[end - 1] < 128:
+                break
+        return (
+            None
+            if len(received) < end + size
+            else (received[0] >> 4, received[end : end + size], received[end + size :])
+        )
+
+    def publish(self, alerts: list[Alert]) -> list[dict[str, Any]]:
+        """Publish alerts, and return those that were accepted."""
+        options = replace(make_options(self.port), patience=PATIENCE_SECONDS)
+        sink = MqttAlertSink(options, AlertTopic("alerts/{device}", "plant/#"), lambda: None, threading.Event())
+        try:
+            sink.write(replace(Effects.empty("model"), alerts=alerts), None)
+            sink.flush()
+        finally:
+            sink.close()
+            self._server.close()
+        return [json.loads(payload) for payload in self.payloads]
+
+
+def test_a_broker_that_permits_few_alerts_without_acknowledgement() -> None:
+    broker = LimitedBroker(bytes.fromhex("210002"))
+    accepted = broker.publish([make_alert(f"p@{i}", 0) for i in range(5)])
+    assert [alert["record"] for alert in accepted] == [f"p@{i}" for i in range(5)]
+    assert broker.max_pending == 2
+
+
+def test_an_alert_that_is_too_large_for_the_broker(capsys: pytest.CaptureFixture[str]) -> None:
+    alert = make_alert("p@1", 0)
+    long = replace(alert, contributions=alert.contributions * 100)
+    accepted = LimitedBroker(bytes.fromhex("27") + (2000).to_bytes(4)).publish([long])
+    assert 0 < len(accepted[0]["contributions"]) < len(long.contributions)
+    assert "alert_shortened" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="100 bytes at most"):
+        LimitedBroker(bytes.fromhex("27") + (100).to_bytes(4)).publish([alert])
+
+
+def test_alerts_that_are_refused_for_the_time_being_are_published_again() -> None:
+    accepted = LimitedBroker(b"", num_refused=2).publish([make_alert(f"p@{i}", 0) for i in range(3)])
+    assert sorted(alert["record"] for alert in accepted) == ["p@0", "p@1", "p@2"]
 
 
 def test_a_broker_that_does_not_run(mosquitto: Mosquitto, monkeypatch: pytest.MonkeyPatch) -> None:

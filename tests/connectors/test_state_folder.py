@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -73,6 +75,35 @@ def test_a_commit_that_was_cut_is_removed(tmp_path: Path) -> None:
     store.save(6, EVENTS[4:], PartitionState(), {})
     store.close()
     assert load(tmp_path).events == EVENTS[2:]
+
+
+def test_a_commit_that_fails_is_not_written_later(tmp_path: Path) -> None:
+    """A file that may not grow fails as a full disk does. The limit is that of a process, so another one writes."""
+    save_three_commits(tmp_path)
+    script = f"""
+import resource, signal
+from pathlib import Path
+from connectors.files import StateFolder
+from deformer_stream.errors import Unavailable
+from deformer_stream.runtime.plant_source import SavedEvent
+from deformer_stream.runtime.ports import PartitionState
+store = StateFolder(Path({str(tmp_path)!r}))
+store.load()
+size = Path({str(tmp_path / "journal")!r}).stat().st_size
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+resource.setrlimit(resource.RLIMIT_FSIZE, (size + 20, unlimited[1]))
+try:
+    store.save(7, [SavedEvent(6, 0, b'{{}}')], PartitionState(), {{}})
+except Unavailable:
+    resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+    store.close()
+    StateFolder(Path({str(tmp_path)!r})).close()
+    print("unavailable")
+"""
+    result = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (result.stdout, result.stderr) == ("unavailable\n", "")
+    assert load(tmp_path).next_offset == 6
 
 
 @pytest.mark.parametrize("name", ["snapshot", "journal"])

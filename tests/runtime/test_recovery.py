@@ -455,6 +455,26 @@ def test_wrongly_keyed_input_is_logged_once(loaded: Artifact, capsys: pytest.Cap
     assert capsys.readouterr().out.count("key messages by record id") == 1
 
 
+def test_refused_messages_are_followed_by_a_snapshot(loaded: Artifact) -> None:
+    """Otherwise a restart would process all of them again, and a journal of them would grow without limit."""
+    engine = Engine(loaded.model, loaded.calibration, loaded.fingerprint, ALPHA, Limits())
+    codec = Codec(loaded.schema)
+    seconds = [0.0]
+    recovery = Recovery(engine, Metrics(), interval=1.0, now=lambda: seconds[0])
+    recovery.start_restore(RestoredPartition(0, 0))
+    recovery.mark_caught_up(0)
+    recovery.advance(codec, 0)
+    recovery.mark_committed(recovery.collect_state(0))
+    assert recovery.collect_state(0) == {}
+    refused = Messages("t", [None], [b"refused"], np.full(1, NO_TIME), np.zeros(1, np.int32), np.arange(1))
+    seconds[0] = 2.0
+    assert recovery.enqueue(refused) is refused
+    batch, rejections = codec.decode(refused)
+    assert len(rejections) == 1
+    recovery.record_effects(engine.handle(batch, 0))
+    assert recovery.collect_state(0)[0].snapshot is not None
+
+
 def test_decisions_are_saved_only_after_a_committed_snapshot(loaded: Artifact, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first snapshot is not committed, as if partitions moved at that moment. Free memory is released after each
     snapshot.
