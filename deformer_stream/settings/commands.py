@@ -351,8 +351,8 @@ class ConsumeSettings(ModelSetSettings, KafkaSettings, RegistrySettings, PlantSo
             )
 
     def _refuse_options(self, fields: tuple[str, ...], requirement: str) -> None:
-        """Raise `ValueError` if one of some options is set, because it has no meaning with the source."""
-        found = [field for field in fields if field in self.model_fields_set]
+        """Raise `ValueError` if an option without a meaning for the source differs from its default."""
+        found = [field for field in fields if getattr(self, field) != type(self).model_fields[field].default]
         if found:
             raise ValueError(f"{to_flag(found[0])} requires {requirement}; leave it out")
 
