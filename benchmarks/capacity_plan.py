@@ -67,7 +67,7 @@ def make_plan(readings: float, options: argparse.Namespace) -> Plan:
     partitions = max(options.partitions_a_process * processes, 8)
     records = readings / options.readings_a_record
     open_records = math.ceil(records * options.record_seconds)
-    # An id is kept until so many further records of its partition are closed. After some time this is the case.
+    # Partitions in use for some time remember as many ids of closed records as they may.
     closed_ids = MAX_CLOSED_IDS * partitions
     snapshot_bytes = (open_records * options.record_bytes + closed_ids * options.closed_bytes) / partitions
     save_seconds = (open_records * options.save_us + closed_ids * options.closed_save_us) / 1e6 / processes

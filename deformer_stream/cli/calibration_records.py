@@ -54,12 +54,13 @@ def score_records(
 
 
 def score_records_in_shards(
-    inputs: Sequence[str], settings: CalibrateSettings, folder: Path, stop: threading.Event
+    inputs: Sequence[str], models: ServedModels, settings: CalibrateSettings, folder: Path, stop: threading.Event
 ) -> ScoredRecords | None:
     """Return the records of the input, scored in shards; None if the run was interrupted.
 
     Args:
         inputs: Files, folders and patterns.
+        models: The model. It must not be replaced before the end of the run.
         settings: Options of `calibrate`.
         folder: The folder of the shards. Finished shards in it are not scored again. It is not deleted.
         stop: An event that a signal handler sets; the run then ends early.
@@ -73,7 +74,7 @@ def score_records_in_shards(
     shard_run.check_inputs(inputs, folder, remedy)
     with lock_folder(folder, "--out"):
         delete_leftover(folder)
-        job, files = shard_run.open_job(inputs, settings, folder, "--out", remedy)
+        job, files = shard_run.open_job(inputs, models, settings, folder, "--out", remedy)
         num_scored = shard_run.run_shards(job, "calibrate", prepare_calibration, files.num_rows, stop)
         if num_scored is None or stop.is_set():
             return None

@@ -25,7 +25,7 @@ from deformer_stream.cli.shard_job import (
     make_plan,
     open_folder,
 )
-from deformer_stream.cli.shard_tasks import Receipt, load_job_models, prepare_partitioning, read_receipt
+from deformer_stream.cli.shard_tasks import Receipt, prepare_partitioning, read_receipt
 from deformer_stream.cli_utils import is_debugging
 from deformer_stream.errors import ConfigError
 
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     import threading
 
     from connectors.files import InputFiles
+    from deformer_stream.cli.factory import ServedModels
     from deformer_stream.runtime.worker_pool import Prepare
     from deformer_stream.settings import CalibrateSettings, ReplaySettings
 
@@ -62,12 +63,18 @@ def check_inputs(inputs: Sequence[str], folder: Path, remedy: str) -> None:
 
 
 def open_job(
-    inputs: Sequence[str], settings: ReplaySettings | CalibrateSettings, folder: Path, flag: str, remedy: str
+    inputs: Sequence[str],
+    models: ServedModels,
+    settings: ReplaySettings | CalibrateSettings,
+    folder: Path,
+    flag: str,
+    remedy: str,
 ) -> tuple[ShardJob, InputFiles]:
     """Check options and input; return the job with the plan in force, and the input files.
 
     Args:
         inputs: Files, folders and patterns.
+        models: The models of the command. Processes whose models have another fingerprint refuse to score shards.
         settings: Options of the command.
         folder: The folder of the shards, absolute. It must be locked.
         flag: The option that determines the folder.
@@ -76,7 +83,6 @@ def open_job(
     Raises:
         ConfigError: The folder holds shards of another run, or readings were to be put in another order.
     """
-    models = load_job_models(settings, warns=True)
     opened = factory.open_input_files(inputs, models, settings)
     if settings.input_order not in (None, "arrival") and opened.needs_reordering:
         raise ConfigError(
@@ -119,12 +125,12 @@ def run_shards(
     if unfinished:
         parts = job.list_unfinished_parts()
         num_rows = num_input_rows if len(parts) == len(job.plan.ranges) else None
-        _run_tasks(job, "partition", prepare_partitioning, parts, num_rows, stop)
+        _run_tasks(job, "partition", "part", prepare_partitioning, parts, num_rows, stop)
         if job.plan.shard_by == "files":
             num_rows = num_input_rows if not num_skipped else None
         else:
             num_rows = None if stop.is_set() else _count_rows(job, unfinished)
-        num_scored = _run_tasks(job, title, prepare, unfinished, num_rows, stop)
+        num_scored = _run_tasks(job, title, "shard", prepare, unfinished, num_rows, stop)
     remaining = job.list_unfinished()
     if remaining:
         click.echo(
@@ -162,6 +168,7 @@ def describe_warnings(warnings: Sequence[tuple[int, str]], place: str = "") -> s
 def _run_tasks(
     job: ShardJob,
     title: str,
+    noun: str,
     prepare: Callable[[ShardJob], Callable[..., Receipt]],
     tasks: Sequence[int],
     num_rows: int | None,
@@ -172,6 +179,7 @@ def _run_tasks(
     Args:
         job: The job.
         title: Title of the progress bar.
+        noun: What a task is done for, in messages: "part" or "shard".
         prepare: Prepares a process, and returns the function that performs a task.
         tasks: Numbers of the tasks.
         num_rows: Number of rows of all tasks, None if it is not known.
@@ -181,7 +189,7 @@ def _run_tasks(
 
     if not tasks or stop.is_set():
         return 0
-    num_workers, noun = min(job.settings.workers, len(tasks)), "part" if title == "partition" else "shard"
+    num_workers = min(job.settings.workers, len(tasks))
     pool = _make_pool(job.settings.engine, prepare, (job,), num_workers, lambda task: f"{noun} {task}")
     num_readings = 0
     logger = log.get_logger(title)

@@ -14,7 +14,7 @@ import click
 from deformer_stream import __version__, log
 from deformer_stream.cli import factory, incident_files, shard_run
 from deformer_stream.cli.shard_job import SUMMARY, ShardJob, choose_outputs, lock_folder
-from deformer_stream.cli.shard_tasks import prepare_scoring
+from deformer_stream.cli.shard_tasks import load_job_models, prepare_scoring
 from deformer_stream.cli_utils import INTERRUPTED_EXIT_CODE
 from deformer_stream.durable_file import replace_file
 
@@ -49,7 +49,8 @@ def replay_in_shards(inputs: Sequence[str], settings: ReplaySettings, folder: Pa
     settings = choose_outputs(settings)
     shard_run.check_inputs(inputs, folder, _REMEDY)
     with lock_folder(folder):
-        job, files = shard_run.open_job(inputs, settings, folder, "--output-dir", _REMEDY)
+        models = load_job_models(settings, warns=True)
+        job, files = shard_run.open_job(inputs, models, settings, folder, "--output-dir", _REMEDY)
         if files.ignored_columns:
             log.get_logger("replay").info("columns_ignored", columns=list(files.ignored_columns))
         num_scored = shard_run.run_shards(job, "replay", prepare_scoring, files.num_rows, stop)

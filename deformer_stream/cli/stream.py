@@ -463,7 +463,7 @@ def build_calibrate() -> click.Command:
         has_choice = settings.order == "next"
         shards_folder = get_shards_folder(target)
         if settings.list_shard_flags():
-            scored = score_records_in_shards(inputs, settings, shards_folder, stop)
+            scored = score_records_in_shards(inputs, models, settings, shards_folder, stop)
         else:
             scored = score_records(inputs, models, settings, stop)
         if scored is None:

@@ -12,7 +12,7 @@ then earlier programs read the messages of later ones, and later programs those 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib import resources
 from io import BytesIO
 from typing import Any, Literal, Protocol
@@ -101,7 +101,7 @@ class AvroFormat:
         """Return the value of a message in this format."""
         document = orjson.loads(value)
         if kind != "evidence":
-            _parse_times(document)
+            _convert_times(document, str, parse_rfc3339)
         stream = BytesIO()
         # A key that the schema lacks is an error, so that no information is lost.
         datum = (_NAME_BY_KIND[kind], document) if self._is_union else document
@@ -152,7 +152,7 @@ class OutputReader:
             schema = self._schema_by_id[schema_id]
             document: Any = fastavro.schemaless_reader(BytesIO(value[HEADER_BYTES:]), schema, None)
             if not (isinstance(schema, dict) and schema.get("name") == _EVIDENCE_NAME):
-                _format_times(document)
+                _convert_times(document, int, format_rfc3339)
             return orjson.dumps(document)
         except RejectionError as error:
             # To skip the message would lose what another registry can read.
@@ -205,29 +205,21 @@ def _drop_logical_types(schema: Any) -> Any:
     return [_drop_logical_types(part) for part in schema] if isinstance(schema, list) else schema
 
 
-def _parse_times(value: Any) -> None:
-    """Replace the times of a JSON document, which are text, by microseconds since 1970."""
+def _convert_times(value: Any, source: type, convert: Callable[[Any], Any]) -> None:
+    """Convert the times of a document in place.
+
+    Args:
+        value: The document.
+        source: The type of times in it.
+        convert: Converts a time.
+    """
     if isinstance(value, dict):
         for key, part in value.items():
-            if isinstance(part, str):
+            if isinstance(part, source):
                 if key in _TIME_KEYS:
-                    value[key] = parse_rfc3339(part)
+                    value[key] = convert(part)
             else:
-                _parse_times(part)
+                _convert_times(part, source, convert)
     elif isinstance(value, list) and value and isinstance(value[0], dict | list):
         for part in value:
-            _parse_times(part)
-
-
-def _format_times(value: Any) -> None:
-    """Do the reverse of `_parse_times`."""
-    if isinstance(value, dict):
-        for key, part in value.items():
-            if isinstance(part, int):
-                if key in _TIME_KEYS:
-                    value[key] = format_rfc3339(part)
-            else:
-                _format_times(part)
-    elif isinstance(value, list) and value and isinstance(value[0], dict | list):
-        for part in value:
-            _format_times(part)
+            _convert_times(part, source, convert)
