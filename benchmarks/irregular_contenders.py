@@ -9,11 +9,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.command import RESULTS
 from benchmarks.gru_d import GruD
 from benchmarks.irregular_alerts import Case, Contender, measure_contender
 from benchmarks.irregular_cusums import CusumContender
 from benchmarks.irregular_deformer import CommandDeformer
 from benchmarks.irregular_peers import CarriedForward, IntervalMixture, LastValue, MarginalMixtures
+from deformer_stream.errors import InputError
 
 
 def add_contender_options(options: argparse.ArgumentParser, peer_time: float) -> argparse.ArgumentParser:
@@ -26,6 +28,8 @@ def add_contender_options(options: argparse.ArgumentParser, peer_time: float) ->
     help_text = f"seconds of GRU-D's training, 0 to leave it out; {peer_time:g} by default"
     options.add_argument("--peer-time", type=float, default=peer_time, help=help_text)
     options.add_argument("--deformer", action="store_true", help="train and measure the deformer, too")
+    peers_help = "measure the peers, or take their stored figures of the same splits; measured by default"
+    options.add_argument("--peers", choices=["measured", "stored"], default="measured", help=peers_help)
     models_help = "folder in which the deformer's model and tables are stored; not stored by default"
     options.add_argument("--models", type=Path, help=models_help)
     return options
@@ -43,6 +47,8 @@ def make_contenders(arguments: argparse.Namespace, seed: int, interval: float) -
     contenders: list[Contender] = []
     if arguments.deformer:
         contenders.append(CommandDeformer(arguments.max_time, seed, arguments.models))
+    if arguments.peers == "stored":
+        return contenders
     if arguments.peer_time > 0:
         contenders.append(GruD(seed, arguments.peer_time, interval))
     contenders += [
@@ -64,7 +70,8 @@ def describe_times(arguments: argparse.Namespace, lines: Sequence[Mapping[str, A
     """
     deformer = f", the deformer for at most {arguments.max_time}" if arguments.deformer else ""
     trainings = [line["training"] for line in lines if line.get("training")]
-    text = f"GRU-D trains for {arguments.peer_time:g} s{deformer}."
+    peers = " The figures of the peers are from an earlier run." if arguments.peers == "stored" else ""
+    text = f"GRU-D trains for {arguments.peer_time:g} s{deformer}.{peers}"
     if trainings:
         steps = ", ".join(f"{training['steps']} steps of preset {training['preset']}" for training in trainings)
         loads = ", ".join(f"{training['load']:g}" for training in trainings)
@@ -98,7 +105,27 @@ def measure_cases(
         case = make_case(number)
         description = {"benchmark": benchmark, key: number}
         lines += measure_contenders(make_contenders(arguments, number, interval), case, description)
+        if arguments.peers == "stored":
+            lines += read_stored_peers(RESULTS / f"{benchmark}.jsonl", description)
     return lines, case
+
+
+def read_stored_peers(path: Path, description: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the stored JSON lines of the peers of a case.
+
+    Args:
+        path: File with a JSON line for each contender and case.
+        description: What the lines of the case begin with.
+
+    Raises:
+        InputError: There are none.
+    """
+    stored = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    lines = [line for line in stored if description.items() <= line.items() and line["contender"] != "deformer"]
+    if not lines:
+        case = ", ".join(f"{name} {value}" for name, value in description.items())
+        raise InputError(f"{path} has no peers of {case}: measure them with --peers measured")
+    return lines
 
 
 def measure_contenders(

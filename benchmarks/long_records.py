@@ -7,10 +7,13 @@ open         Many records are open at once, and each gets a reading in turn. The
              contexts of the others are computed again. The number of rounds is limited by --events. In the rows with
              `readings_in_turn` below the number of open records, only these records get readings. Their rate shows what
              the other open records cost.
+replay       `deformer-stream replay` of --stays records in order of time, all of which are open at once: intensive-care
+             stays (DEFORMER_DATA), or simulated records. The seconds are those of the whole command.
 
-Sensors report at random, so records have readings of all sensors. The model has random weights, which are as fast as
-trained ones, unless --model names a model directory. Bytes of the cache are those of the pages in use. The bytes of a
-row are those of the record table: the id, the running statistics, the latest time of each sensor, and others.
+In the first two parts, sensors report at random, so records have readings of all sensors. The model has random weights,
+which are as fast as trained ones, unless --model names a model directory. Bytes of the cache are those of the pages in
+use. The bytes of a row are those of the record table: the id, the running statistics, the latest time of each sensor,
+and others.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import argparse
 import json
 import resource
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -26,13 +30,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet as pq
 import torch
 
 from benchmarks.command import RESULTS, describe_machine, format_today
-from benchmarks.irregular_feed import make_irregular_calibration, make_irregular_model
+from benchmarks.irregular_deformer import run_command
+from benchmarks.irregular_feed import make_irregular_calibration, make_irregular_model, read_or_simulate_records
 from benchmarks.stream import format_table
 from benchmarks.stream_local import read_resident_bytes
-from deformer_stream import load
+from benchmarks.tables import get_tables_folder
+from deformer_stream import load, model_store
 from deformer_stream.codec.state import encode_snapshot
 from deformer_stream.engine.engine import Engine, Limits
 from deformer_stream.engine.events import EventBatch
@@ -52,6 +59,8 @@ TEMPLATE_RECORDS = 64
 TEMPLATE_READINGS = 500
 """Readings of each record before the part `open` begins."""
 BATCH_EVENTS = 4096
+REPLAY_READINGS = 430
+"""Readings of a simulated record of the part `replay`, as in the intensive-care stays."""
 NUM_HOT_RECORDS = 512
 """Records that get readings while many others are open, few enough for the cache."""
 
@@ -255,8 +264,51 @@ def _measure_snapshot(engine: Engine) -> dict[str, Any]:
     return {"snapshot_MiB": round(len(data) / 2**20), "snapshot_bytes": round(len(data) / len(snapshot)), **seconds}
 
 
-PARTS: dict[str, Callable[[argparse.Namespace], Rows]] = {"length": measure_lengths, "open": measure_open_records}
-TITLES = {"length": "Cost and memory by the number of readings of a record", "open": "Many open records"}
+def measure_replay(options: argparse.Namespace) -> Rows:
+    """Measure the command `replay` on records in order of time, which are all open at once."""
+    records = read_or_simulate_records(get_tables_folder().parent / "icu2012", options.stays, REPLAY_READINGS)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        source, output, model = folder / "readings.parquet", folder / "scores.parquet", Path(options.model)
+        pq.write_table(records.to_table().sort_by("time"), source)
+        if not options.model:
+            model = folder / "model"
+            network = make_irregular_model(options.preset, records.sensors, options.precision)
+            model_store.write(model, network, make_irregular_calibration(network.schema), {}, "")
+        words = ("--layout", "long", "--order", "arrival", "--record-timeout", "72h", "--model", model)
+        cache = ("--cache-memory", f"{options.cache_mib}MiB")
+        processor_before, began = _read_children_seconds(), time.perf_counter()
+        run_command("deformer-stream", "replay", source, *words, *cache, "--output", output)
+        seconds = time.perf_counter() - began
+        num_scored = pq.read_metadata(output).num_rows
+    yield {
+        "records": len(records.records),
+        "readings": len(records),
+        "not scored": len(records) - num_scored,
+        "seconds": round(seconds, 1),
+        "processor s": round(_read_children_seconds() - processor_before, 1),
+        "readings_/s": round(num_scored / seconds),
+        "model": "trained" if options.model else f"random {options.preset}",
+        "cache_MiB": options.cache_mib,
+    }
+
+
+def _read_children_seconds() -> float:
+    """Return the processor seconds of all processes that this one has started and that have ended."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
+PARTS: dict[str, Callable[[argparse.Namespace], Rows]] = {
+    "length": measure_lengths,
+    "open": measure_open_records,
+    "replay": measure_replay,
+}
+TITLES = {
+    "length": "Cost and memory by the number of readings of a record",
+    "open": "Many open records",
+    "replay": "Replay of records that are open at once",
+}
 
 
 def write(rows: list[dict[str, Any]], folder: Path) -> None:
@@ -291,6 +343,7 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--records", type=int, default=64, help="number of records of the part `length`")
     parser.add_argument("--open", default="1024,100000,300000", help="numbers of records of the part `open`")
     parser.add_argument("--events", type=int, default=20_000, help="readings of each row of the part `open`")
+    parser.add_argument("--stays", type=int, default=1600, help="number of records of the part `replay`")
     parser.add_argument("--cache-mib", type=int, default=512, help="largest size of the cache in MiB")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the results")

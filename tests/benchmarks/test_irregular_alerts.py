@@ -16,7 +16,7 @@ import pytest
 from benchmarks import fleet, hydraulic, icu, irregular_deformer
 from benchmarks import irregular_alerts as alerts
 from benchmarks.early import compute_false_alarm_bounds
-from benchmarks.irregular_contenders import describe_times
+from benchmarks.irregular_contenders import describe_times, read_stored_peers
 from benchmarks.irregular_cusums import CusumContender
 from benchmarks.irregular_records import FaultyReadings, Readings, compute_log_slopes, fit_units, make_readings
 from deformer_stream.calibration.conformal import PrefixState, advance_prefix_state
@@ -248,9 +248,22 @@ def test_results_of_the_commands_are_assigned_to_their_readings(
 
 
 def test_conditions_state_the_steps_and_the_load_of_the_trainings() -> None:
-    arguments = argparse.Namespace(peer_time=60.0, deformer=True, max_time="2m")
+    arguments = argparse.Namespace(peer_time=60.0, deformer=True, max_time="2m", peers="measured")
     training = {"steps": 700, "preset": "tiny", "seconds": 119.0, "load": 1.5}
     text = describe_times(arguments, [{"contender": "deformer", "training": training}, {"contender": "GRU-D"}])
     assert "700 steps of preset tiny" in text
     assert "load average of 1.5" in text
     assert describe_times(arguments, []).endswith("the deformer for at most 2m.")
+
+
+def test_stored_peers_are_those_of_the_same_case(tmp_path: Path) -> None:
+    path = tmp_path / "icu.jsonl"
+    case = {"benchmark": "icu", "seed": 1}
+    lines = [{**case, "contender": name} for name in ("deformer", "GRU-D")]
+    lines.append({**case, "seed": 2, "contender": "GRU-D"})
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert read_stored_peers(path, case) == [lines[1]]
+    with pytest.raises(InputError, match="no peers of benchmark icu, seed 3: measure them"):
+        read_stored_peers(path, {**case, "seed": 3})
+    with pytest.raises(InputError, match="no peers"):
+        read_stored_peers(tmp_path / "none.jsonl", case)

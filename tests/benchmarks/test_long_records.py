@@ -20,7 +20,9 @@ from deformer_stream.engine.engine import Engine
 def test_records_have_bounded_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(long_records, "LENGTHS", (50, 200, 400))
     monkeypatch.setattr(long_records, "TEMPLATE_READINGS", 150)
-    words = ["--preset", "tiny", "--records", "2", "--sensors", "6", "--open", "128", "--events", "64"]
+    monkeypatch.setattr(long_records, "REPLAY_READINGS", 20)
+    monkeypatch.setenv("DEFORMER_DATA", str(tmp_path))  # records are simulated
+    words = ["--preset", "tiny", "--records", "2", "--sensors", "6", "--open", "128", "--events", "64", "--stays", "3"]
     long_records.main([*words, "--results", str(tmp_path)])
     rows = [json.loads(line) for line in (tmp_path / "long_records.jsonl").read_text().splitlines()]
     short, *long = [row for row in rows if row["part"] == "length"]
@@ -28,6 +30,8 @@ def test_records_have_bounded_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert all(row["stored_readings"] <= 6 + 32 + 64 for row in long)
     assert len({row["log_bytes"] for row in long}) == 1
     assert [row["readings_in_turn"] for row in rows if row["part"] == "open"] == [128]
+    (replay,) = (row for row in rows if row["part"] == "replay")
+    assert (replay["records"], replay["readings"], replay["not scored"]) == (3, 60, 0)
     assert "Many open records" in (tmp_path / "long_records.md").read_text()
 
 
