@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from deformer_stream.kernels.process_sequences import compile_process
 from deformer_stream.model.gaussian_prior import PriorConditional
 from deformer_stream.model.gaussian_process import GaussianProcessPrior, Neighbors
 from deformer_stream.model.process_conditionals import condition_in_order, is_exact, predict_from_others
@@ -297,6 +298,17 @@ def _compute_mean_nll(prior: PriorConditional, values: Tensor, weights: Tensor) 
     weights = weights * prior.has_prior
     nll: Tensor = -(log_p * weights).sum() / weights.sum().clamp(min=1e-9) + 0.5 * math.log(2.0 * math.pi)
     return nll
+
+
+def attach_compiled_process(process: GaussianProcessPrior, schema: Schema) -> None:
+    """Let compiled code compute the conditionals of a process that will not change any more, if there is any.
+
+    Args:
+        process: The process, on a CPU.
+        schema: Its features.
+    """
+    arrays = {name: tensor.numpy() for name, tensor in process.named_buffers()}
+    process.compiled = compile_process(arrays, schema.is_linear, process.num_neighbors, process.decay)
 
 
 def is_for_imputation(process: GaussianProcessPrior, examples: BlockExamples) -> bool:

@@ -56,7 +56,7 @@ from trainer.data import Split, create_data_options
 from trainer.distributed import Ranks
 from trainer.examples import BlockExamples, Blocks, Ints
 from trainer.fit import MIN_VALIDATION_ROWS, SINGLE_PROCESS, TrainingResult, TrainingRun, TrainingStatus
-from trainer.gaussian_process import fit_process, is_for_imputation
+from trainer.gaussian_process import attach_compiled_process, fit_process, is_for_imputation
 from trainer.irregular_calibration import average_neg_log_p, score_irregular_records
 from trainer.irregular_evaluation import (
     IrregularLikelihood,
@@ -386,6 +386,7 @@ class _Job:
         model = DEformer(data.schema, irregular_model_config(settings, len(data.schema)))
         if model.process is not None and process is not None:
             model.process.load_state_dict(process)
+            attach_compiled_process(model.process, data.schema)
         model = model.to(model_store.resolve_device(settings.device))
         examples = self._create_examples(settings)
         recipe = choose_irregular_recipe(settings, len(examples.train_indexes))

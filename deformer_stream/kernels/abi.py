@@ -396,6 +396,23 @@ class QuantileTask(KernelStruct):
     _fields_ = _c_fields(kinds)
 
 
+class ProcessTask(KernelStruct):
+    """The arguments of the C function `condition_sequences`, which computes conditionals of the Gaussian process.
+
+    csrc/abi.h states shape and meaning of each field.
+    """
+
+    kinds: ClassVar[dict[str, Kind]] = {
+        "process": ADDRESS,
+        "features": _INT64,
+        "values": _FLOAT32,
+        **dict.fromkeys(("ages", "means", "deviations"), _FLOAT64),
+        **dict.fromkeys(("num_sequences", "num_readings", "first", "is_own_excluded"), INTEGER),
+        "next_sequence": ADDRESS,
+    }
+    _fields_ = _c_fields(kinds)
+
+
 class AdvanceTask(KernelStruct):
     """The arguments of the C function `advance_statistics`, which adds the scores of new readings to their records.
 
@@ -464,7 +481,7 @@ class ThreadTeam(KernelStruct):
 
 STRUCTS: tuple[type[KernelStruct], ...] = (
     *(Layer, LinearMap, TokenEncoder, TimeScales, Prior, Process, Head, Network),
-    *(Batch, SurprisalTask, QuantileTask, AdvanceTask, ThreadTeam),
+    *(Batch, SurprisalTask, QuantileTask, ProcessTask, AdvanceTask, ThreadTeam),
 )
 RUNNING_STATE_BYTES = 56
 """Size of the running statistics of one record: `RUNNING_DTYPE` of the engine, the structure RunningState in C."""

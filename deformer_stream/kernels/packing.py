@@ -7,6 +7,7 @@ float64, so that packed numbers are rounded to float32 only once.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,9 @@ from deformer_stream.model.reading_times import ReadingTimes
 Array = NDArray[Any]
 Floats = NDArray[np.float32]
 Doubles = NDArray[np.float64]
+
+PROCESS_ARRAYS = ("means", "factors", "deviations", "noise", "scales", "outlier_share", "outlier_factor")
+"""Names of the arrays of a Gaussian process prior: the buffers of `GaussianProcessPrior`."""
 
 
 def pad_with_zeros(array: Array, num_rows: int, num_columns: int | None = None) -> Array:
@@ -95,7 +99,7 @@ class WeightPacker:
             layers=abi.pack_array(abi.Layer, layers),
             encoder=self._pack_encoder(),
             prior=self._pack_prior() if parameters.has_mixture else None,
-            process=_pack_process(parameters) if parameters.has_process else None,
+            process=self._pack_process() if parameters.has_process else None,
             times=None if times is None else _pack_times(times),
             head=self._pack_head(),
         )
@@ -277,6 +281,13 @@ class WeightPacker:
             column_by_code=find_prior_columns(self.parameters.schema),
         )
 
+    def _pack_process(self) -> abi.Process:
+        """Return the parameters of the Gaussian process prior."""
+        parameters = self.parameters
+        arrays = {name: parameters.arrays[f"process.{name}"] for name in PROCESS_ARRAYS}
+        config = parameters.config
+        return pack_process(arrays, parameters.schema.is_linear, config.neighbors, config.neighbor_decay)
+
     def _pack_head(self) -> abi.Head:
         """Return the weights of the output head as a structure for compiled code.
 
@@ -305,12 +316,18 @@ class WeightPacker:
         )
 
 
-def _pack_process(parameters: ModelParameters) -> abi.Process:
-    """Return the parameters of the Gaussian process prior as a structure for compiled code, in float64."""
-    arrays = {
-        name: parameters.arrays[f"process.{name}"].astype(np.float64)
-        for name in ("means", "factors", "deviations", "noise", "scales", "outlier_share", "outlier_factor")
-    }
+def pack_process(
+    arrays: Mapping[str, NDArray[Any]], is_linear: NDArray[np.bool_], num_neighbors: int, decay: float
+) -> abi.Process:
+    """Return the parameters of a Gaussian process prior as a structure for compiled code, in float64.
+
+    Args:
+        arrays: The arrays `PROCESS_ARRAYS` by name, with the shapes of the buffers of `GaussianProcessPrior`.
+        is_linear: (F,) whether the process contains the feature.
+        num_neighbors: The largest number of neighbors of a reading.
+        decay: The factor of the correlation of a reading for each later reading of its sensor.
+    """
+    arrays = {name: np.asarray(arrays[name], np.float64) for name in PROCESS_ARRAYS}
     factors, deviations, share = arrays["factors"], arrays["deviations"], arrays["outlier_share"]
     num_features = deviations.shape[1]
     # (Q, F, F) the covariance matrix of the features for each of Q time scales (`GaussianProcessPrior`).
@@ -323,14 +340,14 @@ def _pack_process(parameters: ModelParameters) -> abi.Process:
     return abi.Process(
         num_features=num_features,
         num_scales=len(covariances),
-        num_neighbors=parameters.config.neighbors,
-        decay=parameters.config.neighbor_decay,
+        num_neighbors=num_neighbors,
+        decay=decay,
         covariances=np.ascontiguousarray(covariances.swapaxes(0, 1)),
         negative_rates=-rates,
         means=np.ascontiguousarray(arrays["means"]),
         variances=variances,
         noise_variances=noise_variances,
-        inverse_deviations=np.where(parameters.schema.is_linear, 1.0 / np.sqrt(variances), 0.0),
+        inverse_deviations=np.where(is_linear, 1.0 / np.sqrt(variances), 0.0),
         outlier_factors=np.ascontiguousarray(arrays["outlier_factor"]),
         log_weights=_float32(np.stack([np.log1p(-share), np.log(share)], -1)),
     )

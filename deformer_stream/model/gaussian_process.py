@@ -38,9 +38,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from deformer_stream.model.constants import MAX_NEIGHBOR_VALUE, MIN_NOISE_VARIANCE, NUM_PROCESS_COMPONENTS
@@ -75,6 +77,15 @@ class Neighbors:
     is_neighbor: Tensor
 
 
+class CompiledProcess(Protocol):
+    """Compiled code that computes what `GaussianProcessPrior._condition_on_neighbors` computes."""
+
+    def condition(
+        self, features: NDArray[Any], values: NDArray[Any], ages: NDArray[Any], first: int, is_own_excluded: bool
+    ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Return means and standard deviations."""
+
+
 class GaussianProcessPrior(nn.Module):
     """A Gaussian process over sensors and times, with Vecchia's approximation of its conditionals.
 
@@ -98,6 +109,8 @@ class GaussianProcessPrior(nn.Module):
         scales: (Q,) the time scales ℓ_q in seconds.
         outlier_share: (S,) the probability of the wider Gaussian.
         outlier_factor: (S,) its standard deviation relative to that of the process.
+        compiled: Compiled code for the parameters of this process, or None. It serves float32 values on a CPU. Loading
+            other parameters removes it.
     """
 
     def __init__(
@@ -111,6 +124,7 @@ class GaussianProcessPrior(nn.Module):
     ) -> None:
         super().__init__()
         self.num_neighbors, self.decay, self.outlier_limit = num_neighbors, decay, outlier_limit
+        self.compiled: CompiledProcess | None = None
         num_features = len(schema)
         is_linear = torch.cat([torch.from_numpy(schema.is_linear.copy()), torch.zeros(1, dtype=torch.bool)])
         self.register_buffer("is_linear", is_linear, persistent=False)
@@ -207,9 +221,14 @@ class GaussianProcessPrior(nn.Module):
             is_own_excluded: Whether readings of the same sensor are no neighbors.
 
         Returns:
-            Three tensors (N, L − first): two of float64, one of bool.
+            Three tensors (N, L − first): two of float64, one of bool. The first two are meaningless for readings that
+            the process does not contain.
         """
         has_prior = self.is_linear[features]  # the index −1 of padding selects the last entry, which is false
+        if self.compiled is not None and values.dtype == torch.float32 and values.device.type == "cpu":
+            arrays = self.compiled.condition(features.numpy(), values.numpy(), ages.numpy(), first, is_own_excluded)
+            mean, deviation = map(torch.from_numpy, arrays)
+            return mean, deviation, has_prior[:, first:]
         codes = features.clamp(min=0)
         index, is_neighbor = self.choose_neighbors(codes, ages, has_prior, first, is_own_excluded)
         flat = (index.shape[0] * index.shape[1], -1)
@@ -348,4 +367,5 @@ class GaussianProcessPrior(nn.Module):
                 f"the tensors {prefix}* of the weights file are not the parameters of a Gaussian process, so the file "
                 "is damaged: restore it or train the model again"
             )
+        self.compiled = None
         super()._load_from_state_dict(state_dict, prefix, *args)

@@ -180,6 +180,19 @@ typedef struct {
     int64_t *next_reading;                     /* shared counter */
 } QuantileTask;
 
+/* The arguments of `condition_sequences`: sequences of irregular readings, and outputs for all readings from `first` on.
+ */
+typedef struct {
+    const Process *process;
+    const int64_t *features;                   /* (N, L) codes, -1 for padding, which may be at any position */
+    const float *values;                       /* (N, L) */
+    const double *ages;                        /* (N, L) seconds since the origin of the record */
+    double *means, *deviations;                /* (N, L - first) output; 0 and 1 if the process lacks the feature */
+    int64_t num_sequences, num_readings, first; /* N, L */
+    int64_t is_own_excluded;                   /* whether readings of the same sensor are no neighbors */
+    int64_t *next_sequence;                    /* shared counter */
+} ProcessTask;
+
 /* The running statistics of a record: `RUNNING_DTYPE` of engine/records.py, whose fields have the same order. */
 typedef struct {
     int64_t num_scored;

@@ -169,18 +169,17 @@ static void condition(const Process *process, int64_t code, const Neighbors *nei
     *variance = fmax(*variance, process->noise_variances[code]);
 }
 
-/* Allocate scratch memory for contexts of at most `longest` readings; nothing if readings are not irregular. Return 1,
- * or 0 if there is not enough memory. */
-static int allocate_context(const Network *net, size_t longest, ContextScratch *s) {
-    size_t capacity = net->times ? round_up(longest, PRIOR_LANES) + PRIOR_LANES : 0, bytes = capacity * sizeof(double);
-    if (!capacity) return 1;
+/* Allocate scratch memory for contexts of at most `longest` readings. process: NULL if the model has none. Return 1, or
+ * 0 if there is not enough memory. */
+static int allocate_context(const Process *process, size_t longest, ContextScratch *s) {
+    size_t capacity = round_up(longest, PRIOR_LANES) + PRIOR_LANES, bytes = capacity * sizeof(double);
     s->readings.ages = allocate_zeroed(bytes);
     s->readings.residuals = allocate_zeroed(bytes);
     s->readings.inverse_deviations = allocate_zeroed(bytes);
     s->readings.codes = allocate_zeroed(capacity * sizeof(int32_t));
     s->covariances = allocate_zeroed(bytes);
     s->correlations = allocate_zeroed(bytes);
-    int64_t num_features = net->process ? net->process->num_features : 0;
+    int64_t num_features = process ? process->num_features : 0;
     s->weights = allocate_zeroed((num_features + 1) * sizeof(double));
     for (int64_t f = 0; s->weights && f < num_features; f++) s->weights[f] = 1;
     return s->readings.ages && s->readings.residuals && s->readings.inverse_deviations && s->readings.codes &&

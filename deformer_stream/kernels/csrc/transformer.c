@@ -426,7 +426,7 @@ static int allocate_scratch(const Network *net, const Batch *batch, int64_t num_
     s->pages = allocate_zeroed((s->max_tokens / KV_PAGE_TOKENS + 1) * sizeof *s->pages);
     s->prefetch.pages = allocate_zeroed((num_pages + 1) * sizeof *s->prefetch.pages);
     return s->x && s->a && s->qkv && s->hidden && s->query && s->weights && s->floats && s->prior_rows && s->pages &&
-           s->prefetch.pages && s->time_inputs && allocate_context(net, longest, &s->context);
+           s->prefetch.pages && s->time_inputs && (!net->times || allocate_context(net->process, longest, &s->context));
 }
 
 /* Free the memory that `allocate_scratch` has allocated; pointers may be NULL. */
