@@ -64,6 +64,9 @@ NO_VALUE = "readings without a usable value"
 UNTIMED = "readings without a time"
 """The reasons for leaving a reading out."""
 
+EMPTY = "records without a usable reading"
+"""The reason for leaving a record out."""
+
 # The columns of the temporary files, with their types.
 _TEMPORARY_COLUMNS = {"row": np.int32, "code": np.int16, "value": np.float32, "time": np.int64, "event": np.int64}
 
@@ -147,6 +150,13 @@ class IrregularTable(TrainingTable):
     def num_readings(self) -> NDArray[np.int64]:
         """(N,) number of readings of each record."""
         return np.diff(self.offsets)
+
+    def select_rows(self, part: Split) -> NDArray[np.int64]:
+        """Return the row numbers of the records with readings in one part of the split, ascending.
+
+        A record without readings is never opened in a stream. Its anomaly score of 0 would lower the threshold.
+        """
+        return np.flatnonzero((self.split == part) & (self.num_readings > 0))
 
     def summarize(self) -> dict[str, Any]:
         """Return the facts about the table that are stored in the model's manifest, as JSON values."""
@@ -260,6 +270,8 @@ def _write_readings(
             path.unlink(missing_ok=True)
     if shape[0] > num_written:
         tables.skipped_by_reason[REPEATED] = shape[0] - num_written
+    if num_empty := int((num_kept == 0).sum()):
+        tables.skipped_by_reason[EMPTY] = num_empty
     offsets = np.concatenate([[0], np.cumsum(num_kept)])
     for array in (codes, values, ages):
         array.flush()

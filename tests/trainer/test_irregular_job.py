@@ -12,6 +12,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
+from benchmarks.early import compute_false_alarm_bounds
 from deformer_stream import model_store
 from deformer_stream.calibration.conformal import PrefixState, advance_prefix_state
 from deformer_stream.calibration.cusum import (
@@ -26,7 +27,7 @@ from deformer_stream.errors import ConfigError
 from deformer_stream.kernels.cpu import attached_kernels, is_supported
 from deformer_stream.model.deformer import DEformer
 from deformer_stream.settings import load_settings
-from tests.trainer.irregular import divided, fleet, prepared_irregular
+from tests.trainer.irregular import START, divided, fleet, prepared_irregular
 from tests.trainer.tables import write
 from tests.trainer.test_irregular_examples import CONFIG
 from trainer import gaussian_process, irregular_job
@@ -39,7 +40,7 @@ from trainer.fit import Interrupted, TrainingRun
 from trainer.gaussian_process import fit_process
 from trainer.irregular_calibration import average_neg_log_p, score_irregular_records
 from trainer.irregular_job import IrregularOutput, train_irregular
-from trainer.irregular_table import IrregularTable
+from trainer.irregular_table import EMPTY, NO_VALUE, IrregularTable
 from trainer.recipes import MIN_STEPS_OF_LARGER_PRESET
 from trainer.settings import TrainConfig
 
@@ -126,6 +127,28 @@ def test_continued_run_equals_one_that_was_not_interrupted(tmp_path: Path, sourc
         assert torch.equal(tensor, continued.model.state_dict()[name]), name
     assert np.array_equal(whole.calibration.scores, continued.calibration.scores)
     assert whole.fingerprint == continued.fingerprint
+
+
+def test_records_without_readings_do_not_raise_the_number_of_false_alarms(tmp_path: Path) -> None:
+    """Such records never open in a stream, so half of the records of a table may be such ones."""
+    columns = fleet(np.random.default_rng(4), num_records=200, max_readings=12)
+    for record in range(200):
+        for name, cell in zip(columns, (f"empty{record}", "a", None, START), strict=True):
+            columns[name].append(cell)
+    table = write(tmp_path / "half.parquet", {name: pa.array(values) for name, values in columns.items()})
+    output = run(table, tmp_path / "model", epochs=1, calibration_share=0.5)
+    data, calibration = output.data, output.calibration
+    assert data.skipped_by_reason == {NO_VALUE: 200, EMPTY: 200}
+    rows = data.select_rows(Split.CALIBRATION)
+    assert len(calibration.scores) == output.summary["records_used"]["calibration"] == len(rows) < 120
+    assert output.summary["records_available"]["calibration"] == len(rows)
+    (tmp_path / "new").mkdir()
+    new = prepared_irregular(tmp_path / "new", fleet(np.random.default_rng(5), num_records=300, max_readings=12))
+    new = replace(new, schema=data.schema)  # whose scales are nearly those of the new table
+    scores = score_irregular_records(output.model, new, np.arange(300), cusum_scale=calibration.cusum_scale)
+    num_alerts = int((calibration.compute_pooled_p_values(scores) <= 0.2).sum())
+    low, high = compute_false_alarm_bounds(0.2, len(rows), 300)
+    assert low <= num_alerts <= high
 
 
 def test_job_under_a_time_limit_uses_it(tmp_path: Path, source: Path) -> None:

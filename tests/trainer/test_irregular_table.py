@@ -27,7 +27,7 @@ from tests.trainer.test_irregular_examples import CONFIG
 from trainer import irregular_table
 from trainer.data import DataOptions, Split
 from trainer.irregular_calibration import score_irregular_records
-from trainer.irregular_table import NO_VALUE, REPEATED, UNTIMED, IrregularTable, prepare_irregular_table
+from trainer.irregular_table import EMPTY, NO_VALUE, REPEATED, UNTIMED, IrregularTable, prepare_irregular_table
 
 
 def readings_of(table: IrregularTable, record: int) -> list[tuple[str, float, float]]:
@@ -114,6 +114,21 @@ def test_windows_begin_at_multiples_of_their_width(tmp_path: Path, layout: str) 
     assert table.schema.window == Window(600_000_000)
     assert table.schema.reading_times is not None
     assert table.schema.reading_times.duration == 600_000_000
+
+
+def test_records_without_a_usable_reading_are_counted_and_not_selected(tmp_path: Path) -> None:
+    columns = long_table([("x", 1.0, 0.0), ("x", 2.0, 5.0)])
+    for record in range(30, 60):
+        value, time = (None, START) if record % 2 else (1.0, None)
+        for name, cell in zip(columns, (f"r{record}", "x", value, time), strict=True):
+            cells = columns[name]
+            columns[name] = [*(cells if isinstance(cells, list) else cells.to_pylist()), cell]
+    table = prepared_irregular(tmp_path, columns)
+    assert len(table.split) == 60
+    selected = [table.select_rows(part) for part in (Split.TRAIN, Split.VALIDATION, Split.CALIBRATION)]
+    assert sorted(np.concatenate(selected).tolist()) == list(range(30))
+    assert table.skipped_by_reason[EMPTY] == 30
+    assert sum(table.summarize()["rows"].values()) == 60
 
 
 def test_records_without_times_are_refused(tmp_path: Path) -> None:
