@@ -3,8 +3,8 @@
 A sensor reports any number of times in a record, and no reading is assigned to a time slot. The readings of a record
 are in the order in which a stream would deliver them: in the order of the input if it is one of arrival, with some late
 readings, and otherwise in order of their times (`choose_reading_order`). Only these are left out: nulls, values
-that a stream refuses, readings without a time, and exact repetitions of a reading (same record, sensor, time and
-value), which a sender has delivered twice. Each kind is counted.
+that a stream refuses, readings without a time, those of sensors that are no features, and exact repetitions of a
+reading (same record, sensor, time and value), which a sender has delivered twice. Each kind is counted.
 
 The tables are read three times, as tables of other records are (`trainer.data`). The third pass appends the readings to
 files. They are then placed by record and sorted in chunks, so tables may be larger than memory.
@@ -62,6 +62,7 @@ MAX_TIMED_READINGS = 1_000_000
 REPEATED = "repeated readings (same record, sensor, time and value)"
 NO_VALUE = "readings without a usable value"
 UNTIMED = "readings without a time"
+UNKNOWN = "readings of sensors that are no features"
 """The reasons for leaving a reading out."""
 
 EMPTY = "records without a usable reading"
@@ -317,15 +318,18 @@ def _append_readings(tables: InputTables, schema: Schema, folder: Path) -> NDArr
         (N,) number of readings of each record.
     """
     num_readings = np.zeros(tables.num_records, np.int64)
-    num_without_value = num_untimed = 0
+    num_without_value = num_untimed = num_unknown = 0
     paths = {name: folder / f"{name}.appended" for name in _TEMPORARY_COLUMNS}
     with map_write_errors(paths["row"]):
         files = {name: path.open("wb") for name, path in paths.items()}
         try:
             for readings in tables.iterate_readings():
                 code = schema.code_by_name.get(readings.feature_name)
+                if code is None:
+                    num_unknown += len(readings.values) - readings.values.null_count
+                    continue
                 # These readings have times and event indexes; they are checked for the type checker only.
-                if code is None or readings.times is None or readings.event_indexes is None:
+                if readings.times is None or readings.event_indexes is None:
                     continue
                 encoded = encode_readings(schema, code, readings)
                 has_value, has_time = ~np.isnan(encoded), readings.times != NO_TIME
@@ -349,6 +353,8 @@ def _append_readings(tables: InputTables, schema: Schema, folder: Path) -> NDArr
         tables.skipped_by_reason[NO_VALUE] = num_without_value
     if num_untimed:
         tables.skipped_by_reason[UNTIMED] = num_untimed
+    if num_unknown:
+        tables.skipped_by_reason[UNKNOWN] = num_unknown
     return num_readings
 
 
