@@ -34,7 +34,7 @@ from trainer.data import (
     check_rows,
     collect_input,
     create_array_file,
-    encode_readings,
+    parse_readings,
 )
 from trainer.reading_time import ReadingMonitor
 from trainer.tables import InputTables, TableSource
@@ -69,7 +69,7 @@ EMPTY = "records without a usable reading"
 """The reason for leaving a record out."""
 
 # The columns of the temporary files, with their types.
-_TEMPORARY_COLUMNS = {"row": np.int32, "code": np.int16, "value": np.float32, "time": np.int64, "event": np.int64}
+_TEMPORARY_COLUMNS = {"row": np.int32, "code": np.int16, "value": np.float64, "time": np.int64, "event": np.int64}
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,7 +254,7 @@ def _write_readings(
         by_time = (time,) if chosen_order.name == "time" else ()
         order = np.lexsort((placed["event"][chunk], *by_time, rows))
         rows, code, value, time = rows[order], code[order], value[order], time[order]
-        is_kept = ~_find_repetitions(rows, code, value, time)
+        is_kept = ~find_repetitions(rows, code, value, time)
         rows, code, value, time = rows[is_kept], code[is_kept], value[is_kept], time[is_kept]
         num_kept[records] = np.bincount(rows - records.start, minlength=records.stop - records.start)
         if tables.window is None:
@@ -263,7 +263,8 @@ def _write_readings(
         else:
             origins[rows] = floor_to_window(time, tables.window.width)
         written = slice(num_written, num_written + len(rows))
-        codes[written], values[written], ages[written] = code, value, (time - origins[rows]) / 1e6
+        codes[written], ages[written] = code, (time - origins[rows]) / 1e6
+        values[written] = schema.normalise(code, value)
         num_written += len(rows)
     del placed
     for name in _TEMPORARY_COLUMNS:
@@ -331,15 +332,15 @@ def _append_readings(tables: InputTables, schema: Schema, folder: Path) -> NDArr
                 # These readings have times and event indexes; they are checked for the type checker only.
                 if readings.times is None or readings.event_indexes is None:
                     continue
-                encoded = encode_readings(schema, code, readings)
-                has_value, has_time = ~np.isnan(encoded), readings.times != NO_TIME
+                values = parse_readings(schema, code, readings)
+                has_value, has_time = ~np.isnan(values), readings.times != NO_TIME
                 num_without_value += int((~has_value).sum())
                 num_untimed += int((has_value & ~has_time).sum())
                 kept = np.flatnonzero(has_value & has_time)
                 batch = {
                     "row": readings.rows[kept],
                     "code": np.full(len(kept), code),
-                    "value": encoded[kept],
+                    "value": values[kept],  # in raw units, in which repetitions are recognised
                     "time": readings.times[kept],
                     "event": readings.event_indexes[kept],
                 }
@@ -413,10 +414,13 @@ def iterate_record_chunks(offsets: NDArray[np.int64]) -> Iterator[slice]:
         start = stop
 
 
-def _find_repetitions(
-    rows: NDArray[np.int64], codes: NDArray[np.int16], values: NDArray[np.float32], times: NDArray[np.int64]
+def find_repetitions(
+    rows: NDArray[np.int64], codes: NDArray[np.int16], values: NDArray[np.float64], times: NDArray[np.int64]
 ) -> NDArray[np.bool_]:
-    """Return which of M readings, (M,), repeat an earlier one with the same record, sensor, time and value."""
+    """Return which of M readings, (M,), repeat an earlier one with the same record, sensor, time and value.
+
+    Values are compared in raw units and in float64, as in a stream.
+    """
     order = np.lexsort((np.arange(len(rows)), values, times, codes, rows))
     is_same = np.ones(max(len(rows) - 1, 0), bool)
     for column in (rows, codes, values, times):
