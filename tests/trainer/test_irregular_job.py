@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,10 +31,10 @@ from deformer_stream.settings import load_settings
 from tests.trainer.irregular import START, divided, fleet, prepared_irregular
 from tests.trainer.tables import write
 from tests.trainer.test_irregular_examples import CONFIG
-from trainer import gaussian_process, irregular_job
+from trainer import cusum_scale, gaussian_process, irregular_job
 from trainer.budget import TimeBudget
 from trainer.cli import command
-from trainer.cusum_scale import SensorDistributions, fit_cusum_scale, score_records
+from trainer.cusum_scale import SensorDistributions, find_largest_sums, fit_cusum_scale, score_records
 from trainer.data import Split
 from trainer.distributed import Ranks
 from trainer.fit import Interrupted, TrainingRun
@@ -250,6 +251,49 @@ def test_scale_of_cumulative_sums_is_fitted_to_the_scores_of_the_engine(tmp_path
     actual = score_irregular_records(model, table, rows, 5, scale)
     np.testing.assert_allclose(actual, statistics.max(1), rtol=1e-3, atol=1e-3)
     assert len(np.unique(actual.round(3))) > 15
+
+
+def test_chunks_change_no_sum(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, table: IrregularTable) -> None:
+    examples = divided(tmp_path, table)
+    torch.manual_seed(0)
+    model = DEformer(table.schema, replace(CONFIG, context_recent=5, context_block=8)).eval()
+    assert model.process is not None
+    fit_process(model.process, examples, 0)
+    rows = np.random.default_rng(0).permutation(len(table.split))[:12]
+    distributions = SensorDistributions.fit(table, rows)
+    whole = find_largest_sums(None, model, examples, rows, distributions, 4)
+    monkeypatch.setattr(cusum_scale, "CHUNK_READINGS", 10)  # 16 readings, of two blocks
+    chunks = find_largest_sums(None, model, examples, rows, distributions, 4)
+    assert whole.record_sums.max() > 1.0
+    for name in ("sums", "record_sums", "has_readings"):
+        np.testing.assert_allclose(getattr(chunks, name), getattr(whole, name), rtol=1e-4, atol=1e-4)
+
+
+def test_memory_for_sums_does_not_grow_with_the_longest_record(tmp_path: Path) -> None:
+    rng = np.random.default_rng(6)
+    columns = fleet(rng, num_records=40, max_readings=12)
+    num_long = 20_000
+    values = np.sin(np.arange(num_long) / 50) + 0.1 * rng.normal(size=num_long)
+    cells = {
+        "record": ["long"] * num_long,
+        "feature": ["a", "b"] * (num_long // 2),
+        "value": values.astype(str).tolist(),
+        "time": (START + np.arange(num_long)).tolist(),
+    }
+    table = prepared_irregular(tmp_path, {name: [*column, *cells[name]] for name, column in columns.items()})
+    examples = divided(tmp_path, table, 5, 256)
+    torch.manual_seed(0)
+    model = DEformer(table.schema, replace(CONFIG, context_recent=5, context_block=256, neighbors=0)).eval()
+    rows = np.append(np.arange(15), 40)
+    assert table.num_readings[40] == num_long
+    distributions = SensorDistributions.fit(table, rows[:-1])
+    tracemalloc.start()
+    sums = find_largest_sums(None, model, examples, rows, distributions, 4)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 24 * 2**20  # the arrays of the padded readings of all records would have about 50 MiB
+    reporting = [name for name, has in zip(table.schema.names, sums.has_readings[-1].tolist(), strict=True) if has]
+    assert sorted(reporting) == ["a", "b"]
 
 
 def test_evidence_fades_by_default(tmp_path: Path, source: Path) -> None:
