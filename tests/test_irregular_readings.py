@@ -15,15 +15,21 @@ import pyarrow.parquet as pq
 import pytest
 
 import deformer_stream
+from connectors.files.table_events import iterate_events
 from deformer_stream import model_store
 from deformer_stream.calibration.conformal import Calibration
+from deformer_stream.codec import Codec
 from deformer_stream.codec.alert_text import format_alert_line
+from deformer_stream.engine.engine import Engine
 from deformer_stream.engine.events import RejectionReason
 from deformer_stream.engine.record_scores import compute_record_scores, sum_centered_nll
 from deformer_stream.errors import ConfigError
 from deformer_stream.model.deformer import DEformer
 from deformer_stream.model.windows import Window
+from deformer_stream.testing import MemorySource
 from tests.model.test_irregular_readings import SCHEMA, make_config, randomize_process
+from tests.trainer.irregular import fleet, prepared_irregular
+from trainer.irregular_calibration import score_irregular_records
 
 START = 1_600_000_000
 """Event time of the first reading, in seconds since 1970."""
@@ -139,6 +145,60 @@ def test_calibrate_makes_a_calibration_from_irregular_readings(tmp_path: Path) -
     result = run(["calibrate", *arguments])
     assert result.returncode == 0, result.stderr
     assert len(deformer_stream.load(tmp_path / "new").artifact.calibration.scores) == 3
+
+
+def test_training_replay_calibrate_and_produce_agree_on_a_long_table_with_nulls(tmp_path: Path) -> None:
+    """A row without a value is no reading, so the later readings of its sensor are scored everywhere."""
+    import torch
+
+    columns = fleet(np.random.default_rng(7), num_records=40, max_readings=24)
+    is_null = np.random.default_rng(8).random(len(columns["record"])) < 0.2
+    columns["value"] = [None if null else v for v, null in zip(columns["value"], is_null.tolist(), strict=True)]
+    table = prepared_irregular(tmp_path, columns)
+    path = tmp_path / "table.parquet"  # which `prepared_irregular` has written
+    torch.manual_seed(0)
+    config = replace(make_config(), context_recent=3, context_block=4)
+    network = DEformer(table.schema, config).eval()
+    calibration = Calibration.from_statistics(np.random.default_rng(0).exponential(3.0, 300), "arrival")
+    model_store.write(tmp_path / "m", network, calibration, {}, "")
+    expected = score_irregular_records(network, table, np.arange(40))
+    names = list(dict.fromkeys(columns["record"]))
+
+    options = ["--model", str(tmp_path / "m"), "--layout", "long"]
+    result = run(["replay", str(path), *options, "--output", str(tmp_path / "scores.parquet")])
+    assert result.returncode == 0, result.stderr
+    rows = pq.read_table(tmp_path / "scores.parquet").to_pylist()
+    assert len(rows) == int((~is_null).sum())
+    replayed = dict.fromkeys(names, 0.0)
+    for row in rows:
+        replayed[row["record"]] = max(replayed[row["record"]], row["score"])
+    np.testing.assert_allclose(list(replayed.values()), expected, rtol=1e-3, atol=1e-3)
+
+    result = run(["calibrate", str(path), *options, "--out", str(tmp_path / "new")])
+    assert result.returncode == 0, result.stderr
+    scores = deformer_stream.load(tmp_path / "new").artifact.calibration.scores
+    np.testing.assert_allclose(np.sort(scores), np.sort(expected), rtol=1e-3, atol=1e-3)
+
+    produced = [(key, value) for key, value, _ in iterate_events([path])]
+    data = MemorySource(produced, chunk=len(produced)).poll(0).data
+    assert data is not None
+    events, rejections = Codec(table.schema).decode(data)
+    assert not rejections
+    engine = Engine(network, calibration, fingerprint="", alpha=(), effort="off")
+    assert not engine.handle(events, now=0).rejections
+    closed = engine.finish().closed
+    streamed = dict(zip(closed.record_ids, closed.score.tolist(), strict=True))
+    np.testing.assert_allclose([streamed[name] for name in names], expected, rtol=1e-3, atol=1e-3)
+
+
+def test_null_in_a_message_ends_the_sensor_of_the_record(tmp_path: Path) -> None:
+    scorer = deformer_stream.load(write_irregular_model(tmp_path / "m")).scorer(alpha=0.2)
+    for value in (0.1, None):
+        assert scorer.update("r", "sensor0", value, START).rejection is None
+    later = scorer.update("r", "sensor0", 0.2, START + 60).rejection
+    assert later is not None
+    assert later.reason == RejectionReason.DUPLICATE
+    assert "will not report any more" in later.detail
 
 
 def test_alert_texts_count_readings_and_sensors(tmp_path: Path) -> None:

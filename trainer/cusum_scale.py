@@ -35,6 +35,7 @@ from trainer.irregular_table import IrregularTable
 from trainer.sampling import move_to_device
 
 Floats = NDArray[np.float64]
+Floats32 = NDArray[np.float32]
 
 MAX_SCALE_RECORDS = 1000
 """Largest number of records to which the scale is fitted."""
@@ -50,8 +51,11 @@ The tails of 172 such records found 19% of the shifted parameters of intensive-c
 28% (docs/experiments/27-steps-and-single-readings.md).
 """
 
-RECORDS_PER_PASS = 16
-"""Number of records whose blocks are gathered together. It bounds memory."""
+RECORDS_PER_PASS, READINGS_PER_PASS = 16, 200_000
+"""Largest numbers of records that are scored together, and of their readings, unless a single record has more."""
+
+CHUNK_READINGS = 4096
+"""About the number of readings of each record that are scored together. It bounds memory, however long a record is."""
 
 
 def fit_cusum_scale(
@@ -77,7 +81,8 @@ def fit_cusum_scale(
     with attached_kernels(model) as kernels:
         start = 0
         while start < len(rows) and should_continue(start):
-            own = rows[start : start + RECORDS_PER_PASS]
+            num_readings = np.cumsum(examples.table.num_readings[rows[start : start + RECORDS_PER_PASS]])
+            own = rows[start : start + max(1, int(np.searchsorted(num_readings, READINGS_PER_PASS, side="right")))]
             parts.append(find_largest_sums(kernels, model, examples, own, distributions, batch_size))
             start += len(own)
     return fit_scale(
@@ -115,14 +120,14 @@ class SensorDistributions:
         whole, *halves = Steps.fit_halves(table.schema, codes, values, previous, rows[record] % 2 == 0)
         return SensorDistributions(Marginals.fit(table.schema, codes, values), whole, (halves[0], halves[1]))
 
-    def add_steps(self, readings: CusumReadings, rows: Ints) -> CusumReadings:
-        """Return the readings of N whole records with the p-values of their steps.
+    def add_steps(self, readings: CusumReadings, rows: Ints, states: Floats32) -> CusumReadings:
+        """Return successive readings of N records with the p-values of their steps.
 
         Args:
             readings: The readings, (N, L).
             rows: (N,) row numbers of the records.
+            states: (N, W) the states of the records before the readings (`cusum.create_states`).
         """
-        states = create_states(len(rows), len(self.steps.slopes))
         previous = find_previous_values(states, readings.codes, readings.values, readings.is_counted)
         log_p_step = np.zeros_like(readings.log_p)
         for half, steps in enumerate(self.steps_by_half):
@@ -156,6 +161,8 @@ def find_largest_sums(
 ) -> LargestSums:
     """Score the readings of a few records, and return the largest cumulative sums.
 
+    The readings are scored in chunks, from which only the states of the sums are kept.
+
     Args:
         kernels: The compiled kernels of the model (`attached_kernels`), None to use PyTorch.
         model: The trained model, in evaluation mode.
@@ -164,18 +171,29 @@ def find_largest_sums(
         distributions: The distributions of the readings and steps of each sensor.
         batch_size: Number of blocks that are scored together.
     """
-    readings = score_records(kernels, model, examples, rows, distributions.marginals, batch_size)
-    readings = distributions.add_steps(readings, rows)
-    num_records, num_sensors = len(readings.codes), len(model.schema)
-    sensor_sums, record_sums = advance_sums(create_states(num_records, num_sensors), readings)
-    record, place = np.nonzero(readings.is_counted)
-    codes = readings.codes[record, place]
-    largest = np.zeros((len(KINDS), num_records, num_sensors))
-    for kind in range(len(KINDS)):
-        np.maximum.at(largest[kind], (record, codes), sensor_sums[kind, record, place])
-    has_readings = np.zeros((num_records, num_sensors), bool)
-    has_readings[record, codes] = True
-    return LargestSums(largest, np.where(readings.is_counted, record_sums, 0.0).max(1, initial=0.0), has_readings)
+    num_readings, num_sensors = examples.table.num_readings[rows], len(model.schema)
+    states = create_states(len(rows), num_sensors)
+    largest = np.zeros((len(KINDS), len(rows), num_sensors))
+    largest_of_record = np.zeros(len(rows))
+    has_readings = np.zeros((len(rows), num_sensors), bool)
+    block = examples.blocks.limit.block
+    chunk = -(-CHUNK_READINGS // block) * block
+    for start in range(0, int(num_readings.max(initial=0)), chunk):
+        chosen = np.flatnonzero(num_readings > start)
+        own_rows, own_states = rows[chosen], states[chosen]
+        readings = score_records(
+            kernels, model, examples, own_rows, distributions.marginals, batch_size, start, start + chunk
+        )
+        readings = distributions.add_steps(readings, own_rows, own_states)
+        sensor_sums, record_sums = advance_sums(own_states, readings)
+        states[chosen] = own_states
+        record, place = np.nonzero(readings.is_counted)
+        codes = readings.codes[record, place]
+        for kind in range(len(KINDS)):
+            np.maximum.at(largest[kind], (chosen[record], codes), sensor_sums[kind, record, place])
+        np.maximum.at(largest_of_record, chosen[record], record_sums[record, place])
+        has_readings[chosen[record], codes] = True
+    return LargestSums(largest, largest_of_record, has_readings)
 
 
 def score_records(
@@ -185,8 +203,10 @@ def score_records(
     rows: Ints,
     marginals: Marginals,
     batch_size: int,
+    start: int = 0,
+    stop: int | None = None,
 ) -> CusumReadings:
-    """Return what the cumulative sums need of all readings of some records.
+    """Return what the cumulative sums need of readings of some records.
 
     Values have no noise, as in a stream.
 
@@ -197,9 +217,13 @@ def score_records(
         rows: (N,) row numbers of the records.
         marginals: The distributions of the readings of each sensor.
         batch_size: Number of blocks that are scored together.
+        start: Position in its record of the first reading, a multiple of the number of readings of a block.
+        stop: Position after the last reading; None for the end of the record.
     """
-    table = examples.table
-    num_readings = table.num_readings[rows]
+    table, blocks = examples.table, examples.blocks
+    num_readings = np.maximum(table.num_readings[rows] - start, 0)
+    if stop is not None:
+        num_readings = np.minimum(num_readings, stop - start)
     record, place = ragged_indices(num_readings)
     # Where the reading with an index of the table belongs in the padded arrays.
     order = np.argsort(rows, kind="stable")
@@ -207,16 +231,19 @@ def score_records(
     shape = len(rows), int(num_readings.max(initial=1))
     codes, values = np.zeros(shape, np.int64), np.zeros(shape, np.float32)
     log_p, log_p_others, log_prob = np.zeros(shape), np.zeros(shape), np.zeros(shape)
-    reading = table.offsets[rows[record]] + place
+    reading = table.offsets[rows[record]] + start + place
     codes[record, place], values[record, place] = table.codes[reading], table.values[reading]
-    indexes = np.flatnonzero(np.isin(examples.blocks.records, rows))
-    for start in range(0, len(indexes), batch_size):
-        batch = examples.gather_stored(indexes[start : start + batch_size])
+    # The blocks of a record are adjacent.
+    block_record, block_index = ragged_indices(-(-num_readings // blocks.limit.block))
+    first_blocks = np.searchsorted(blocks.records, rows) + start // blocks.limit.block
+    indexes = np.sort(first_blocks[block_record] + block_index)
+    for first in range(0, len(indexes), batch_size):
+        batch = examples.gather_stored(indexes[first : first + batch_size])
         is_target = batch.weights.numpy() > 0
         terms = _score_with_torch(model, batch) if kernels is None else _score_with_kernels(kernels, batch)
         target = batch.readings[is_target]
         own = order[np.searchsorted(ends, target, side="right")]
-        own_place = target - table.offsets[rows[own]]
+        own_place = target - table.offsets[rows[own]] - start
         log_prob[own, own_place], log_p[own, own_place], log_p_others[own, own_place] = terms[:, is_target]
     is_valid = np.arange(shape[1]) < num_readings[:, None]
     return CusumReadings(

@@ -957,7 +957,16 @@ def _fill_in_chunks(matrix: NDArray[Any], value: float) -> None:
 
 
 def encode_readings(schema: Schema, feature_code: int, readings: FeatureReadings) -> NDArray[np.float32]:
-    """Convert M readings of one feature to normalised numbers or label codes.
+    """Convert M readings of one feature to normalised numbers or label codes, (M,) float32, NaN if missing.
+
+    The arguments are those of `parse_readings`.
+    """
+    values = parse_readings(schema, feature_code, readings)
+    return schema.normalise(np.full(len(values), feature_code), values).astype(np.float32)
+
+
+def parse_readings(schema: Schema, feature_code: int, readings: FeatureReadings) -> NDArray[np.float64]:
+    """Convert M readings of one feature to numbers in raw units or label codes.
 
     Args:
         schema: The features.
@@ -965,15 +974,14 @@ def encode_readings(schema: Schema, feature_code: int, readings: FeatureReadings
         readings: The M readings. Numbers may be written as text.
 
     Returns:
-        (M,) float32: normalised numbers (measurements) or label codes, NaN if missing. A label's code is its index
-        among the feature's labels. A label that is not among them has the number of labels as its code.
+        (M,) numbers (measurements) or label codes, NaN if missing. A label's code is its index among the feature's
+        labels. A label that is not among them has the number of labels as its code.
     """
     feature = schema.features[feature_code]
     if feature.kind == "continuous":
         numbers, _ = parse_numbers(readings.values)
         numbers[np.isinf(numbers)] = np.nan  # infinite readings are treated as missing
-        normalised: NDArray[np.float64] = schema.normalise(np.full(len(numbers), feature_code), numbers)
-        return normalised.astype(np.float32)
+        return numbers
     # `labels` are the distinct labels of these readings, and `label_indexes` the index of each reading's label in them.
     label_indexes, labels = encode_labels(readings.values)
     code_by_label, unseen_code = schema.code_by_label[feature_code], len(feature.labels)
@@ -986,7 +994,7 @@ def encode_readings(schema: Schema, feature_code: int, readings: FeatureReadings
         else:
             codes.append(unseen_code if code is None else code)
     # A missing value has the index −1, which selects the last element.
-    return np.array([*codes, np.nan])[label_indexes].astype(np.float32)
+    return np.array([*codes, np.nan])[label_indexes]
 
 
 def _rank_arrivals(

@@ -17,6 +17,20 @@ random number of them, at most as many as the context had, is the context of the
 of its block. If all examples are in random order (`arrival_share` 0), the model is for imputation, where most of the
 readings around a target are known. The number of context readings is then uniform from 0 to `MAX_CONTEXT_SHARE` of the
 readings.
+
+The loss of a batch of B blocks is
+
+    − Σ_b w_b Σ_t ln p(x_t | the readings of block b before t in its order)  /  (B m)
+
+where m is the mean number of scored readings of a training block. Block b has n readings, r recent readings before it,
+and the last readings of sensors before these, which always come first:
+
+    real order     t runs over the n readings of the block,                                  w_b = 1
+    random order   t runs over the last r + n − c of the r + n readings in random order,     w_b = n / (r + n − c)
+
+c is uniform, 0 ≤ c ≤ r if `arrival_share` is above 0, and 0 ≤ c < 0.9 (r + n) if it is 0. So both orders have the
+weight n. Readings of context features have no term. Neither have hidden labels (`forget`), but they are counted in
+m, so labels weigh less by the share that is hidden.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from deformer_stream.counts import format_count
 from deformer_stream.kernels.process_sequences import compile_process
 from deformer_stream.model.gaussian_prior import PriorConditional
 from deformer_stream.model.gaussian_process import GaussianProcessPrior, Neighbors
@@ -163,16 +164,21 @@ def fit_process(
     seconds: float = math.inf,
     clock: Callable[[], float] = time.monotonic,
     on_progress: Callable[[float], None] = lambda nll: None,
+    on_message: Callable[[str], None] = lambda line: None,
 ) -> int:
     """Fit a Gaussian process to the training records, in place.
+
+    If a loss or a gradient is not finite, or a covariance matrix has no Cholesky factor, the fit ends with the last
+    parameters for which this was not so.
 
     Args:
         process: The process. Its parameters before the call have no effect.
         examples: The blocks of the records.
         seed: Seed of the initial parameters and of the choice of readings.
-        seconds: Seconds that the fit may take. Fewer rounds are made if the time is short, but at least one.
+        seconds: Seconds that the fit may take. Fewer rounds are made if the time is short, but at least one step.
         clock: A function that returns the current time in seconds.
         on_progress: Called after each round with the mean −ln p of its readings in nats.
+        on_message: Called with a line of text for the user if the fit ends because of numerical problems.
 
     Returns:
         The number of rounds that were made.
@@ -180,7 +186,7 @@ def fit_process(
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)  # the matrices are small, so that several threads would mainly wait for each other
     try:
-        return _run_rounds(process, examples, seed, seconds, clock, on_progress)
+        return _run_rounds(process, examples, seed, seconds, clock, on_progress, on_message)
     finally:
         torch.set_num_threads(num_threads)
 
@@ -192,6 +198,7 @@ def _run_rounds(
     seconds: float,
     clock: Callable[[], float],
     on_progress: Callable[[float], None],
+    on_message: Callable[[str], None],
 ) -> int:
     """Fit the process as `fit_process` does, with the same arguments and result, on the current number of threads."""
     schema = examples.table.schema
@@ -205,7 +212,11 @@ def _run_rounds(
     optimizer = torch.optim.Adam(parameters.parameters(), lr=learning_rate, betas=betas)
     started = clock()
     num_rounds, step = 0, 0
+    compute_loss: Callable[[], Tensor] | None = None
     total_steps = max_rounds * STEPS_PER_ROUND
+    # The last parameters whose loss and gradient are finite, which replace those of a step that has failed.
+    good_parameters = _copy_parameters(parameters)
+    has_failed = False
     for round_index in range(max_rounds):
         generator = create_generator(seed, 0x6B, 1 + round_index)
         with torch.no_grad():
@@ -215,28 +226,64 @@ def _run_rounds(
             break
         losses = []
         for _ in range(STEPS_PER_ROUND):
-            progress = max(step / total_steps, (clock() - started) / max(seconds, 1e-9))
+            # The first step is done in any case, because the process would have its initial parameters otherwise.
+            progress = max(step / total_steps, (clock() - started) / max(seconds, 1e-9)) if step else 0.0
             if progress >= 1.0:
                 break
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate * (1.0 - progress)
             parameters.fill(process)
-            loss = compute_loss()
             optimizer.zero_grad()
-            torch.autograd.backward(loss)
+            loss = _compute_gradient(parameters, compute_loss)
+            if loss is None:
+                has_failed = True
+                break
+            good_parameters = _copy_parameters(parameters)
             optimizer.step()
-            losses.append(float(loss.detach()))
+            losses.append(loss)
             step += 1
         num_rounds += 1
         if losses:
             on_progress(float(np.mean(losses)))
-        if clock() - started > seconds:
+        if has_failed or clock() - started > seconds:
             break
+    if compute_loss is not None and not has_failed:
+        optimizer.zero_grad()
+        parameters.fill(process)
+        has_failed = _compute_gradient(parameters, compute_loss) is None  # of the last step
+    if has_failed:
+        parameters.load_state_dict(good_parameters)
+        on_message(
+            f"the loss of the Gaussian process prior was not finite after {format_count(step, 'step')}: its parameters "
+            "are those of the step before"
+        )
     with torch.no_grad():
         parameters.fill(process)
         for name, buffer in list(process.named_buffers()):
             setattr(process, name, buffer.detach().clone())
     return num_rounds
+
+
+def _copy_parameters(parameters: nn.Module) -> dict[str, Tensor]:
+    """Return copies of the parameters of a module by name."""
+    return {name: tensor.clone() for name, tensor in parameters.state_dict().items()}
+
+
+def _compute_gradient(parameters: nn.Module, compute_loss: Callable[[], Tensor]) -> float | None:
+    """Compute a loss and the gradients of the parameters; return the loss, None if any of these is not finite.
+
+    Args:
+        parameters: The parameters, whose gradients are empty.
+        compute_loss: Returns the loss. It may raise `torch.linalg.LinAlgError`.
+    """
+    try:
+        loss = compute_loss()
+        torch.autograd.backward(loss)
+    except torch.linalg.LinAlgError:  # type: ignore[attr-defined]  # the stubs of torch do not export it
+        return None
+    gradients = [parameter.grad for parameter in parameters.parameters() if parameter.grad is not None]
+    is_finite = all(bool(torch.isfinite(tensor).all()) for tensor in (loss, *gradients))
+    return float(loss.detach()) if is_finite else None
 
 
 def _prepare_loss(

@@ -20,7 +20,7 @@ from deformer_stream.engine.events import ClosedRecords, EventBatch, WindowMembe
 from deformer_stream.kernels.cpu import attached_kernels
 from deformer_stream.model.deformer import DEformer
 from trainer.examples import BlockExamples, Ints
-from trainer.irregular_table import IrregularTable
+from trainer.irregular_table import IrregularTable, find_repetitions
 
 MAX_READINGS_PER_CALL = 50_000
 """Readings that are sent to the engine at once. It bounds memory and does not change any score."""
@@ -90,19 +90,24 @@ def create_event_batches(table: IrregularTable, rows: Ints) -> list[EventBatch]:
     schema = table.schema
     readings = np.concatenate([np.arange(table.offsets[row], table.offsets[row + 1]) for row in rows.tolist()])
     record = np.repeat(rows, table.num_readings[rows])
+    codes = table.codes[readings]
+    values = schema.denormalise(codes, table.values[readings].astype(np.float64))  # events have raw units
+    times = table.origins[record] + np.round(1e6 * table.ages[readings]).astype(np.int64)
+    # Readings that differed only beyond float32 are equal here. They must not be refused as repetitions.
+    while (is_repetition := find_repetitions(record, codes, values, times)).any():
+        repeated = values[is_repetition]
+        values[is_repetition] = np.nextafter(repeated, np.where(repeated > 0.0, -np.inf, np.inf))
     batches = []
     for start in range(0, len(readings), MAX_READINGS_PER_CALL):
-        chosen, own = readings[start : start + MAX_READINGS_PER_CALL], record[start : start + MAX_READINGS_PER_CALL]
-        codes = table.codes[chosen]
-        values = schema.denormalise(codes, table.values[chosen].astype(np.float64))  # events have raw units
-        times = table.origins[own] + np.round(1e6 * table.ages[chosen]).astype(np.int64)
-        ids = [str(row) for row in own.tolist()]
+        part = slice(start, start + MAX_READINGS_PER_CALL)
+        ids = [str(row) for row in record[part].tolist()]
         windows = None
         if schema.window is not None:
-            origins = table.origins[own]
+            origins = table.origins[record[part]]
             windows = WindowMembership(ids, origins + schema.window.width, origins)
-        zeros = np.zeros(len(chosen), np.int32)  # all events are of message 0 and partition 0
-        batches.append(EventBatch(ids, codes.astype(np.int32), values, times, zeros, zeros, windows=windows))
+        zeros = np.zeros(len(ids), np.int32)  # all events are of message 0 and partition 0
+        features = codes[part].astype(np.int32)
+        batches.append(EventBatch(ids, features, values[part], times[part], zeros, zeros, windows=windows))
     return batches
 
 

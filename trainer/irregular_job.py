@@ -365,7 +365,9 @@ class _Job:
         budget, examples = self.budget, self._create_examples(settings)
         share = IMPUTATION_PRIOR_SHARE if is_for_imputation(process, examples) else PRIOR_SHARE
         seconds = math.inf if budget.limit is None else share * budget.remaining
-        self.num_rounds = fit_process(process, examples, settings.seed, seconds, budget.clock)
+        self.num_rounds = fit_process(
+            process, examples, settings.seed, seconds, budget.clock, on_message=self.on_message
+        )
         tensors = process.state_dict()
         with map_write_errors(path):
             path.write_bytes(safetensors.torch.save(tensors))

@@ -3,8 +3,8 @@
 A sensor reports any number of times in a record, and no reading is assigned to a time slot. The readings of a record
 are in the order in which a stream would deliver them: in the order of the input if it is one of arrival, with some late
 readings, and otherwise in order of their times (`choose_reading_order`). Only these are left out: nulls, values
-that a stream refuses, readings without a time, and exact repetitions of a reading (same record, sensor, time and
-value), which a sender has delivered twice. Each kind is counted.
+that a stream refuses, readings without a time, those of sensors that are no features, and exact repetitions of a
+reading (same record, sensor, time and value), which a sender has delivered twice. Each kind is counted.
 
 The tables are read three times, as tables of other records are (`trainer.data`). The third pass appends the readings to
 files. They are then placed by record and sorted in chunks, so tables may be larger than memory.
@@ -34,7 +34,7 @@ from trainer.data import (
     check_rows,
     collect_input,
     create_array_file,
-    encode_readings,
+    parse_readings,
 )
 from trainer.reading_time import ReadingMonitor
 from trainer.tables import InputTables, TableSource
@@ -62,10 +62,14 @@ MAX_TIMED_READINGS = 1_000_000
 REPEATED = "repeated readings (same record, sensor, time and value)"
 NO_VALUE = "readings without a usable value"
 UNTIMED = "readings without a time"
+UNKNOWN = "readings of sensors that are no features"
 """The reasons for leaving a reading out."""
 
+EMPTY = "records without a usable reading"
+"""The reason for leaving a record out."""
+
 # The columns of the temporary files, with their types.
-_TEMPORARY_COLUMNS = {"row": np.int32, "code": np.int16, "value": np.float32, "time": np.int64, "event": np.int64}
+_TEMPORARY_COLUMNS = {"row": np.int32, "code": np.int16, "value": np.float64, "time": np.int64, "event": np.int64}
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +151,13 @@ class IrregularTable(TrainingTable):
     def num_readings(self) -> NDArray[np.int64]:
         """(N,) number of readings of each record."""
         return np.diff(self.offsets)
+
+    def select_rows(self, part: Split) -> NDArray[np.int64]:
+        """Return the row numbers of the records with readings in one part of the split, ascending.
+
+        A record without readings is never opened in a stream. Its anomaly score of 0 would lower the threshold.
+        """
+        return np.flatnonzero((self.split == part) & (self.num_readings > 0))
 
     def summarize(self) -> dict[str, Any]:
         """Return the facts about the table that are stored in the model's manifest, as JSON values."""
@@ -243,7 +254,7 @@ def _write_readings(
         by_time = (time,) if chosen_order.name == "time" else ()
         order = np.lexsort((placed["event"][chunk], *by_time, rows))
         rows, code, value, time = rows[order], code[order], value[order], time[order]
-        is_kept = ~_find_repetitions(rows, code, value, time)
+        is_kept = ~find_repetitions(rows, code, value, time)
         rows, code, value, time = rows[is_kept], code[is_kept], value[is_kept], time[is_kept]
         num_kept[records] = np.bincount(rows - records.start, minlength=records.stop - records.start)
         if tables.window is None:
@@ -252,7 +263,8 @@ def _write_readings(
         else:
             origins[rows] = floor_to_window(time, tables.window.width)
         written = slice(num_written, num_written + len(rows))
-        codes[written], values[written], ages[written] = code, value, (time - origins[rows]) / 1e6
+        codes[written], ages[written] = code, (time - origins[rows]) / 1e6
+        values[written] = schema.normalise(code, value)
         num_written += len(rows)
     del placed
     for name in _TEMPORARY_COLUMNS:
@@ -260,6 +272,8 @@ def _write_readings(
             path.unlink(missing_ok=True)
     if shape[0] > num_written:
         tables.skipped_by_reason[REPEATED] = shape[0] - num_written
+    if num_empty := int((num_kept == 0).sum()):
+        tables.skipped_by_reason[EMPTY] = num_empty
     offsets = np.concatenate([[0], np.cumsum(num_kept)])
     for array in (codes, values, ages):
         array.flush()
@@ -305,25 +319,28 @@ def _append_readings(tables: InputTables, schema: Schema, folder: Path) -> NDArr
         (N,) number of readings of each record.
     """
     num_readings = np.zeros(tables.num_records, np.int64)
-    num_without_value = num_untimed = 0
+    num_without_value = num_untimed = num_unknown = 0
     paths = {name: folder / f"{name}.appended" for name in _TEMPORARY_COLUMNS}
     with map_write_errors(paths["row"]):
         files = {name: path.open("wb") for name, path in paths.items()}
         try:
             for readings in tables.iterate_readings():
                 code = schema.code_by_name.get(readings.feature_name)
-                # These readings have times and event indexes; they are checked for the type checker only.
-                if code is None or readings.times is None or readings.event_indexes is None:
+                if code is None:
+                    num_unknown += len(readings.values) - readings.values.null_count
                     continue
-                encoded = encode_readings(schema, code, readings)
-                has_value, has_time = ~np.isnan(encoded), readings.times != NO_TIME
+                # These readings have times and event indexes; they are checked for the type checker only.
+                if readings.times is None or readings.event_indexes is None:
+                    continue
+                values = parse_readings(schema, code, readings)
+                has_value, has_time = ~np.isnan(values), readings.times != NO_TIME
                 num_without_value += int((~has_value).sum())
                 num_untimed += int((has_value & ~has_time).sum())
                 kept = np.flatnonzero(has_value & has_time)
                 batch = {
                     "row": readings.rows[kept],
                     "code": np.full(len(kept), code),
-                    "value": encoded[kept],
+                    "value": values[kept],  # in raw units, in which repetitions are recognised
                     "time": readings.times[kept],
                     "event": readings.event_indexes[kept],
                 }
@@ -337,6 +354,8 @@ def _append_readings(tables: InputTables, schema: Schema, folder: Path) -> NDArr
         tables.skipped_by_reason[NO_VALUE] = num_without_value
     if num_untimed:
         tables.skipped_by_reason[UNTIMED] = num_untimed
+    if num_unknown:
+        tables.skipped_by_reason[UNKNOWN] = num_unknown
     return num_readings
 
 
@@ -395,10 +414,13 @@ def iterate_record_chunks(offsets: NDArray[np.int64]) -> Iterator[slice]:
         start = stop
 
 
-def _find_repetitions(
-    rows: NDArray[np.int64], codes: NDArray[np.int16], values: NDArray[np.float32], times: NDArray[np.int64]
+def find_repetitions(
+    rows: NDArray[np.int64], codes: NDArray[np.int16], values: NDArray[np.float64], times: NDArray[np.int64]
 ) -> NDArray[np.bool_]:
-    """Return which of M readings, (M,), repeat an earlier one with the same record, sensor, time and value."""
+    """Return which of M readings, (M,), repeat an earlier one with the same record, sensor, time and value.
+
+    Values are compared in raw units and in float64, as in a stream.
+    """
     order = np.lexsort((np.arange(len(rows)), values, times, codes, rows))
     is_same = np.ones(max(len(rows) - 1, 0), bool)
     for column in (rows, codes, values, times):

@@ -299,7 +299,7 @@ def _append_rows(tables: Sequence[Table], rows: _RowStore, schema: Schema, time_
         columns = [name for name in (*used, names.time) if name in table.schema.names]
         own_forms = {name: form for name, form in forms.items() if name in columns}
         for batch, row_numbers in table.iterate_numbered(columns, ROWS_PER_BATCH, own_forms):
-            events, rejections = codec.decode(
+            events, rejections = codec.decode_requests(
                 LongRows(table.name, batch, int(row_numbers[0]) if len(row_numbers) else 0, row_numbers)
             )
             bad_cells.add(table, row_numbers, rejections)

@@ -153,6 +153,10 @@ class Codec:
         An event is one decoded reading. Every message and every table row gives at least one event or rejection. If a
         message holds several readings and one of them is bad, only this one is rejected.
 
+        If readings are irregular, a row of a table in long layout without a value is an exception: it is no reading.
+        Training and `deformer-stream produce` leave it out, too. In a message, null declares that the sensor will not
+        report any more in the record.
+
         Args:
             data: Messages or table rows.
 
@@ -170,9 +174,23 @@ class Codec:
                     data if self._translator is None else self._translator.translate(data)
                 )
             case LongRows():
-                return self._long_decoder.decode(data)
+                return self._long_decoder.decode(data, skips_nulls=self.schema.reading_times is not None)
             case WideRows():
                 return self._wide_decoder.decode(data)
+
+    def decode_requests(self, data: LongRows) -> tuple[EventBatch, list[Rejection]]:
+        """Decode the rows of a long table in which a row without a value requests an imputed one.
+
+        Args:
+            data: The rows, one reading or request per row.
+
+        Returns:
+            One event for each accepted row, with the value NaN for a request; and one rejection for each other row.
+
+        Raises:
+            InputError: If a required column is missing, or if a column has a type that no reading can have.
+        """
+        return self._long_decoder.decode(data)
 
     def decode_document(self, document: Mapping[str, object]) -> tuple[EventBatch, list[Rejection]]:
         """Decode a message that is a Python mapping instead of JSON bytes, by the rules of JSON messages.

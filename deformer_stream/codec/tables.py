@@ -443,13 +443,17 @@ class LongDecoder:
         self._window_assigner = window_assigner
         self._future_time_limit = future_time_limit
 
-    def decode(self, data: LongRows, broker_time: int = NO_TIME) -> tuple[EventBatch, list[Rejection]]:
+    def decode(
+        self, data: LongRows, broker_time: int = NO_TIME, *, skips_nulls: bool = False
+    ) -> tuple[EventBatch, list[Rejection]]:
         """Return the events of the accepted rows in the order of the rows, and one rejection for each other row.
 
         Args:
             data: The rows, one reading per row.
             broker_time: The broker's timestamp of the message that holds the rows, microseconds since 1970. Rows
                 without a time get this time. `NO_TIME` for rows of a file.
+            skips_nulls: Whether a valid row without a value gives neither an event nor a rejection. Otherwise it gives
+                an event with the value NaN.
 
         Raises:
             InputError: If a required column is missing, or if a column has a type that no reading can have.
@@ -473,6 +477,8 @@ class LongDecoder:
 
         is_accepted = np.ones(len(data), bool)
         is_accepted[list(errors)] = False
+        if skips_nulls:
+            is_accepted &= ~np.isnan(values)
         rows = np.flatnonzero(is_accepted)
         event_indices = np.cumsum(is_accepted) - 1  # accepted rows become events in the order of the rows
         batch = EventBatch(

@@ -220,7 +220,10 @@ class IrregularCollector(ReadingCollector):
                 a reason of their own there.
         """
         if self.has_feature(record_index, feature):
-            return RejectionReason.DUPLICATE, "the record has declared that this sensor will not report any more"
+            return (
+                RejectionReason.DUPLICATE,
+                "a null has declared that the sensor will not report any more in the record",
+            )
         return RejectionReason.DUPLICATE, "the record has this value of the sensor at the same time already"
 
     def store(self, batch: EventBatch, now: int, model_version: int) -> AcceptedReadings:

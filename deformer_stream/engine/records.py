@@ -290,10 +290,10 @@ class RecordTable:
             declared missing are in the set.
         origin: Event time from which the ages of readings are counted: the start of the record's window, else the time
             of its first reading; `NO_TIME` before the first reading. Only if readings are irregular.
-        latest_time: (capacity, F) the latest event time of each sensor's readings, `NO_TIME` if there is none. Only if
-            readings are irregular.
-        latest_event_time: The latest event time of the record's readings, `NO_TIME` if none of them has a time. Not
-            kept if readings are irregular; see `find_latest_times`.
+        latest_time: (capacity, F) the latest event time of each sensor's readings, `NO_TIME` if there is none. After a
+            restart, that of the readings that are still stored. Only if readings are irregular.
+        latest_event_time: The latest event time of the record's readings, `NO_TIME` if none of them has a time. Dropped
+            readings count, too.
         num_pending: How many readings at the end of the record wait for further readings of their tie group. They are
             not scored yet.
         tie_time: Event time of the record's last tie group, `NO_TIME` if there is none.
@@ -620,9 +620,6 @@ class RecordTable:
         Args:
             record_indices: (R,) rows of the records.
         """
-        if self.is_irregular:  # each sensor has a latest time, by which the ages of its readings are computed
-            latest: Ints = self.latest_time[record_indices].max(axis=1, initial=NO_TIME)
-            return latest
         return self.latest_event_time[record_indices]
 
     def readings_of(self, record_index: int) -> tuple[Ints, Floats]:
@@ -893,8 +890,7 @@ class RecordTable:
             accepted: The added readings.
             times: (N,) event times of the batch of N events, microseconds since 1970 or `NO_TIME`.
         """
-        if not self.is_irregular:
-            np.maximum.at(self.latest_event_time, accepted.record_indices, times[accepted.event_indices])
+        np.maximum.at(self.latest_event_time, accepted.record_indices, times[accepted.event_indices])
 
     def mark_alerted(self, record_index: int, alert: AlertState) -> None:
         """Store that a record has alerted, so that it alerts again only at a stricter (smaller) alpha.
@@ -1059,6 +1055,8 @@ class RecordTable:
         rows = record_indices[record]
         codes = self.log.gather_features(rows, place)
         np.maximum.at(self.latest_time, (rows, codes), times)
+        # The snapshot may have the latest time, which can be that of a dropped reading.
+        np.maximum.at(self.latest_event_time, rows, times)
         self.log.write_times(rows, place, times)
 
     def restore_ties(

@@ -246,7 +246,8 @@ class Snapshot:
         cusums: (R, W) states of the cumulative sums of irregular readings (`calibration.cusum.state_width`). None if
             readings are not irregular, or if the sums are those of another model.
         latest_event_time: (R,) int64 latest event time of each record's readings, microseconds since 1970, `NO_TIME` if
-            it is not known. None if readings are irregular (it follows from `event_times`), or if it was not saved.
+            it is not known. None if it was not saved. It is then that of the readings in `event_times`, if there are
+            any, although a dropped reading may have been later.
     """
 
     vocabulary: Vocabulary
@@ -411,7 +412,7 @@ class Snapshot:
 
     def _find_latest_times(self) -> Ints | None:
         """Return the latest event time of the readings of each record, (R,), None if the snapshot has no times."""
-        if self.event_times is None:
+        if self.latest_event_time is not None or self.event_times is None:
             return self.latest_event_time
         latest = np.full(len(self), NO_TIME, np.int64)
         record, _ = self.reading_positions()
@@ -645,7 +646,7 @@ def export_state(
         ),
         event_times=event_times,
         cusums=records.cusum_states[rows] if records.is_irregular else None,
-        latest_event_time=None if records.is_irregular else records.latest_event_time[rows],
+        latest_event_time=records.latest_event_time[rows],
     )
 
 

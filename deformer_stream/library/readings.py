@@ -173,7 +173,7 @@ def read_readings(records: Any, codec: Codec, columns: Sequence[str] | None = No
         )
     if "record" not in cells and "device" not in cells:
         cells["record"] = pa.repeat("0", num_rows)
-    batch, rejections = codec.decode(LongRows("the readings", pa.RecordBatch.from_pydict(cells), 0))
+    batch, rejections = codec.decode_requests(LongRows("the readings", pa.RecordBatch.from_pydict(cells), 0))
     for rejection in rejections[:1]:
         raise InputError(
             f"row {rejection.message_index} cannot be accepted: {rejection.detail} ({rejection.reason.value})"

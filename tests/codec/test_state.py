@@ -304,7 +304,15 @@ def test_format_versions_9_and_10_are_written_only_for_sums_of_levels_and_of_ste
     np.testing.assert_array_equal(restored, sums)
 
 
-@pytest.mark.parametrize("part", [{}, {"ties": TIED.ties}, {"waiting": CIRCULAR.waiting}])
+@pytest.mark.parametrize(
+    "part",
+    [
+        {},
+        {"ties": TIED.ties},
+        {"waiting": CIRCULAR.waiting},
+        {"event_times": IRREGULAR.event_times, "cusums": create_states(3, len(EXAMPLE.vocabulary))},
+    ],
+)
 def test_format_version_8_is_written_only_for_event_times(part: dict[str, Any]) -> None:
     snapshot = replace(TIMED, **part)
     data = encode_snapshot(snapshot)

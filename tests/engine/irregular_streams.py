@@ -129,6 +129,30 @@ def irregular_events(draw: st.DrawFn) -> Event:
 
 
 @st.composite
+def streams_of_long_records(draw: st.DrawFn) -> list[Poll]:
+    """Draw 3 to 8 polls with 40 to 80 events of one or two records of one partition.
+
+    Some readings are far in the future, and some messages are delivered twice. So most records have readings that are
+    not stored any more, the latest one of them among these.
+    """
+    numbers = draw(st.lists(st.integers(0, 2**31 - 1), min_size=40, max_size=80))
+    names = draw(st.sampled_from(["r", "rs"]))
+    events: list[Event] = []
+    for i, number in enumerate(numbers):
+        rng = np.random.default_rng(number)
+        if events and rng.random() < 0.1:
+            events.append(events[int(rng.integers(len(events)))])
+            continue
+        time = 10**6 * MINUTE if rng.random() < 0.05 else int(i - rng.integers(4)) * MINUTE
+        value = float(rng.choice([0.0, 0.5, -1.0, 3.0, 40.0]))
+        events.append(Event(0, names[int(rng.integers(len(names)))], False, time, int(rng.integers(5)), value))
+    num_cuts = draw(st.integers(2, 7))
+    cuts = sorted(draw(st.lists(st.integers(0, len(events)), min_size=num_cuts, max_size=num_cuts)))
+    bounds = [0, *cuts, len(events)]
+    return [Poll(tuple(events[a:b]), now, SCHEMA, WIDTH) for now, (a, b) in enumerate(pairwise(bounds))]
+
+
+@st.composite
 def irregular_streams(draw: st.DrawFn) -> list[Poll]:
     """Draw 3 to 8 polls, with pauses between them."""
     now, polls = 0, []

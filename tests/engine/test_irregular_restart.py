@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from deformer_stream.codec.state import decode_snapshot, encode_snapshot
@@ -24,8 +24,10 @@ from tests.engine.irregular_streams import (
     compute_expected_log_prob,
     irregular_streams,
     make_calibration,
+    make_compiled_model,
     make_engine,
     make_model,
+    streams_of_long_records,
 )
 from tests.engine.restarts import (
     NUM_PARTITIONS,
@@ -71,6 +73,28 @@ def test_restart_anywhere_gives_the_same_effects(
     now = polls[-1].now
     for partition in range(NUM_PARTITIONS):
         assert_same_snapshot(resumed.snapshot(partition, now), uninterrupted.snapshot(partition, now), 1e-9)
+    assert_same_effects(resumed.finish(), uninterrupted.finish(), 1e-9)
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
+@given(polls=streams_of_long_records(), data=st.data(), cache_bytes=st.sampled_from([0, 2**20]))
+def test_restart_after_readings_were_dropped_gives_the_same_effects(
+    is_compiled: bool, polls: list[Poll], data: st.DataObject, cache_bytes: int
+) -> None:
+    saved_at = data.draw(st.integers(1, len(polls) - 1))
+    until = data.draw(st.integers(saved_at, len(polls) - 1))
+    model = make_compiled_model() if is_compiled else make_model()
+    uninterrupted, resumed = (make_engine(Limits(cache_bytes=cache_bytes), model) for _ in range(2))
+    snapshot_polls = [saved_at, *[0] * (NUM_PARTITIONS - 1)]
+    effects, snapshots = run_and_save(uninterrupted, polls, snapshot_polls)
+    times = snapshots[0].event_times
+    assume(times is not None and (times.num_dropped > 0).any())
+    resume_run(resumed, polls, effects, snapshot_polls, snapshots, until, encode_and_decode)
+    for k in range(until, len(polls)):
+        assert_same_effects(resumed.handle(polls[k].batch(), polls[k].now), effects[k], 1e-9)
+    now = polls[-1].now
+    assert_same_snapshot(resumed.snapshot(0, now), uninterrupted.snapshot(0, now), 1e-9)
     assert_same_effects(resumed.finish(), uninterrupted.finish(), 1e-9)
 
 

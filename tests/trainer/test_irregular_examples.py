@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -196,6 +199,55 @@ def test_process_for_imputation_is_fitted_to_predict_readings_from_all_others(
         errors.append(float(error[prior.has_prior].mean()))
     assert errors[0] < errors[1] + 0.005
     assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize(("problem", "failing_step"), [("gradient", 1), ("factor", 40), ("loss", 150)])
+def test_fit_of_the_process_keeps_the_parameters_before_numerical_problems(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, table: IrregularTable, problem: str, failing_step: int
+) -> None:
+    """The loss is spoilt after some steps. With 150, it is that after the last step of two rounds."""
+    examples = divided(tmp_path, table)
+    prepare_loss = gaussian_process._prepare_loss
+    num_calls = 0
+
+    def prepare_failing_loss(*arguments: Any) -> Callable[[], torch.Tensor]:
+        compute_loss = prepare_loss(*arguments)
+        assert compute_loss is not None
+
+        def compute() -> torch.Tensor:
+            nonlocal num_calls
+            loss = compute_loss()
+            num_calls += 1
+            if num_calls <= failing_step:
+                return loss
+            if problem == "factor":
+                torch.linalg.cholesky(-torch.eye(2))
+            # The derivative of the square root of 0 is infinite, and that of the square is 0.
+            return loss * math.nan if problem == "loss" else loss + (loss - loss.detach()).square().sqrt()
+
+        return compute
+
+    monkeypatch.setattr(gaussian_process, "NUM_ROUNDS", 2)
+    monkeypatch.setattr(gaussian_process, "_prepare_loss", prepare_failing_loss)
+    process = GaussianProcessPrior(table.schema, 2, 3, 3)
+    messages: list[str] = []
+    fit_process(process, examples, 0, on_message=messages.append)
+    assert num_calls == failing_step + 1
+    assert len(messages) == 1
+    assert f"not finite after {failing_step} step" in messages[0]
+    GaussianProcessPrior(table.schema, 2, 3, 3).load_state_dict(process.state_dict())  # refuses parameters out of range
+    with torch.no_grad():
+        targets = draw_targets(process, examples, 20, create_generator(3))
+        assert torch.isfinite(compute_log_prob(process, targets)).all()
+
+
+def test_fit_of_the_process_does_a_step_even_if_the_time_is_over(tmp_path: Path, table: IrregularTable) -> None:
+    examples = divided(tmp_path, table)
+    process = GaussianProcessPrior(table.schema, 2, 3, 3)
+    times = iter(range(100))
+    losses: list[float] = []
+    assert fit_process(process, examples, 0, 0.5, lambda: float(next(times)), losses.append) == 1
+    assert len(losses) == 1
 
 
 def test_fit_of_the_process_is_reproducible_and_loads_into_a_model(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
+from benchmarks.early import compute_false_alarm_bounds
 from deformer_stream import model_store
 from deformer_stream.calibration.conformal import PrefixState, advance_prefix_state
 from deformer_stream.calibration.cusum import (
@@ -26,20 +28,20 @@ from deformer_stream.errors import ConfigError
 from deformer_stream.kernels.cpu import attached_kernels, is_supported
 from deformer_stream.model.deformer import DEformer
 from deformer_stream.settings import load_settings
-from tests.trainer.irregular import divided, fleet, prepared_irregular
+from tests.trainer.irregular import START, divided, fleet, prepared_irregular
 from tests.trainer.tables import write
 from tests.trainer.test_irregular_examples import CONFIG
-from trainer import gaussian_process, irregular_job
+from trainer import cusum_scale, gaussian_process, irregular_job
 from trainer.budget import TimeBudget
 from trainer.cli import command
-from trainer.cusum_scale import SensorDistributions, fit_cusum_scale, score_records
+from trainer.cusum_scale import SensorDistributions, find_largest_sums, fit_cusum_scale, score_records
 from trainer.data import Split
 from trainer.distributed import Ranks
 from trainer.fit import Interrupted, TrainingRun
 from trainer.gaussian_process import fit_process
 from trainer.irregular_calibration import average_neg_log_p, score_irregular_records
 from trainer.irregular_job import IrregularOutput, train_irregular
-from trainer.irregular_table import IrregularTable
+from trainer.irregular_table import EMPTY, NO_VALUE, IrregularTable
 from trainer.recipes import MIN_STEPS_OF_LARGER_PRESET
 from trainer.settings import TrainConfig
 
@@ -126,6 +128,28 @@ def test_continued_run_equals_one_that_was_not_interrupted(tmp_path: Path, sourc
         assert torch.equal(tensor, continued.model.state_dict()[name]), name
     assert np.array_equal(whole.calibration.scores, continued.calibration.scores)
     assert whole.fingerprint == continued.fingerprint
+
+
+def test_records_without_readings_do_not_raise_the_number_of_false_alarms(tmp_path: Path) -> None:
+    """Such records never open in a stream, so half of the records of a table may be such ones."""
+    columns = fleet(np.random.default_rng(4), num_records=200, max_readings=12)
+    for record in range(200):
+        for name, cell in zip(columns, (f"empty{record}", "a", None, START), strict=True):
+            columns[name].append(cell)
+    table = write(tmp_path / "half.parquet", {name: pa.array(values) for name, values in columns.items()})
+    output = run(table, tmp_path / "model", epochs=1, calibration_share=0.5)
+    data, calibration = output.data, output.calibration
+    assert data.skipped_by_reason == {NO_VALUE: 200, EMPTY: 200}
+    rows = data.select_rows(Split.CALIBRATION)
+    assert len(calibration.scores) == output.summary["records_used"]["calibration"] == len(rows) < 120
+    assert output.summary["records_available"]["calibration"] == len(rows)
+    (tmp_path / "new").mkdir()
+    new = prepared_irregular(tmp_path / "new", fleet(np.random.default_rng(5), num_records=300, max_readings=12))
+    new = replace(new, schema=data.schema)  # whose scales are nearly those of the new table
+    scores = score_irregular_records(output.model, new, np.arange(300), cusum_scale=calibration.cusum_scale)
+    num_alerts = int((calibration.compute_pooled_p_values(scores) <= 0.2).sum())
+    low, high = compute_false_alarm_bounds(0.2, len(rows), 300)
+    assert low <= num_alerts <= high
 
 
 def test_job_under_a_time_limit_uses_it(tmp_path: Path, source: Path) -> None:
@@ -227,6 +251,49 @@ def test_scale_of_cumulative_sums_is_fitted_to_the_scores_of_the_engine(tmp_path
     actual = score_irregular_records(model, table, rows, 5, scale)
     np.testing.assert_allclose(actual, statistics.max(1), rtol=1e-3, atol=1e-3)
     assert len(np.unique(actual.round(3))) > 15
+
+
+def test_chunks_change_no_sum(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, table: IrregularTable) -> None:
+    examples = divided(tmp_path, table)
+    torch.manual_seed(0)
+    model = DEformer(table.schema, replace(CONFIG, context_recent=5, context_block=8)).eval()
+    assert model.process is not None
+    fit_process(model.process, examples, 0)
+    rows = np.random.default_rng(0).permutation(len(table.split))[:12]
+    distributions = SensorDistributions.fit(table, rows)
+    whole = find_largest_sums(None, model, examples, rows, distributions, 4)
+    monkeypatch.setattr(cusum_scale, "CHUNK_READINGS", 10)  # 16 readings, of two blocks
+    chunks = find_largest_sums(None, model, examples, rows, distributions, 4)
+    assert whole.record_sums.max() > 1.0
+    for name in ("sums", "record_sums", "has_readings"):
+        np.testing.assert_allclose(getattr(chunks, name), getattr(whole, name), rtol=1e-4, atol=1e-4)
+
+
+def test_memory_for_sums_does_not_grow_with_the_longest_record(tmp_path: Path) -> None:
+    rng = np.random.default_rng(6)
+    columns = fleet(rng, num_records=40, max_readings=12)
+    num_long = 20_000
+    values = np.sin(np.arange(num_long) / 50) + 0.1 * rng.normal(size=num_long)
+    cells = {
+        "record": ["long"] * num_long,
+        "feature": ["a", "b"] * (num_long // 2),
+        "value": values.astype(str).tolist(),
+        "time": (START + np.arange(num_long)).tolist(),
+    }
+    table = prepared_irregular(tmp_path, {name: [*column, *cells[name]] for name, column in columns.items()})
+    examples = divided(tmp_path, table, 5, 256)
+    torch.manual_seed(0)
+    model = DEformer(table.schema, replace(CONFIG, context_recent=5, context_block=256, neighbors=0)).eval()
+    rows = np.append(np.arange(15), 40)
+    assert table.num_readings[40] == num_long
+    distributions = SensorDistributions.fit(table, rows[:-1])
+    tracemalloc.start()
+    sums = find_largest_sums(None, model, examples, rows, distributions, 4)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 24 * 2**20  # the arrays of the padded readings of all records would have about 50 MiB
+    reporting = [name for name, has in zip(table.schema.names, sums.has_readings[-1].tolist(), strict=True) if has]
+    assert sorted(reporting) == ["a", "b"]
 
 
 def test_evidence_fades_by_default(tmp_path: Path, source: Path) -> None:

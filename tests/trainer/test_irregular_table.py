@@ -26,8 +26,8 @@ from tests.trainer.tables import correlated, prepared, write
 from tests.trainer.test_irregular_examples import CONFIG
 from trainer import irregular_table
 from trainer.data import DataOptions, Split
-from trainer.irregular_calibration import score_irregular_records
-from trainer.irregular_table import NO_VALUE, REPEATED, UNTIMED, IrregularTable, prepare_irregular_table
+from trainer.irregular_calibration import create_event_batches, score_irregular_records
+from trainer.irregular_table import EMPTY, NO_VALUE, REPEATED, UNKNOWN, UNTIMED, IrregularTable, prepare_irregular_table
 
 
 def readings_of(table: IrregularTable, record: int) -> list[tuple[str, float, float]]:
@@ -74,6 +74,34 @@ def test_no_reading_is_left_out_except_repetitions_nulls_and_readings_without_ti
     assert set(np.unique(table.split)) == {Split.TRAIN, Split.VALIDATION, Split.CALIBRATION}
 
 
+def test_readings_of_sensors_that_are_no_features_are_counted(tmp_path: Path) -> None:
+    columns = long_table([("x", 1.0, 0.0), ("excluded", 5.0, 0.0), ("excluded", None, 1.0)])
+    columns["value"] = columns["value"].to_pylist()
+    columns["time"] = columns["time"].to_pylist()
+    split = prepared_irregular(tmp_path, columns, exclude=("excluded",)).split
+    held_out = [record for record in range(1, 30) if split[record] != Split.TRAIN]
+    for record in held_out:  # the sensor does not occur in training records
+        for name, cell in zip(columns, (f"r{record}", "rare", 1.0 + record, START), strict=True):
+            columns[name].append(cell)
+    table = prepared_irregular(tmp_path, columns, exclude=("excluded",))
+    assert table.schema.names == ("x", "y")
+    assert table.skipped_by_reason == {UNKNOWN: 1 + len(held_out)}
+
+
+def test_values_that_differ_only_beyond_float32_are_no_repetitions(tmp_path: Path) -> None:
+    """A stream compares values in float64, so it accepts all but the last of these readings."""
+    close = [1.0, 1.0 + 1e-12, 1.0 + 2e-12]
+    table = prepared_irregular(tmp_path, long_table([*(("x", value, 0.0) for value in close), ("x", close[1], 0.0)]))
+    assert table.num_readings[0] == 3
+    assert len(set(table.values[:3].tolist())) == 1
+    assert table.skipped_by_reason == {REPEATED: 1}
+    model = DEformer(table.schema, replace(CONFIG, context_recent=3, context_block=4)).eval()
+    engine = Engine(model, Calibration(np.empty(0), "arrival"), fingerprint="", alpha=(), effort="off")
+    for batch in create_event_batches(table, np.arange(30)):
+        assert engine.handle(batch, now=0).rejections == []
+    assert engine.finish().closed.num_readings.sum() == table.offsets[-1]
+
+
 @pytest.mark.parametrize("chunk", [7, 100, 10**6])
 def test_chunks_do_not_change_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
     columns = fleet(np.random.default_rng(1))
@@ -114,6 +142,21 @@ def test_windows_begin_at_multiples_of_their_width(tmp_path: Path, layout: str) 
     assert table.schema.window == Window(600_000_000)
     assert table.schema.reading_times is not None
     assert table.schema.reading_times.duration == 600_000_000
+
+
+def test_records_without_a_usable_reading_are_counted_and_not_selected(tmp_path: Path) -> None:
+    columns = long_table([("x", 1.0, 0.0), ("x", 2.0, 5.0)])
+    for record in range(30, 60):
+        value, time = (None, START) if record % 2 else (1.0, None)
+        for name, cell in zip(columns, (f"r{record}", "x", value, time), strict=True):
+            cells = columns[name]
+            columns[name] = [*(cells if isinstance(cells, list) else cells.to_pylist()), cell]
+    table = prepared_irregular(tmp_path, columns)
+    assert len(table.split) == 60
+    selected = [table.select_rows(part) for part in (Split.TRAIN, Split.VALIDATION, Split.CALIBRATION)]
+    assert sorted(np.concatenate(selected).tolist()) == list(range(30))
+    assert table.skipped_by_reason[EMPTY] == 30
+    assert sum(table.summarize()["rows"].values()) == 60
 
 
 def test_records_without_times_are_refused(tmp_path: Path) -> None:
