@@ -224,11 +224,14 @@ class PreparedTable(TrainingTable):
             missing. None for a wide table, which has no arrival order.
         ties: With "hold", readings of a record with the same time have the same arrival rank. With "arrival", all ranks
             of a record are different.
+        left_out: Why the records of `Split.LEFT_OUT` were left out (`trainer.outliers.Suspects.summarize`). None
+            without `--contamination auto`.
     """
 
     values: NDArray[np.float32]
     arrival_ranks: NDArray[np.int16] | None
     ties: TiePolicy = "arrival"
+    left_out: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)

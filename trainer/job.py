@@ -54,7 +54,14 @@ from trainer.exemplars import MAX_REFERENCE_RECORDS, add_ranking, choose_exempla
 from trainer.faults import learn_faults
 from trainer.fit import SINGLE_PROCESS, TrainingResult, TrainingStatus
 from trainer.job_output import JobOutput, summarize_job
-from trainer.outliers import choose_num_references, drop_outliers
+from trainer.outliers import (
+    choose_num_references,
+    describe_suspects,
+    drop_outliers,
+    find_suspects,
+    leave_out,
+    restore_left_out,
+)
 from trainer.planning import (
     HELD_OUT_ORDERS,
     HELD_OUT_ROWS,
@@ -201,9 +208,13 @@ def train(
         scores = final_phases.score_calibration_records(result.model, data, order, settings.seed, part)
         budget.mark_phase("calibration")
         # Cross-conformal calibration: the records of each further fold are scored by a model trained without them.
-        fold_tables = split_folds(data, settings.folds, settings.seed) if settings.folds else ()
+        # All records calibrate, also those that one model has left out as suspects (--contamination auto).
+        calibrated_data = data if data.left_out is None else restore_left_out(data)
+        fold_tables = split_folds(calibrated_data, settings.folds, settings.seed) if settings.folds else ()
         for number, fold_data in enumerate(fold_tables, 2):
             on_message(f"fold {number} of {settings.folds}")
+            if data.left_out is not None:
+                fold_data, _ = _leave_out_outliers(fold_data, settings, budget, None, on_message)
             fold_run = _plan_fold(fold_data, settings, planned, number, folder, budget, final_phases)
             fold_model = _train_model(fold_run, should_stop, on_status).model
             fold_seed = settings.seed + number
@@ -213,12 +224,14 @@ def train(
         model = final_phases.add_ranking(result.model, data)
         record_scores = final_phases.score_complete_records(model, data, scores.centered_nll)
         calibration = build_calibration(
-            scores, data.schema, order, settings.contamination, data.ties, record_scores=record_scores
+            scores, data.schema, order, settings.calibration_trim, data.ties, record_scores=record_scores
         )
         budget.mark_phase("ranking")
         held_out = final_phases.evaluate_held_out(model, data)
         budget.mark_phase("held-out figures")
-        warnings.add(*_check_results(settings, data, held_out, final_phases.held_out_rows, calibration, budget.limit))
+        warnings.add(
+            *_check_results(settings, calibrated_data, held_out, final_phases.held_out_rows, calibration, budget.limit)
+        )
         on_message("writing the report and the model directory")
         preset = planned.settings.preset, planned.preset_reason
         summary = summarize_job(
@@ -237,9 +250,11 @@ def train(
         summary["records_available"] = {
             "train": len(run.train_rows),
             "validation": len(data.select_rows(Split.VALIDATION)),
-            "calibration": count_calibration_records(data, settings.folds),
+            "calibration": count_calibration_records(calibrated_data, settings.folds),
             "table": data.num_input_records,
         }
+        if data.left_out is not None:
+            summary["left_out"] = data.left_out
         summary["records_per_day"] = estimate_records_per_day(data)
         page = render(data, result, calibration, held_out, summary)
         fingerprint = model_store.write(settings.out, model, calibration, summary, page, seen_records)
@@ -692,7 +707,11 @@ def _leave_out_outliers(
         seconds = OUTLIER_SHARE * budget.remaining  # infinite without a limit
         num_references = choose_num_references(data, seconds, budget.clock)
     phase = Phase("finding suspected anomalies", len(data.split), clock=budget.clock, on_message=on_message)
-    data = drop_outliers(data, settings.contamination, settings.seed, num_references, phase.should_continue)
+    if settings.contamination == "auto":
+        data = leave_out(data, find_suspects(data, settings.seed, num_references, phase.should_continue))
+        on_message(describe_suspects(data.left_out or {}))
+    else:
+        data = drop_outliers(data, settings.contamination, settings.seed, num_references, phase.should_continue)
     return data, num_references
 
 

@@ -1,18 +1,25 @@
 """Leave suspected anomalies out of training (`--contamination`).
 
-A table for training should contain normal records only. If it may contain anomalies, the records that are most distant
-from the others are left out before a model exists.
+A table for training should contain normal records only. If it may contain anomalies, suspected ones are left out before
+a model exists. If the user states their share, these are the records that are most distant from the others. With
+`auto`, the share is not known, and a record is left out for one of two reasons (`find_suspects`): it belongs to a group
+of unusual records that is apart from the others, or it is far from all others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from deformer_stream.counts import format_count
 from trainer.data import PreparedTable, Split
+
+Floats = NDArray[np.float64]
 
 NUM_REFERENCES, MIN_REFERENCES = 500, 50
 """Number of random records to which the distances of each record are computed, and the smallest such number.
@@ -25,6 +32,87 @@ MEASURED_RECORDS = 2000
 
 MAX_DIFFERENCES = 4_000_000
 """Largest number of distances between two records that are in memory at once."""
+
+UNUSUAL_SHARE = 0.1
+"""Share of the records that `find_suspects` examines: the most unusual ones by one of its two scores.
+
+It is also the largest share that can be left out. A larger one finds more anomalies and costs clean tables more
+(docs/experiments/12-anomalies-in-training-data.md).
+"""
+
+GROUP_RATIO = 1.25
+"""An unusual record is in a group apart if ordinary records are farther from it than its group by this factor."""
+
+ISOLATION_RATIO = 6.0
+"""An unusual record is isolated if it is farther from ordinary records than these from each other by this factor."""
+
+NUM_NEIGHBORS = 5
+"""Number of nearest records over which these distances are averaged."""
+
+NUM_COMPARED, MIN_UNUSUAL = 2000, 2 * NUM_NEIGHBORS
+"""Number of random records among which nearest records are searched, and the smallest number of unusual records.
+
+With fewer of them, groups cannot be distinguished from single records, and nothing is left out.
+"""
+
+CENTRAL_SHARE, MAX_TRIMMING_ROUNDS = 0.75, 12
+"""Share of the records to which the trimmed Gaussian is fitted, and the largest number of its rounds."""
+
+MAX_FITTED_RECORDS, MAX_FITTED_FEATURES = 6000, 200
+"""Largest number of records to which the trimmed Gaussian is fitted, and of features with correlations."""
+
+MIN_VARIANCE = 0.01
+"""Smallest variance of the trimmed Gaussian, as a share of the variance of all records."""
+
+CORRELATION_SHRINKAGE = 0.02
+"""How far the correlations of the trimmed Gaussian are reduced, so that its covariance is invertible."""
+
+MAX_LISTED_FEATURES = 5
+"""Largest number of features that a summary names."""
+
+
+@dataclass(frozen=True, slots=True)
+class Suspects:
+    """The suspected anomalies that `find_suspects` has found in a table of N records.
+
+    Attributes:
+        is_grouped: (N,) whether the record belongs to a group of unusual records that is apart from the others.
+        is_isolated: (N,) whether the record is far from all usual records, and in no such group.
+        num_examined: Number of records among which suspects were searched.
+        num_by_feature: For the features that are the most unusual ones of the most suspects, the number of suspects.
+    """
+
+    is_grouped: NDArray[np.bool_]
+    is_isolated: NDArray[np.bool_]
+    num_examined: int
+    num_by_feature: dict[str, int]
+
+    def summarize(self) -> dict[str, Any]:
+        """Return the numbers of suspects as JSON values for the model's manifest."""
+        num_grouped, num_isolated = int(self.is_grouped.sum()), int(self.is_isolated.sum())
+        return {
+            "records": num_grouped + num_isolated,
+            "share": round((num_grouped + num_isolated) / max(self.num_examined, 1), 4),
+            "in_groups": num_grouped,
+            "isolated": num_isolated,
+            "most_unusual_feature": self.num_by_feature,
+        }
+
+
+def describe_suspects(summary: dict[str, Any]) -> str:
+    """Return a sentence without a full stop about the records that were left out, for the log and the report.
+
+    Args:
+        summary: The result of `Suspects.summarize`.
+    """
+    if not summary["records"]:
+        return "no record was left out: no group of unusual records is apart from the others, and none is far from all"
+    features = ", ".join(f"{name} ({count})" for name, count in summary["most_unusual_feature"].items())
+    return (
+        f"left out of training: {format_count(summary['records'], 'record')} ({summary['share']:.1%}), "
+        f"{summary['in_groups']} in groups apart from the others and {summary['isolated']} far from all others; "
+        f"their most unusual features: {features}"
+    )
 
 
 def drop_outliers(
@@ -59,6 +147,114 @@ def drop_outliers(
     return replace(data, split=split)
 
 
+def find_suspects(
+    data: PreparedTable,
+    seed: int,
+    num_references: int = NUM_REFERENCES,
+    on_progress: Callable[[int], object] = lambda num_done: None,
+) -> Suspects:
+    """Find suspected anomalies among the training and validation records, if their share is unknown.
+
+    Two scores choose the most unusual records, together `UNUSUAL_SHARE` of them: the median distance to a random
+    sample, and the distance from a Gaussian that is fitted to the central records only. A part of every table is
+    unusual, so this alone is no reason. An unusual record becomes a suspect if it is in a group apart, as repeated
+    faults are (`_find_groups`), or isolated (`ISOLATION_RATIO`). Records in a continuous tail are neither.
+
+    Calibration records are not examined, and they do not influence the result. So calibration records and new normal
+    records stay exchangeable.
+
+    Args:
+        data: The prepared table.
+        seed: Seed of the random samples.
+        num_references: Number of records of the sample for the median distance.
+        on_progress: Called with the number of records that are done, about once a second or more often.
+    """
+    rows = np.flatnonzero((data.split == Split.TRAIN) | (data.split == Split.VALIDATION))
+    is_grouped, is_isolated = np.zeros(len(data.split), bool), np.zeros(len(data.split), bool)
+    num_unusual = round(UNUSUAL_SHARE * len(rows))
+    if num_unusual < MIN_UNUSUAL:
+        return Suspects(is_grouped, is_isolated, len(rows), {})
+    rng = np.random.default_rng([seed, 0x5059])
+    distances = compute_median_distances(data, seed, num_references, on_progress, rows)
+    fitted = np.sort(rng.permutation(len(rows))[:MAX_FITTED_RECORDS])
+    coordinates = _Coordinates.fit(data, rows[fitted])
+    gaussian = _TrimmedGaussian.fit(coordinates.compute(data, rows[fitted]), distances[fitted])
+    deviations = _compute_in_chunks(lambda chunk: gaussian.measure(coordinates.compute(data, chunk)), data, rows)
+    # The rank of a record is the better one of its two scores, so that each score contributes records.
+    ranks = np.maximum(np.argsort(np.argsort(distances)), np.argsort(np.argsort(deviations)))
+    is_unusual = np.zeros(len(rows), bool)
+    is_unusual[np.argsort(ranks, kind="stable")[len(rows) - num_unusual :]] = True
+    compared = np.sort(rng.permutation(len(rows))[:NUM_COMPARED])
+    in_group = _find_groups(data, rows[compared], is_unusual[compared])  # (R,) for the R compared records
+
+    def measure(examined: NDArray[np.int64], neighbors: NDArray[np.bool_]) -> Floats:
+        """Return the mean distance of the examined records to the nearest ones of some of the compared records."""
+        distances = _iterate_distances(data, examined, rows[compared])
+        return np.concatenate([_average_nearest(chunk_distances[:, neighbors]) for _, chunk_distances in distances])
+
+    ordinary = rows[compared[~is_unusual[compared]]]
+    unusual = rows[is_unusual]
+    typical = float(np.median(measure(ordinary, ~is_unusual[compared])))
+    to_ordinary = measure(unusual, ~in_group)
+    is_grouped[unusual] = to_ordinary > GROUP_RATIO * measure(unusual, in_group)
+    is_isolated[unusual] = ~is_grouped[unusual] & (to_ordinary > ISOLATION_RATIO * typical)
+    suspects = np.flatnonzero(is_grouped | is_isolated)
+    most_unusual = gaussian.find_largest(coordinates.compute(data, suspects))
+    counts = np.bincount(coordinates.feature_codes[most_unusual], minlength=len(data.schema))
+    codes = [code for code in np.argsort(-counts, kind="stable")[:MAX_LISTED_FEATURES] if counts[code]]
+    return Suspects(is_grouped, is_isolated, len(rows), {data.schema.names[code]: int(counts[code]) for code in codes})
+
+
+def _find_groups(data: PreparedTable, rows: NDArray[np.int64], is_unusual: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """Return which of R records are in groups of unusual records that are apart from the others, (R,).
+
+    In the beginning all unusual records count as members of groups. A member to which ordinary records are nearly as
+    near as other members becomes an ordinary record, until there is no such member. So a tail, which is connected to
+    the ordinary records, is removed from its beginning to its end, and only what is behind a gap remains.
+
+    Args:
+        data: The prepared table.
+        rows: (R,) row numbers of the records.
+        is_unusual: (R,) which of them are unusual.
+    """
+    is_member = is_unusual.copy()
+    unusual = np.flatnonzero(is_unusual)
+    # At most NUM_COMPARED² distances.
+    distances = np.concatenate(
+        [chunk_distances for _, chunk_distances in _iterate_distances(data, rows[unusual], rows)]
+    )
+    while True:
+        remains = is_member[unusual] & (
+            _average_nearest(distances[:, ~is_member]) > GROUP_RATIO * _average_nearest(distances[:, is_member])
+        )
+        if (remains == is_member[unusual]).all():
+            return is_member
+        is_member[unusual] = remains
+
+
+def _average_nearest(distances: Floats) -> Floats:
+    """Return the mean of the `NUM_NEIGHBORS` smallest distances in each row, (N,); infinite if there are fewer.
+
+    Args:
+        distances: (N, R) distances of N records to R others. A record has an infinite distance to itself.
+    """
+    if distances.shape[1] < NUM_NEIGHBORS:
+        return np.full(len(distances), np.inf)
+    return np.asarray(np.partition(distances, NUM_NEIGHBORS - 1, 1)[:, :NUM_NEIGHBORS].mean(1))
+
+
+def leave_out(data: PreparedTable, suspects: Suspects) -> PreparedTable:
+    """Return the table with its suspected anomalies moved to `Split.LEFT_OUT`, and with a summary of them."""
+    split = data.split.copy()
+    split[suspects.is_grouped | suspects.is_isolated] = Split.LEFT_OUT
+    return replace(data, split=split, left_out=suspects.summarize())
+
+
+def restore_left_out(data: PreparedTable) -> PreparedTable:
+    """Return the table with the records that `leave_out` has moved to `Split.LEFT_OUT` as training records again."""
+    return replace(data, split=np.where(data.split == Split.LEFT_OUT, Split.TRAIN, data.split).astype(np.uint8))
+
+
 def choose_num_references(data: PreparedTable, seconds: float, clock: Callable[[], float]) -> int:
     """Return the number of references with which the distances of all records take at most the given time.
 
@@ -88,8 +284,34 @@ def compute_median_distances(
     seed: int,
     num_references: int = NUM_REFERENCES,
     on_progress: Callable[[int], object] = lambda num_done: None,
-) -> NDArray[np.float64]:
-    """Return the median distance of each of N records to a random sample of the table's records, the references.
+    rows: NDArray[np.int64] | None = None,
+) -> Floats:
+    """Return the median distance of each of N records to a random sample of these records, the references.
+
+    Args:
+        data: The prepared table.
+        seed: Seed of the random choice.
+        num_references: Number of references.
+        on_progress: Called with the number of records that are done, about once a second or more often.
+        rows: (N,) row numbers of the records. All records of the table by default.
+
+    Returns:
+        (N,) median distances. A larger distance means a more unusual record.
+    """
+    rows = np.arange(len(data.values)) if rows is None else rows
+    rng = np.random.default_rng([seed, 0x51F7])
+    reference_rows = np.sort(rng.permutation(rows)[:num_references])
+    median_distances = np.zeros(len(rows))
+    for chunk, distances in _iterate_distances(data, rows, reference_rows, own_distance=0.0):
+        median_distances[chunk] = np.median(distances, 1)
+        on_progress(chunk.stop)
+    return median_distances
+
+
+def _iterate_distances(
+    data: PreparedTable, rows: NDArray[np.int64], reference_rows: NDArray[np.int64], own_distance: float = math.inf
+) -> Iterator[tuple[slice, Floats]]:
+    """Yield the distances of N records to R references, some records at a time.
 
     The distance of two records is the root mean square of their differences, over the features of which both have a
     reading. A difference of measurements is in standard deviations; for cyclic features, such as angles, it is the
@@ -98,25 +320,22 @@ def compute_median_distances(
 
     Args:
         data: The prepared table.
-        seed: Seed of the random choice.
-        num_references: Number of references.
-        on_progress: Called with the number of records that are done, about once a second or more often.
+        rows: (N,) row numbers of the records.
+        reference_rows: (R,) row numbers of the references, ascending.
+        own_distance: The distance of a record to itself. It is infinite if nearest others are searched.
 
-    Returns:
-        (N,) median distances. A larger distance means a more unusual record.
+    Yields:
+        The slice of `rows` with C records, and their distances (C, R).
     """
     # Shapes: N records, R references, F features, C records of a chunk.
-    num_records = len(data.values)
-    rng = np.random.default_rng([seed, 0x51F7])
-    reference_rows = np.sort(rng.permutation(num_records)[:num_references])
     references = np.asarray(data.values[reference_rows], np.float64)  # (R, F)
     # The unit of a difference. It must be positive, even for features without readings (NaN) or with a constant value.
     units = np.maximum(np.nan_to_num(_compute_deviations(references), nan=1.0), 1e-9)
-    median_distances = np.zeros(num_records)
     # Each chunk has so few records that at most MAX_DIFFERENCES distances or readings are in memory.
     chunk_size = max(1, MAX_DIFFERENCES // max(len(reference_rows), len(data.schema)))
-    for start in range(0, num_records, chunk_size):
-        values = np.asarray(data.values[start : start + chunk_size], np.float64)  # (C, F)
+    for start in range(0, len(rows), chunk_size):
+        chunk = slice(start, min(start + chunk_size, len(rows)))
+        values = np.asarray(data.values[rows[chunk]], np.float64)  # (C, F)
         square_sums = _sum_linear_squares(values, references, units, data.schema.is_linear)  # (C, R)
         for code in np.flatnonzero(~data.schema.is_linear):
             differences = np.abs(values[:, code, None] - references[:, code])  # (C, R), NaN if a reading is missing
@@ -129,9 +348,132 @@ def compute_median_distances(
         num_in_both = (~np.isnan(values)).astype(np.float64) @ (~np.isnan(references)).astype(np.float64).T
         # The number is at least 1, so that the distance is 0 if no feature has a reading in both records.
         distances = np.sqrt(square_sums / np.maximum(num_in_both, 1.0))
-        median_distances[start : start + chunk_size] = np.median(distances, 1)
-        on_progress(min(start + chunk_size, num_records))
-    return median_distances
+        distances[rows[chunk, None] == reference_rows] = own_distance
+        yield chunk, distances
+
+
+@dataclass(frozen=True, slots=True)
+class _Coordinates:
+    """A mapping of records to D numbers each, to which a Gaussian can be fitted.
+
+    A measurement is one number, a cyclic value is its sine and its cosine, and a label is −ln of its frequency. Each
+    number is in standard deviations from its mean. A missing reading is 0, so it is not unusual.
+
+    Attributes:
+        feature_codes: (D,) the feature of each number, as an index in the schema.
+        label_values: For each discrete feature by its index in the schema, −ln of the frequency of each label. The last
+            number is for all other labels.
+        means: (D,) means before the standardisation.
+        units: (D,) standard deviations before it, or 1 for a constant.
+    """
+
+    feature_codes: NDArray[np.int64]
+    label_values: dict[int, Floats]
+    means: Floats
+    units: Floats
+
+    @staticmethod
+    def fit(data: PreparedTable, rows: NDArray[np.int64]) -> _Coordinates:
+        """Return the mapping for a table, with frequencies, means and units of the records with the given rows."""
+        schema = data.schema
+        values = np.asarray(data.values[rows], np.float64)
+        label_values = {}
+        for code in np.flatnonzero(schema.is_discrete).tolist():
+            labels = values[~np.isnan(values[:, code]), code].astype(np.int64)
+            counts = np.bincount(labels, minlength=len(schema.features[code].labels) + 1)
+            label_values[code] = -np.log((counts + 1.0) / (len(labels) + len(counts)))
+        feature_codes = np.repeat(np.arange(len(schema)), np.where(schema.is_cyclic, 2, 1))
+        unscaled = _Coordinates(feature_codes, label_values, np.zeros(1), np.ones(1))
+        numbers = unscaled._convert(data, values)
+        is_known = ~np.isnan(numbers)
+        means = np.where(is_known, numbers, 0.0).sum(0) / np.maximum(is_known.sum(0), 1)
+        units = np.nan_to_num(_compute_deviations(numbers), nan=1.0)
+        return replace(unscaled, means=means, units=np.where(units > 0, units, 1.0))
+
+    def compute(self, data: PreparedTable, rows: NDArray[np.int64]) -> Floats:
+        """Return the numbers of the N records with the given rows, (N, D)."""
+        numbers = self._convert(data, np.asarray(data.values[rows], np.float64))
+        return np.nan_to_num((numbers - self.means) / self.units)
+
+    def _convert(self, data: PreparedTable, values: Floats) -> Floats:
+        """Return the numbers before the standardisation, (N, D), NaN if missing, of the values of N records, (N, F)."""
+        columns = []
+        for code in range(len(data.schema)):
+            column = values[:, code]
+            if code in self.label_values:
+                labels = np.nan_to_num(column).astype(np.int64)
+                by_label = self.label_values[code]
+                column = np.where(np.isnan(column), np.nan, by_label[np.minimum(labels, len(by_label) - 1)])
+            if data.schema.is_cyclic[code]:
+                angles = 2.0 * np.pi * column / data.schema.cycle_lengths[code]
+                columns += [np.sin(angles), np.cos(angles)]
+            else:
+                columns.append(column)
+        return np.stack(columns, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class _TrimmedGaussian:
+    """A Gaussian that is fitted to the central records only, so that anomalies hardly change it.
+
+    Attributes:
+        mean: (D,) the mean.
+        scales: (D,) the standard deviations.
+        whitening: (D, D) the matrix that makes the coordinates of central records uncorrelated, with variance 1.
+    """
+
+    mean: Floats
+    scales: Floats
+    whitening: Floats
+
+    @staticmethod
+    def fit(x: Floats, initial_scores: Floats) -> _TrimmedGaussian:
+        """Fit the Gaussian to `CENTRAL_SHARE` of the records: those to which the fitted Gaussian itself is nearest.
+
+        These are the concentration steps of the minimum covariance determinant (Rousseeuw and Van Driessen, 1999).
+
+        Args:
+            x: (N, D) records, each number with variance 1.
+            initial_scores: (N,) how unusual each record is; the fit begins with those that are the least unusual.
+        """
+        num_central, scores = max(2, int(CENTRAL_SHARE * len(x))), initial_scores
+        central: NDArray[np.int64] = np.empty(0, np.int64)
+        for _ in range(MAX_TRIMMING_ROUNDS):
+            nearest = np.sort(np.argsort(scores, kind="stable")[:num_central])
+            if np.array_equal(nearest, central):
+                break
+            central = nearest
+            mean = x[central].mean(0)
+            gaussian = _TrimmedGaussian._create(mean, x[central] - mean)
+            scores = gaussian.measure(x)
+        return gaussian
+
+    @staticmethod
+    def _create(mean: Floats, differences: Floats) -> _TrimmedGaussian:
+        """Return the Gaussian of records with the given mean and differences from it, (N, D)."""
+        variances = (differences**2).mean(0) + MIN_VARIANCE
+        if len(mean) > MAX_FITTED_FEATURES:  # without correlations, which would take too long
+            return _TrimmedGaussian(mean, np.sqrt(variances), np.diag(1.0 / np.sqrt(variances)))
+        covariance = (1.0 - CORRELATION_SHRINKAGE) * (differences.T @ differences / len(differences))
+        np.fill_diagonal(covariance, variances)
+        return _TrimmedGaussian(mean, np.sqrt(variances), np.linalg.inv(np.linalg.cholesky(covariance)))
+
+    def measure(self, x: Floats) -> Floats:
+        """Return the squared Mahalanobis distance of each of N records, (N,), from the mean."""
+        distances: Floats = (((x - self.mean) @ self.whitening.T) ** 2).sum(1)
+        return distances
+
+    def find_largest(self, x: Floats) -> NDArray[np.int64]:
+        """Return, for each of N records, the index of the number that is most standard deviations from the mean."""
+        return np.asarray((np.abs(x - self.mean) / self.scales).argmax(1))
+
+
+def _compute_in_chunks(
+    function: Callable[[NDArray[np.int64]], Floats], data: PreparedTable, rows: NDArray[np.int64]
+) -> Floats:
+    """Return the results of a function of row numbers for many records, of which few are in memory at once."""
+    chunk_size = max(1, MAX_DIFFERENCES // (2 * len(data.schema)))
+    return np.concatenate([function(rows[start : start + chunk_size]) for start in range(0, len(rows), chunk_size)])
 
 
 def _sum_linear_squares(

@@ -18,6 +18,7 @@ from trainer.data import PreparedTable, TrainingTable
 from trainer.evaluate import HeldOutLikelihood
 from trainer.feature_table import describe_feature
 from trainer.fit import TrainingResult
+from trainer.outliers import describe_suspects
 from trainer.training_warnings import MIN_STEPS
 
 MAIN_ALPHA = 0.01
@@ -317,9 +318,11 @@ def render_row_counts(data: TrainingTable, training: dict[str, Any]) -> list[str
     rows += [
         [f"infinite readings of {name}, treated as missing", count] for name, count in data.infinite_by_feature.items()
     ]
+    left_out = training.get("left_out")  # suspected anomalies (--contamination auto)
     rows += [[f"left out: {reason}", count] for reason, count in data.skipped_by_reason.items()]
     return [
         pages.render_heading("Data"),
         pages.render_table(["what", "count"], rows),
+        *([pages.render_paragraph(f"Suspected anomalies: {describe_suspects(left_out)}.")] if left_out else []),
         pages.render_paragraph(f"Data fingerprint {data.fingerprint}, seed {training['seed']}, layout {data.layout}."),
     ]

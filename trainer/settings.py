@@ -260,11 +260,12 @@ class TrainSettings(WindowedTableSettings):
         description="Number of equal parts of the records, for each of which a model is trained without it. "
         "Calibration then uses all records. Use it for small tables; it replaces --calibration-share.",
     )
-    contamination: MinorityShare = Field(
+    contamination: MinorityShare | Literal["auto"] = Field(
         0,
         description="Share (0 to 1) of the records that may be anomalies. The most unusual ones are left out of "
         "training and calibration. If there are no anomalies, up to this share of normal records raises alerts in "
-        "addition to alpha.",
+        "addition to alpha. auto is for an unknown share: groups of unusual records apart from the others, and records "
+        "far from all others, are left out of training. Calibration keeps all its records, and alpha its guarantee.",
     )
     order: Literal["arrival", "random", "schema", "time"] | None = Field(
         None,
@@ -332,6 +333,15 @@ class TrainSettings(WindowedTableSettings):
     def order_of_features(self) -> Literal["arrival", "random", "schema"] | None:
         """The value of --order for records whose features report once. The value "time" needs irregular readings."""
         return None if self.order == "time" else self.order
+
+    @property
+    def calibration_trim(self) -> float:
+        """The share of the calibration records with the largest statistics that is left out.
+
+        With `--contamination auto` it is 0: a calibration set from which records were dropped by their own scores would
+        no longer be exchangeable with new records.
+        """
+        return 0.0 if self.contamination == "auto" else self.contamination
 
     def _check_per(self) -> None:
         """Check that --adapt-below has an effect, and that --per is not combined with --folds.

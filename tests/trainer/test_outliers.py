@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import html
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +19,11 @@ from trainer.outliers import (
     NUM_REFERENCES,
     choose_num_references,
     compute_median_distances,
+    describe_suspects,
     drop_outliers,
+    find_suspects,
+    leave_out,
+    restore_left_out,
 )
 from trainer.settings import TrainConfig
 
@@ -98,3 +104,128 @@ def test_suspected_anomalies_are_neither_trained_on_nor_exemplars(tmp_path: Path
     assert rows["left_out"] > 10
     assert loaded.model.config.exemplars == rows["train"] + rows["validation"]
     assert len(loaded.calibration.scores) == 40 - 4
+
+
+def prepare_numbers(folder: Path, values: np.ndarray) -> PreparedTable:
+    """Return a prepared table of measurements with one column for each column of the values."""
+    return prepared(folder, {f"x{index}": column for index, column in enumerate(values.T)})
+
+
+def count_found(data: PreparedTable, num_anomalies: int) -> tuple[float, float]:
+    """Return the shares of the first records and of the others that are suspects, of those that are examined."""
+    suspects = find_suspects(data, 0)
+    is_suspect = suspects.is_grouped | suspects.is_isolated
+    is_examined = data.split != Split.CALIBRATION
+    assert not is_suspect[~is_examined].any()
+    assert suspects.num_examined == is_examined.sum()
+    is_anomaly = np.arange(len(is_suspect)) < num_anomalies
+    found, lost = is_suspect[is_anomaly & is_examined], is_suspect[~is_anomaly & is_examined]
+    return float(found.sum() / max(len(found), 1)), float(lost.mean())
+
+
+@pytest.mark.parametrize("share", [0.02, 0.05, 0.09])
+def test_auto_leaves_out_a_group_of_similar_anomalies(tmp_path: Path, rng: np.random.Generator, share: float) -> None:
+    values = rng.normal(size=(2000, 6))
+    num_anomalies = round(share * 2000)
+    values[:num_anomalies] = 3.0 + 0.3 * rng.normal(size=(num_anomalies, 6))
+    found, lost = count_found(prepare_numbers(tmp_path, values), num_anomalies)
+    assert found > 0.95
+    assert lost < 0.01
+
+
+def test_auto_leaves_out_anomalies_that_only_break_a_correlation(tmp_path: Path, rng: np.random.Generator) -> None:
+    """Each reading by itself is ordinary, so the median distance cannot find them; the trimmed Gaussian can."""
+    common = rng.normal(size=(2000, 1))
+    values = common + 0.1 * rng.normal(size=(2000, 4))
+    values[:80] = np.array([1.0, -1.0, 1.0, -1.0]) + 0.1 * rng.normal(size=(80, 4))
+    found, lost = count_found(prepare_numbers(tmp_path, values), 80)
+    assert found > 0.95
+    assert lost < 0.06, "the two ends of the common direction are thin, and small groups remain there"
+
+
+def test_auto_leaves_out_scattered_anomalies_that_are_far_away(tmp_path: Path, rng: np.random.Generator) -> None:
+    values = rng.normal(size=(2000, 6))
+    values[:60] = rng.uniform(-20, 20, (60, 6))
+    found, lost = count_found(prepare_numbers(tmp_path, values), 60)
+    assert found > 0.9
+    assert lost < 0.01
+
+
+@pytest.mark.parametrize("kind", ["normal", "student", "joint student", "lognormal", "two modes"])
+def test_auto_leaves_nearly_nothing_out_of_a_clean_table(tmp_path: Path, rng: np.random.Generator, kind: str) -> None:
+    """Tails of normal records are continuous, so their records are neither in groups apart nor isolated."""
+    draws = {
+        "normal": lambda: rng.normal(size=(2000, 6)),
+        "student": lambda: rng.standard_t(3, (2000, 6)),
+        "joint student": lambda: rng.normal(size=(2000, 6)) / np.sqrt(rng.chisquare(3, (2000, 1)) / 3),
+        "lognormal": lambda: rng.lognormal(0, 1, (2000, 6)),
+        "two modes": lambda: rng.normal(size=(2000, 6)) + 5.0 * rng.integers(0, 2, (2000, 1)),
+    }
+    assert count_found(prepare_numbers(tmp_path, draws[kind]()), 0)[1] < 0.04
+
+
+def test_auto_finds_anomalies_by_labels_cyclic_and_missing_readings(tmp_path: Path, rng: np.random.Generator) -> None:
+    columns = mixed(rng, 1000) | {"heading": rng.uniform(350, 370, 1000) % 360}
+    columns["b"] = columns["b"].astype(np.float64)
+    columns["b"][100:300] = np.nan
+    columns["heading"][:40] = rng.uniform(170, 190, 40)
+    columns["c"][:40] += 6.0
+    data = prepared(tmp_path, columns, cycle=(("heading", 360.0),))
+    found, lost = count_found(data, 40)
+    assert found > 0.9
+    assert lost < 0.04
+    summary = find_suspects(data, 0).summarize()
+    assert summary["most_unusual_feature"].get("heading", 0) + summary["most_unusual_feature"].get("c", 0) > 20
+
+
+def test_calibration_records_do_not_influence_what_auto_leaves_out(contaminated: PreparedTable) -> None:
+    """The guarantee needs it: the model must not depend on the calibration records."""
+    expected = find_suspects(contaminated, 0)
+    values = np.array(contaminated.values)
+    values[contaminated.split == Split.CALIBRATION] = 7.0
+    changed = find_suspects(dataclasses.replace(contaminated, values=values), 0)
+    assert (changed.is_grouped == expected.is_grouped).all()
+    assert (changed.is_isolated == expected.is_isolated).all()
+    left_out = leave_out(contaminated, expected)
+    assert ((left_out.split == Split.CALIBRATION) == (contaminated.split == Split.CALIBRATION)).all()
+    assert not (restore_left_out(left_out).split == Split.LEFT_OUT).any()
+
+
+def test_auto_leaves_nothing_out_of_a_tiny_table(tmp_path: Path, rng: np.random.Generator) -> None:
+    data = prepare_numbers(tmp_path, rng.normal(size=(40, 3)))
+    summary = find_suspects(data, 0).summarize()
+    assert summary["records"] == 0
+    assert describe_suspects(summary).startswith("no record was left out")
+
+
+@pytest.mark.parametrize("folds", [None, 3])
+def test_training_with_auto_reports_what_it_leaves_out(
+    tmp_path: Path, rng: np.random.Generator, folds: int | None
+) -> None:
+    """Suspects are neither trained on nor exemplars. Calibration keeps all its records, with --folds all of them."""
+    columns = mixed(rng, 300)
+    columns["b"][:24] = 50.0 + rng.normal(size=24)
+    table = write(tmp_path / "table.parquet", columns)
+    settings = TrainConfig(
+        out=tmp_path / "m", contamination="auto", epochs=1, device="cpu", preset="tiny", folds=folds, **SMALL
+    )
+    messages: list[str] = []
+    output = train([table], settings, on_message=messages.append)
+    loaded = model_store.read(tmp_path / "m")
+    training = loaded.manifest["training"]
+    summary = training["left_out"]
+    assert training["options"]["contamination"] == "auto"
+    assert summary["records"] == training["rows"]["left_out"] == (output.data.split == Split.LEFT_OUT).sum()
+    assert summary["records"] >= (output.data.split[:24] != Split.CALIBRATION).sum()
+    assert "b" in summary["most_unusual_feature"]
+    assert describe_suspects(summary) in messages
+    assert describe_suspects(summary) in html.unescape((tmp_path / "m" / model_store.REPORT).read_text())
+    assert loaded.model.config.exemplars == training["rows"]["train"] + training["rows"]["validation"]
+    assert len(loaded.calibration.scores) == (300 if folds else 60)
+    assert training["records_used"]["calibration_trimmed"] == 0
+
+
+@pytest.mark.parametrize("value", ["most", "0.5", "-1%"])
+def test_invalid_contamination_is_refused(tmp_path: Path, value: str) -> None:
+    with pytest.raises(ValueError, match="contamination"):
+        TrainConfig(out=tmp_path / "m", contamination=value)  # type: ignore[arg-type]
