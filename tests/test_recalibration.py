@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
+import shutil
 import threading
 import time
 from collections.abc import Callable
@@ -153,6 +156,69 @@ def test_trim_leaves_out_the_largest_scores(cli: Run, model_dir: Path, tmp_path:
     whole = model_store.read(out).calibration.scores
     assert cli(*words, "--trim", "0.05").code == 0
     np.testing.assert_allclose(model_store.read(out).calibration.scores, whole[:95], rtol=1e-6)
+
+
+def test_only_confirmed_anomalies_are_left_out(cli: Run, model_dir: Path, tmp_path: Path) -> None:
+    """The review lists the largest scores; of these, a person confirms some. Nothing else is removed."""
+    anomalies = {f"odd, {i}": row | {"temperature": 160.0 + i} for i, row in enumerate(draw_rows(SCHEMA, 5, 8, 0.0))}
+    new, out = write_lines(tmp_path / "new.jsonl", make_normal_records(100, 11) | anomalies), tmp_path / "again"
+    words = ["calibrate", new, "--model", model_dir, "--out", out]
+    assert cli(*words).code == 0
+    whole = model_store.read(out).calibration.scores
+    shutil.rmtree(out)
+    result = cli(*words, "--review", "8")
+    assert result.code == 0, result.err
+    assert not out.exists()
+    rows = list(csv.DictReader(io.StringIO(result.out)))
+    assert {row["record"] for row in rows} >= set(anomalies)
+    assert len(rows) == 8
+    np.testing.assert_allclose([float(row["statistic"]) for row in rows], whole[:-9:-1], rtol=1e-5)
+    assert float(rows[0]["p_value"]) == pytest.approx(1 / 106, rel=1e-2)
+    for row in rows:
+        row["anomalous"] = "yes" if row["record"] in anomalies else ""
+    review = tmp_path / "review.csv"
+    with review.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+    result = cli(*words, "--anomalous", review)
+    assert (result.code, "left out: 5 confirmed records" in result.err) == (0, True), result.err
+    assert len(model_store.read(out).calibration.scores) == 100
+    remaining = cli(*words, "--anomalous", review, "--review", "3")
+    assert not {row["record"] for row in csv.DictReader(io.StringIO(remaining.out))} & set(anomalies)
+    shutil.rmtree(out)
+    unedited = tmp_path / "unedited.csv"
+    unedited.write_text(cli(*words, "--review", "8").out)
+    assert cli(*words, "--anomalous", unedited).code == 0
+    assert len(model_store.read(out).calibration.scores) == 105, "nothing was confirmed, so nothing is removed"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("record,anomalous\nr1,perhaps\n", "line 2: 'perhaps'"),
+        ("record,score\nr1,1\n", "expected the columns record and anomalous"),
+        ("record,anomalous\nr-none,yes\n", "does not contain, such as 'r-none'"),
+        ("record,anomalous\n" + "".join(f"r{i},yes\n" for i in range(60)), "confirms all records"),
+    ],
+)
+def test_list_of_anomalies_that_cannot_be_used_is_refused(
+    cli: Run, model_dir: Path, tmp_path: Path, text: str, message: str
+) -> None:
+    new, review = write_lines(tmp_path / "new.jsonl", make_normal_records(60, 11)), tmp_path / "review.csv"
+    review.write_text(text)
+    result = cli("calibrate", new, "--model", model_dir, "--out", tmp_path / "x", "--anomalous", review)
+    assert result.code != 0
+    assert message in result.err
+    assert not (tmp_path / "x").exists()
+
+
+def test_review_needs_input(cli: Run, model_dir: Path, tmp_path: Path) -> None:
+    evidence = tmp_path / "e.jsonl"
+    evidence.write_text("")
+    result = cli("calibrate", "--model", model_dir, "--incidents", evidence, "--review", "5")
+    assert result.code == 2
+    assert "--review and --anomalous need INPUT" in result.err
 
 
 def test_new_calibration_replaces_the_model_and_is_reloaded(cli: Run, tmp_path: Path) -> None:

@@ -63,7 +63,7 @@ _NOT_COMPARED = frozenset(
         *("incidents", "incident_budget", "incident_rule", "segment", "quiet", "silent_after", "gap", "fleet"),
         *("device_by", "records_per_day", "open_early"),
         # a calibration is made when all records are scored
-        *("group_by", "trim", "seen_records"),
+        *("group_by", "trim", "review", "anomalous", "seen_records"),
     }
 )
 """Settings with which a run can be continued although they have changed."""

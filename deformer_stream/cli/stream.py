@@ -427,6 +427,9 @@ def build_calibrate() -> click.Command:
 
         With --incidents and without INPUT, only the segments of the incident budget are calibrated.
 
+        With --review, no model is written. The records with the largest scores are listed as CSV instead, and only
+        those that a person confirms as anomalies are left out by --anomalous.
+
         With --workers, the input is divided into shards, which several processes score. The same command continues a
         run that was interrupted.
         """
@@ -435,6 +438,8 @@ def build_calibrate() -> click.Command:
         if not inputs:
             for flag in settings.list_shard_flags():
                 raise ConfigError(f"{flag} divides input into shards, but no input is given: leave it out")
+            if settings.review is not None or settings.anomalous is not None:
+                raise ConfigError("--review and --anomalous need INPUT, whose records they are about: add it")
             return incident_files.calibrate_incidents(settings)
         # These imports take seconds.
         from deformer_stream import log, model_store
@@ -445,6 +450,7 @@ def build_calibrate() -> click.Command:
             score_records,
             score_records_in_shards,
         )
+        from deformer_stream.cli.calibration_review import format_review, mark_kept_records
         from deformer_stream.cli.config_report import align_columns
         from deformer_stream.cli.recalibration_report import write_recalibrated_model
         from deformer_stream.cli.seen_records import replace_calibration_records, select_new_records
@@ -472,7 +478,21 @@ def build_calibrate() -> click.Command:
         records = scored.records
         data_fingerprint = loaded.manifest["training"].get("fingerprint", "unknown")
         is_used, note = select_new_records(seen_records, records.fingerprints, settings.seen_records, data_fingerprint)
+        notes = [note] if note else []
+        if settings.anomalous is not None:
+            is_kept, note = mark_kept_records(records.record_ids, settings.anomalous)
+            is_used = is_used & is_kept
+            notes.append(note)
         record_ids = list(compress(records.record_ids, is_used))
+        if settings.review is not None:
+            max_statistics = records.max_statistics[is_used]
+            click.echo(format_review(record_ids, max_statistics, settings.review), nl=False)
+            click.echo(
+                f"listed {min(settings.review, len(record_ids))} of {len(record_ids)} records; no model was written: "
+                "write yes in the column anomalous of each anomaly, and run calibrate with --anomalous FILE instead",
+                err=True,
+            )
+            return 0
         statistics = CalibrationStatistics(
             max_statistics=records.max_statistics[is_used],
             record_ids=record_ids,
@@ -505,7 +525,9 @@ def build_calibrate() -> click.Command:
         warning = f"; {scored.warning}" if scored.warning else ""
         click.echo(
             f"calibrated on {recalibration.num_records} records in {statistics.arrival_order} order{ties}{refused}; "
-            f"the model was written to {target} (fingerprint {fingerprint})" + (f"; {note}" if note else "") + warning,
+            f"the model was written to {target} (fingerprint {fingerprint})"
+            + "".join(f"; {note}" for note in notes)
+            + warning,
             err=True,
         )
         if reason := explain_missing_charts():

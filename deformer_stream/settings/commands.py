@@ -563,6 +563,17 @@ class CalibrateSettings(InputSettings, ShardSettings):
         "Share of the records with the largest scores to leave out, if the input may contain up to this share of "
         "anomalies. If it contains none, up to this share of normal records alerts in addition to alpha.",
     )
+    review: int | None = Field(
+        None,
+        ge=1,
+        description="Write no model, but list this number of records with the largest scores as CSV, for a person who "
+        "decides which are anomalies. Give the list back with --anomalous.",
+    )
+    anomalous: Path | None = Field(
+        None,
+        description="The list of --review, in which a person has written yes in the column anomalous. These records "
+        "are left out. All others are used, so alpha keeps its guarantee.",
+    )
     seen_records: Literal["refuse", "drop", "allow"] = Field(
         "refuse",
         description="What to do if training or the calibration in force has used more of the records than happens by "
