@@ -3,11 +3,14 @@
     python -m benchmarks.contamination --tables cardio,thyroid --shares 0,0.01,0.05,0.1 --max-time 45s
 
 Splits, presets and streams are those of `benchmarks.tables`, except that anomalies replace a share of the training
-records; these anomalies are not tested. Three treatments are compared:
+records; these anomalies are not tested. These treatments are compared:
 
     as is      all training records are treated as normal
     trimmed    calibration drops the given share of the records with the largest statistics
     declared   deformer-train --contamination SHARE, which also drops the records farthest from others from training
+    auto       deformer-train --contamination auto, which is not told the share
+    reviewed   the model of auto; of the 100 calibration records with the largest statistics, the anomalies are removed,
+               as a person would confirm them (deformer-stream calibrate --review 100 and --anomalous)
 
 Isolation Forest and the mean distance to the five nearest neighbours run on the same rows without knowing the share.
 The report shows AUROC and AUPR of complete records, and for each α the shares of normal records and of anomalies that
@@ -42,14 +45,18 @@ from benchmarks.tables import (
 from deformer_stream import Detector
 from deformer_stream.calibration.conformal import Calibration, trim_largest
 from deformer_stream.errors import ConfigError
+from trainer.data import Split
 
 Floats = NDArray[np.float64]
 
 ALPHAS = (0.05, 0.01)
 """False-alarm rates of the alerts."""
 
-TREATMENTS = ("as is", "trimmed", "declared")
+TREATMENTS = ("as is", "trimmed", "declared", "auto", "reviewed")
 """Ways to deal with the anomalies; keys of the JSON lines."""
+
+NUM_REVIEWED = 100
+"""Number of calibration records that a person looks at."""
 
 NAME_BY_PEER = {"forest": "Isolation Forest", "neighbours": "5-NN"}
 
@@ -125,9 +132,40 @@ def measure_table(table: pa.Table, share: float, seed: int, max_time: str) -> di
         anomaly_scores, statistics = score_stream(informed_detector, test, seed)
         alerts = measure_alerts(informed_detector.artifact.calibration, statistics, is_anomaly)
         line["declared"] = compute_ranking_metrics(anomaly_scores, is_anomaly) | alerts
+    line |= _measure_auto(features, labels, parts, seed, max_time)
     matrix = np.column_stack([column.to_numpy() for column in features.columns]).astype(np.float64)
     peer_scores = score_by_peers(matrix[parts.train], matrix[parts.test], seed)
     return line | {name: compute_ranking_metrics(peer_scores[name], is_anomaly) for name in NAME_BY_PEER}
+
+
+def _measure_auto(
+    features: pa.Table, labels: NDArray[Any], parts: TableSplit, seed: int, max_time: str
+) -> dict[str, Any]:
+    """Measure `--contamination auto`, as it is and with a reviewed calibration, on one table."""
+    train, test = features.take(parts.train), features.take(parts.test)
+    detector, output = train_detector(train, seed, max_time, contamination="auto")
+    is_hidden = labels[parts.train] != 0
+    anomaly_scores, statistics = score_stream(detector, test, seed)
+    metrics = compute_ranking_metrics(anomaly_scores, parts.is_anomaly)
+    calibration = detector.artifact.calibration
+    rows = output.data.select_rows(Split.CALIBRATION)
+    _, calibration_statistics = score_stream(detector, train.take(rows), seed)
+    is_confirmed = confirm_anomalies(calibration_statistics, is_hidden[rows])
+    reviewed = Calibration.from_statistics(calibration_statistics[~is_confirmed], calibration.arrival_order)
+    is_left_out = output.data.split == Split.LEFT_OUT
+    return {
+        "left out": {"anomalies": int(is_left_out[is_hidden].sum()), "normals": int(is_left_out[~is_hidden].sum())},
+        "auto": metrics | measure_alerts(calibration, statistics, parts.is_anomaly),
+        "reviewed": metrics | measure_alerts(reviewed, statistics, parts.is_anomaly),
+    }
+
+
+def confirm_anomalies(statistics: Floats, is_anomaly: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """Return which calibration records are anomalies among the `NUM_REVIEWED` with the largest statistics."""
+    is_confirmed = np.zeros(len(statistics), bool)
+    reviewed = np.argsort(-statistics, kind="stable")[:NUM_REVIEWED]
+    is_confirmed[reviewed] = is_anomaly[reviewed]
+    return is_confirmed
 
 
 def _format_rows(line: dict[str, Any]) -> list[list[str]]:

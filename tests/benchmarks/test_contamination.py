@@ -37,6 +37,13 @@ def test_alerts_are_counted_at_each_alpha() -> None:
     }
 
 
+def test_only_anomalies_among_the_largest_statistics_are_confirmed() -> None:
+    statistics = np.arange(150.0)
+    is_anomaly = np.zeros(150, bool)
+    is_anomaly[[10, 60, 149]] = True
+    assert np.flatnonzero(contamination.confirm_anomalies(statistics, is_anomaly)).tolist() == [60, 149]
+
+
 @pytest.mark.parametrize("shares", ["much", "0.5", "-0.1", ""])
 def test_invalid_shares_are_rejected(shares: str) -> None:
     with pytest.raises(ConfigError, match="--shares"):
