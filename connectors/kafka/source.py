@@ -140,8 +140,8 @@ class KafkaSource:
         # Committed offsets of partitions whose earlier events (the history) are still being read again.
         self._history_ends: dict[TopicPartition, int] = {}
         self._revoked: list[int] = []  # revoked since the last poll
-        # Revoked partitions whose offsets the consumer is committing, and whether there are any to commit.
-        self._revocations: deque[tuple[frozenset[TopicPartition], bool]] = deque()
+        # For each revocation whose end the consumer has not reported yet, whether it has offsets to commit.
+        self._revocations: deque[bool] = deque()
         self._fatal_error: Exception | None = None  # of a commit of revoked partitions; raised by the next poll
         self._has_joined = self._has_owned = self._is_closed = False
         if not _VALID_TOPIC.fullmatch(topic):
@@ -811,18 +811,20 @@ class KafkaSource:
             The offsets that the consumer must commit; none if a transaction has committed them.
         """
         committable = {tp for tp in partitions if tp in self._written_positions and self._is_committable(tp)}
-        offsets = None if self._is_closed or not committable else self._commit_revoked(committable)
-        self._revocations.append((partitions, offsets is not None))
-        return offsets or {}
+        offsets = {} if self._is_closed or not committable else self._commit_revoked(committable)
+        self._revocations.append(bool(offsets))
+        # At once, because the partitions can be assigned again before the consumer has committed their offsets.
+        self._remove_partitions(partitions)
+        return offsets
 
-    def _commit_revoked(self, revoked: Iterable[TopicPartition]) -> Offsets | None:
+    def _commit_revoked(self, revoked: Iterable[TopicPartition]) -> Offsets:
         """Send a commit with the state of revoked partitions, after the commit in progress.
 
         Args:
             revoked: The partitions.
 
         Returns:
-            The offsets that the consumer must commit; none if a transaction has committed them. None if it failed.
+            The offsets that the consumer must commit; none if a transaction has committed them, or if it failed.
         """
         deadline = time.monotonic() + self._session / 2  # perhaps no heartbeat is sent during this commit
         offsets: dict[TopicPartition, Any] = {}
@@ -830,7 +832,7 @@ class KafkaSource:
             # A commit in progress is older than the state of the revoked partitions, so it comes first.
             if self._commits.has_commit:
                 offsets |= self._send_within(deadline)
-                # Its messages are written. If its offsets are not, later ones replace them.
+                # Its messages are written. If the consumer cannot commit its offsets, `give_up` is called.
                 self._commits.mark_committed()
             states = self.collect_state(frozenset(tp.partition for tp in revoked))
             positions = {tp: offset for tp, offset in self._written_positions.items() if self._is_committable(tp)}
@@ -840,15 +842,17 @@ class KafkaSource:
             except DeformerError:
                 self._commits.give_up()  # no later attempt could commit these partitions
                 raise
+            if not offsets:
+                self._commits.mark_committed()
         except DeformerError as error:
             # The next owner repeats these messages. Raising here would end the group's rebalance instead.
             log.get_logger("kafka").warning("revoked_partitions_not_committed", error=str(error))
             if isinstance(error, ProducerFenced):
                 self._fatal_error = error
-            return None
+            return {}
         except Exception as error:  # a bug in the function that collects the state
             self._fatal_error = error
-            return None
+            return {}
         return offsets
 
     def _send_within(self, deadline: float) -> Offsets:
@@ -873,15 +877,13 @@ class KafkaSource:
         return self._commits.send(self._consumer.membership, deadline - time.monotonic(), self.on_wait) or {}
 
     def on_revoked_committed(self, error: Exception | None) -> None:
-        """End the commit of revoked partitions, and list them as revoked."""
-        partitions, has_commit = self._revocations.popleft()
-        if has_commit:
+        """End the commit of revoked partitions."""
+        if self._revocations.popleft():
             if error is None:
                 self._commits.mark_committed()
             else:
                 log.get_logger("kafka").warning("revoked_partitions_not_committed", error=str(error))
                 self._commits.give_up()  # no later attempt could commit these partitions
-        self._remove_partitions(partitions)
 
     def on_lost(self, partitions: frozenset[TopicPartition]) -> None:
         """Remove partitions that other members own already, because the group has removed this member.
