@@ -192,8 +192,13 @@ NO_RESPONSE = Failure(
 CONNECTION_LOST = Failure(Unavailable, "the network connection failed: check --bootstrap-servers")
 UNREADABLE_BATCH = Failure(
     Unavailable,
-    "the client cannot read a batch of messages (damaged, or compressed in a way that it does not support): delete "
-    "the messages before it with kafka-delete-records, or use the other --client",
+    "the client cannot read a batch of messages (damaged, or compressed in a way that it does not support): use the "
+    "other --client, or delete the messages up to the end of the batch, which is after this offset, with "
+    "kafka-delete-records",
+)
+UNEXPECTED_ERROR = Failure(
+    Unavailable,
+    "unexpected error of the client library: run again, and report it if it happens again",
 )
 REQUEST_FAILED = Failure(Unavailable, "the request failed: see the broker's log, then run again")
 
