@@ -24,6 +24,7 @@ from connectors.kafka.ports import (
     GroupMember,
     KafkaCluster,
     MessageColumns,
+    MissingTopic,
     OffsetOutOfRange,
     Offsets,
     ProducerFenced,
@@ -97,7 +98,8 @@ class KafkaSource:
             pipeline.
 
     Raises:
-        Unavailable: No broker responds, or the topic does not exist.
+        MissingTopic: The topic does not exist.
+        Unavailable: No broker responds.
         ConfigError: The broker refuses the connection, or the group uses another model.
     """
 
@@ -162,7 +164,7 @@ class KafkaSource:
                 topic, client.DELIVERY_SECONDS
             )
             if not self.partitions:
-                raise Unavailable(f"topic {topic!r} does not exist on {cluster.servers}: create it or check --topic")
+                raise MissingTopic(f"topic {topic!r} does not exist on {cluster.servers}: create it or check --topic")
             self._check_model()
             self._consumer.subscribe(topic, self)
         except DeformerError:
