@@ -215,7 +215,8 @@ class KafkaSource:
             finally:
                 admin.close()
 
-        return BackgroundCall(describe).result(None, self.on_wait)
+        # Less than the poll interval, after which the group excludes this process.
+        return BackgroundCall(describe).result(client.DELIVERY_SECONDS, self.on_wait)
 
     def _confirm_instance(self) -> None:
         """Before a failed producer is replaced, raise an error unless this process still has its instance name.
@@ -607,17 +608,21 @@ class KafkaSource:
         if self._state is None or num_needed <= self._num_state_partitions:
             return
         topic = self._state.topic
-        admin = load_client(self._cluster).open_admin(self._cluster)
-        try:
-            description = admin.describe_topics([topic], client.REQUEST_SECONDS).get(topic)
-            if description is None:
-                raise ConfigError(
-                    f"topic {topic!r}, which stores the state of open records, does not exist any more: end all "
-                    "processes of the group and start them again, which creates it (see --lost-state)"
-                )
-            ensure_partitions(admin, topic, description.num_partitions, num_needed, self._creates_partitions)
-        finally:
-            admin.close()
+
+        def add() -> None:
+            admin = load_client(self._cluster).open_admin(self._cluster)
+            try:
+                description = admin.describe_topics([topic], client.REQUEST_SECONDS).get(topic)
+                if description is None:
+                    raise ConfigError(
+                        f"topic {topic!r}, which stores the state of open records, does not exist any more: end all "
+                        "processes of the group and start them again, which creates it (see --lost-state)"
+                    )
+                ensure_partitions(admin, topic, description.num_partitions, num_needed, self._creates_partitions)
+            finally:
+                admin.close()
+
+        BackgroundCall(add).result(client.DELIVERY_SECONDS, self.on_wait)
         self._num_state_partitions = num_needed
 
     # --- commits ------------------------------------------------------------------------------------------------------

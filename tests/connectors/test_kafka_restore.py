@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 
 import pytest
@@ -182,3 +183,21 @@ def test_connections_of_a_restore_are_closed_if_its_partitions_are_revoked(fake_
     source.on_lost(frozenset({TopicPartition("events", 0)}))
     assert poll_restored(source) == []
     assert reader.is_closed
+
+
+def test_progress_is_reported_while_partitions_are_added_to_the_state_topic(
+    fake_kafka: FakeKafka, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("connectors.kafka.background.WAIT_SECONDS", 0.01)
+    source, consumer = open_source(fake_kafka, 1)
+    has_waited = threading.Event()
+
+    def wait(name: str, tps: set[TopicPartition]) -> None:
+        if name == "describe_topics":
+            assert has_waited.wait(30.0)
+
+    fake_kafka.before, source.on_wait = wait, has_waited.set
+    fake_kafka.num_partitions = {"events": 2, STATE_TOPIC: 2}
+    consumer.give(TopicPartition("events", 1))
+    assert poll_restored(source) == [0, 1]
+    assert has_waited.is_set()
