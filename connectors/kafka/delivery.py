@@ -28,8 +28,8 @@ ANSWER_SECONDS = 5.0
 """Seconds after the end of a transaction's time for which its result is waited for."""
 
 MAX_OPENING_SECONDS = client.DELIVERY_SECONDS
-"""Seconds for which one call of `Delivery.renew_producer` waits. Between two calls, the consumer takes part in its group,
-which would otherwise exclude it after its poll interval."""
+"""Seconds for which one call of `Delivery.renew_producer` waits. Between two calls, the consumer takes part in its
+group, which would otherwise exclude it after its poll interval."""
 
 Result = TypeVar("Result")
 

@@ -110,7 +110,7 @@ RESERVED_OPTIONS = frozenset(
         *("enable_auto_commit", "auto_offset_reset", "isolation_level", "partition_assignment_strategy"),
         *("transactional_id", "transaction_timeout_ms", "enable_idempotence", "acks", "partitioner"),
         *("allow_auto_create_topics", "key_serializer", "value_serializer", "key_deserializer", "value_deserializer"),
-        *("ssl_context", "ssl_check_hostname", "kafka_client", "sasl_oauth_token_provider"),
+        *("security_protocol", "ssl_context", "ssl_check_hostname", "kafka_client", "sasl_oauth_token_provider"),
     }
 )
 """Options of kafka-python on which the guarantees rely (delivery, encryption), so that they cannot be passed
@@ -199,6 +199,7 @@ def _connect(create: Any, cluster: KafkaCluster, **settings: Any) -> Any:
         ConfigError: The broker refuses the connection, or a setting is invalid.
     """
     client.check_options(cluster, RESERVED_OPTIONS)
+    _forwarder.add_secrets(cluster)
     client.check_reachable(cluster)
     network_clients: list[Any] = []  # those that were created, so that they can be closed
 
