@@ -40,6 +40,9 @@ REPEAT_SECONDS = 60.0
 MAX_REMEMBERED_WARNINGS = 1000
 """Number of different warnings whose repetitions are recognised."""
 
+MIN_SECRET_LENGTH = 6
+"""Shortest value of an option of --client-option that log lines never contain, if its name is not that of a secret."""
+
 DELIVERY_SECONDS = 30.0
 """Seconds a message may stay unacknowledged, or a request unanswered, before it counts as failed."""
 
@@ -192,8 +195,13 @@ NO_RESPONSE = Failure(
 CONNECTION_LOST = Failure(Unavailable, "the network connection failed: check --bootstrap-servers")
 UNREADABLE_BATCH = Failure(
     Unavailable,
-    "the client cannot read a batch of messages (damaged, or compressed in a way that it does not support): delete "
-    "the messages before it with kafka-delete-records, or use the other --client",
+    "the client cannot read a batch of messages (damaged, or compressed in a way that it does not support): use the "
+    "other --client, or delete the messages up to the end of the batch, which is after this offset, with "
+    "kafka-delete-records",
+)
+UNEXPECTED_ERROR = Failure(
+    Unavailable,
+    "unexpected error of the client library: run again, and report it if it happens again",
 )
 REQUEST_FAILED = Failure(Unavailable, "the request failed: see the broker's log, then run again")
 
@@ -399,19 +407,38 @@ def describe_os_error(error: OSError) -> str:
     return tls_reason.replace("_", " ").lower() if tls_reason else error.strerror or type(error).__name__
 
 
+def list_secrets(cluster: KafkaCluster) -> set[str]:
+    """Return the texts that no log line may contain."""
+    names = ("ssl_password", "sasl_plain_password", "sasl_oauth_client_secret")
+    secrets = {str(cluster.security[name]) for name in names if name in cluster.security}
+    for name, value in cluster.options.items():
+        # The value of any option may be a secret. Replacing numbers and short words would garble log lines.
+        is_secret = any(word in name for word in ("password", "secret", "key"))
+        if is_secret or (len(value) >= MIN_SECRET_LENGTH and not value.isdecimal()):
+            secrets.add(value)
+    return secrets - {""}
+
+
 class ClientLogForwarder(logging.Handler):
-    """A logging handler that forwards warnings of a client library to the log of this package.
+    """A logging handler that forwards warnings of a client library to the log of this package, without secrets.
 
     A repeated message is forwarded once in `REPEAT_SECONDS`.
     """
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
+        self._secrets: set[str] = set()
         self._forwarded_at: dict[str, float] = {}  # message → monotonic time at which it was last forwarded
+
+    def add_secrets(self, cluster: KafkaCluster) -> None:
+        """Replace the secrets in the options of a cluster from now on."""
+        self._secrets |= list_secrets(cluster)
 
     def emit(self, record: logging.LogRecord) -> None:
         """Forward a log record of the library, unless it repeats a recent one."""
         text, now = record.getMessage(), time.monotonic()
+        for secret in sorted(self._secrets, key=len, reverse=True):  # one may contain another
+            text = text.replace(secret, "***")
         if now - self._forwarded_at.get(text, -math.inf) < REPEAT_SECONDS:
             return
         if len(self._forwarded_at) >= MAX_REMEMBERED_WARNINGS:

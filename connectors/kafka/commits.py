@@ -253,8 +253,9 @@ class CommitManager:
         self.has_commit = False
 
     def give_up(self) -> None:
-        """Stop making attempts for this commit; its messages are sent with the next commit."""
+        """Stop making attempts for this commit; the next one sends its messages, and commits all offsets again."""
         self.has_commit = False
+        self._committed_positions.clear()
 
     def remove_partitions(self, partitions: Iterable[TopicPartition]) -> None:
         """Remove partitions that have moved to another process from the commit in progress.

@@ -27,6 +27,10 @@ TRANSACTION_SECONDS = 30.0
 ANSWER_SECONDS = 5.0
 """Seconds after the end of a transaction's time for which its result is waited for."""
 
+MAX_OPENING_SECONDS = client.DELIVERY_SECONDS
+"""Seconds for which one call of `Delivery.renew_producer` waits. Between two calls, the consumer takes part in its
+group, which would otherwise exclude it after its poll interval."""
+
 Result = TypeVar("Result")
 
 
@@ -70,8 +74,10 @@ class Delivery:
         self._sent: list[OutgoingMessage] = []  # sent by an attempt, not known to be committed
         self._producer: Producer | None = None
         self._background_call: BackgroundCall[None] | None = None  # the transaction that `begin` has started
+        self._opening: BackgroundCall[Producer] | None = None  # the call of `_open_producer` that is not ended yet
+        self._is_closed = False
         self.has_failed = False
-        self._open_producer()
+        self._producer = self._open_producer()
 
     @property
     def is_transactional(self) -> bool:
@@ -235,14 +241,25 @@ class Delivery:
 
         Args:
             on_wait: A function that is called again and again while the new producer connects.
+
+        Raises:
+            Unavailable: No broker responds. If a request ignores its time limit, the next call waits for the same one.
         """
         self._background_call = None
-        BackgroundCall(self._open_producer).result(None, on_wait)
+        if self._opening is None:
+            self._close_producer()
+            self._opening = BackgroundCall(self._open_producer)
+        # A second producer at the same time would fence the first one, or be fenced by it.
+        if not self._opening.wait(MAX_OPENING_SECONDS, on_wait):
+            raise Unavailable(
+                f"the Kafka broker did not respond within {MAX_OPENING_SECONDS:g} s: check that it is running"
+            )
+        opening, self._opening = self._opening, None
+        self._producer = opening.get()
         self.has_failed = False
 
-    def _open_producer(self) -> None:
-        """Close the producer, if there is one, and create another."""
-        self.close()
+    def _open_producer(self) -> Producer:
+        """Return a new producer."""
         limits = self.max_bytes_by_topic.values()
         producer = load_client(self._cluster).open_producer(
             self._cluster,
@@ -252,16 +269,23 @@ class Delivery:
             # The broker compares the size of a batch, and no client knows the limit of each topic.
             max_batch_bytes=min(MAX_BATCH_BYTES, *limits),
         )
-        if self.is_transactional:
-            try:
+        try:
+            if self._is_closed:  # while the producer was connecting
+                raise Unavailable("the producer was closed before it was connected")
+            if self.is_transactional:
                 producer.open_transactions(client.DELIVERY_SECONDS)
-            except DeformerError:
-                producer.close()
-                raise
-        self._producer = producer
+        except DeformerError:
+            producer.close()
+            raise
+        return producer
 
     def close(self) -> None:
         """Close the producer; messages that were not sent are dropped."""
+        self._is_closed = True
+        self._close_producer()
+
+    def _close_producer(self) -> None:
+        """Close the producer, if there is one."""
         producer, self._producer = self._producer, None
         if producer is not None:
             producer.close()

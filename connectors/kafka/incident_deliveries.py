@@ -17,6 +17,7 @@ from connectors.kafka.ports import (
     Consumer,
     ConsumerOptions,
     KafkaCluster,
+    MissingTopic,
     Offsets,
     RebalanceInProgress,
     ReceivedMessage,
@@ -26,7 +27,7 @@ from connectors.kafka.topic_reader import poll_existing_messages
 from deformer_stream import log
 from deformer_stream.codec.encode_incidents import decode_incident
 from deformer_stream.codec.output_formats import JSON_READER, OutputReader
-from deformer_stream.errors import DeformerError, InputError, Unavailable
+from deformer_stream.errors import DeformerError, InputError
 from deformer_stream.incidents.events import Incident
 from deformer_stream.runtime.incident_ports import DeliveryProgress, Knowledge, LoggedIncident
 
@@ -99,7 +100,8 @@ class KafkaDeliveryLog:
         read_value: Converts values of messages to JSON.
 
     Raises:
-        Unavailable: No broker responds, or the topic does not exist.
+        MissingTopic: The topic does not exist.
+        Unavailable: No broker responds.
         ConfigError: This user may not read the topic or use the group.
     """
 
@@ -123,7 +125,7 @@ class KafkaDeliveryLog:
         try:
             num_partitions = self._consumer.fetch_num_partitions(topic, DELIVERY_SECONDS)
             if not num_partitions:
-                raise Unavailable(f"topic {topic!r} does not exist on {cluster.servers}: create it or check --topic")
+                raise MissingTopic(f"topic {topic!r} does not exist on {cluster.servers}: create it or check --topic")
             tps = [TopicPartition(topic, partition) for partition in range(num_partitions)]
             ends = self._consumer.fetch_end_offsets(tps, DELIVERY_SECONDS)
             self._first_positions = {tp.partition: end for tp, end in ends.items()}

@@ -11,6 +11,7 @@ import importlib.util
 import logging
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -109,7 +110,7 @@ RESERVED_OPTIONS = frozenset(
         *("enable_auto_commit", "auto_offset_reset", "isolation_level", "partition_assignment_strategy"),
         *("transactional_id", "transaction_timeout_ms", "enable_idempotence", "acks", "partitioner"),
         *("allow_auto_create_topics", "key_serializer", "value_serializer", "key_deserializer", "value_deserializer"),
-        *("ssl_context", "ssl_check_hostname", "kafka_client", "sasl_oauth_token_provider"),
+        *("security_protocol", "ssl_context", "ssl_check_hostname", "kafka_client", "sasl_oauth_token_provider"),
     }
 )
 """Options of kafka-python on which the guarantees rely (delivery, encryption), so that they cannot be passed
@@ -155,6 +156,19 @@ def _find_cause(error: Exception) -> Exception:
     return next((cause for cause in candidates if isinstance(cause, errors.KafkaError | DeformerError)), error)
 
 
+def _is_decoding_error(error: BaseException) -> bool:
+    """Return whether kafka-python has raised an exception because it cannot decode a batch of messages.
+
+    Beside its own exceptions, these are all that decompression and damaged fields can raise, for example zlib.error and
+    UnicodeDecodeError. They are recognised by the modules in which they were raised.
+    """
+    if isinstance(error, errors.CorruptRecordError | errors.UnsupportedCodecError):
+        return True
+    frames = traceback.walk_tb(error.__traceback__)
+    modules = (str(frame.f_globals.get("__name__")) for frame, _ in frames)
+    return any(f"{module}.".startswith(("kafka.record.", "kafka.codec.")) for module in modules)
+
+
 @contextmanager
 def translate_errors(servers: str, action: str, *extra_types: type[Exception]) -> Iterator[None]:
     """Replace exceptions of kafka-python that the `with` block raises by those of this package, see `translate`.
@@ -185,6 +199,7 @@ def _connect(create: Any, cluster: KafkaCluster, **settings: Any) -> Any:
         ConfigError: The broker refuses the connection, or a setting is invalid.
     """
     client.check_options(cluster, RESERVED_OPTIONS)
+    _forwarder.add_secrets(cluster)
     client.check_reachable(cluster)
     network_clients: list[Any] = []  # those that were created, so that they can be closed
 
@@ -363,6 +378,7 @@ class KafkaPythonConsumer:
         # The message of the error, after a batch that cannot be decoded. kafka-python keeps what is left of the batch,
         # and would loop for ever in a later poll.
         self._unreadable_error = ""
+        self._may_store_error = False  # whether the last poll may have found such a batch after what it has returned
         self._unpositioned: set[TopicPartition] = set()  # assigned, but `start` was never called
         self._revocations: deque[_Revocation] = deque()  # commits of revoked partitions that the handler awaits
         self._session = options.session_seconds
@@ -454,6 +470,12 @@ class KafkaPythonConsumer:
 
     def serve_group(self, timeout: float) -> None:
         """Take part in a rebalance without returning messages."""
+        if self._may_store_error:
+            # kafka-python would drop the error of a batch that it cannot decode if the partition were paused, and later
+            # loop for ever. A poll for one message raises the error, or returns a message that is read again.
+            for tp, (record,) in self._fetch(0.0, 1).items():
+                if tp in self._consumer.assignment():
+                    self._consumer.seek(tp, record.offset)
         # kafka-python takes part in a rebalance only inside `poll`, which returns nothing of paused partitions.
         active = self.assignment - self._stopped
         self._consumer.pause(*_to_client(active))
@@ -465,8 +487,13 @@ class KafkaPythonConsumer:
         finally:
             self._consumer.resume(*_to_client(active & self.assignment - self._stopped))
 
-    def _fetch(self, timeout: float) -> dict[Any, list[Any]]:
-        """Poll kafka-python's consumer for at most `timeout` seconds, and return its records by partition."""
+    def _fetch(self, timeout: float, max_messages: int | None = None) -> dict[Any, list[Any]]:
+        """Poll kafka-python's consumer, and return its records by partition.
+
+        Args:
+            timeout: Longest time to wait in seconds.
+            max_messages: Largest number of messages to return. None chooses it by the size of earlier ones.
+        """
         action = "reading messages"
         if self._unreadable_error:
             time.sleep(min(timeout, client.RETRY_SECONDS))
@@ -477,29 +504,44 @@ class KafkaPythonConsumer:
             timeout = max(timeout, JOIN_SECONDS)  # a poll that ends before the join is complete can stop it
         else:
             self._joining_since = None
+        num_messages = self._poll_size.num_messages if max_messages is None else max_messages
+        self._may_store_error = False
         try:
             with translate_errors(self._servers, action):
-                num_messages = self._poll_size.num_messages
                 fetched = dict(self._consumer.poll(timeout_ms=_to_milliseconds(timeout), max_records=num_messages))
-            sizes = [len(record.value or b"") for part in fetched.values() for record in part]
-            self._poll_size.observe(len(sizes), sum(sizes))
-            return fetched
         except DeformerError as error:
             if isinstance(error.__cause__, errors.OffsetOutOfRangeError):
                 (offsets,) = error.__cause__.args
                 by_partition = {TopicPartition(*tp): offset for tp, offset in offsets.items()}
                 raise OffsetOutOfRange(str(error), by_partition) from error
-            if isinstance(error.__cause__, errors.CorruptRecordError | errors.UnsupportedCodecError):
-                self._unreadable_error = str(error)
+            if error.__cause__ is not None and _is_decoding_error(error.__cause__):
+                raise self._note_unreadable(error.__cause__) from error
             raise
-        except InvariantViolated:
-            raise
-        except Exception as error:  # whatever the decoding of a damaged batch raises, for example zlib.error
-            failure = make_error(client.UNREADABLE_BATCH, self._servers, action, type(error).__name__)
-            self._unreadable_error = str(failure)
-            raise failure from error
+        except Exception as error:
+            if _is_decoding_error(error):
+                raise self._note_unreadable(error) from error
+            raise make_error(client.UNEXPECTED_ERROR, self._servers, action, type(error).__name__) from error
         finally:
             self._finish_revocation()
+        # Before it has returned as many messages as requested, kafka-python has looked at what follows them.
+        self._may_store_error = 0 < sum(map(len, fetched.values())) < num_messages
+        sizes = [len(record.value or b"") for part in fetched.values() for record in part]
+        if max_messages is None:
+            self._poll_size.observe(len(sizes), sum(sizes))
+        return fetched
+
+    def _note_unreadable(self, error: BaseException) -> DeformerError:
+        """Return the exception for a batch that cannot be decoded, which all later polls raise, too."""
+        places = []  # where the batch may be: kafka-python does not state it in a public attribute
+        for tp in sorted(self.assignment - self._stopped):
+            with suppress(DeformerError):
+                position, end_offset = self.get_position(tp), self.get_known_end(tp)
+                if position is not None and (end_offset is None or position < end_offset):
+                    places.append(f"topic {tp.topic!r}, partition {tp.partition}, offset {position}")
+        action = "reading " + (" or ".join(places) or "messages")
+        failure = make_error(client.UNREADABLE_BATCH, self._servers, action, type(error).__name__)
+        self._unreadable_error = str(failure)
+        return failure
 
     def _subscribe_again(self) -> None:
         """Leave the group and join it anew, if this process has not been a member for the time of a session.
@@ -513,7 +555,8 @@ class KafkaPythonConsumer:
             return
         self._joining_since = now
         self._on_lost(self._consumer.assignment())
-        self._consumer.unsubscribe()
+        with translate_errors(self._servers, f"leaving the group to join it anew for topic {self._topic!r}"):
+            self._consumer.unsubscribe()
         self.subscribe(self._topic, self._handler)
 
     def get_position(self, tp: TopicPartition) -> int | None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -112,6 +112,8 @@ class LibrdkafkaConsumer:
         self._assigned: set[TopicPartition] = set()
         self._started: set[TopicPartition] = set()
         self._positions: dict[TopicPartition, int] = {}
+        # Where partitions must be read again, because messages of librdkafka were dropped.
+        self._must_restart: dict[TopicPartition, int] = {}
         self._out_of_range: dict[TopicPartition, int] = {}
         self._read_error: DeformerError | None = None  # to be raised by the next poll
         self._handler: RebalanceHandler | None = None
@@ -168,6 +170,7 @@ class LibrdkafkaConsumer:
         self._assigned, self._started = set(start_offsets), set(start_offsets)
         self._positions = dict(start_offsets)
         self._out_of_range.clear()
+        self._must_restart.clear()
 
     @property
     def assignment(self) -> frozenset[TopicPartition]:
@@ -190,6 +193,7 @@ class LibrdkafkaConsumer:
         self._started.add(tp)
         self._positions[tp] = offset
         self._out_of_range.pop(tp, None)
+        self._must_restart.pop(tp, None)
 
     def stop(self, tps: Iterable[TopicPartition]) -> None:
         """Stop reading partitions, and drop what was fetched of them, until `start` is called."""
@@ -197,6 +201,8 @@ class LibrdkafkaConsumer:
         with self._events.translate_errors("pausing partitions"):
             self._client.pause([to_client_partition(tp) for tp in stopped])
         self._started.difference_update(stopped)
+        for tp in stopped:
+            self._must_restart.pop(tp, None)
 
     def poll(self, timeout: float) -> MessageColumns | None:
         """Return the messages that have arrived, after at most `timeout` seconds; None if there are none."""
@@ -247,30 +253,50 @@ class LibrdkafkaConsumer:
         """Return the messages that have arrived, and handle what else librdkafka returns.
 
         Raises:
-            OffsetOutOfRange: There are no messages, and the next message of a partition no longer exists.
-            DeformerError: There are no messages, and a partition cannot be read.
+            OffsetOutOfRange: The next message of a partition no longer exists.
+            DeformerError: A partition cannot be read.
         """
         self._has_rebalanced = False
         self._replace_fenced_client()
-        with self._events.translate_errors("reading"):
-            # `consume` would wait until it has as many messages as requested, so the first one is polled.
-            first = self._client.poll(0 if self._read_error or self._out_of_range else timeout)
-            messages = [] if first is None else [first]
-            if messages and self._poll_size.num_messages > 1:
-                messages += self._client.consume(self._poll_size.num_messages - 1, 0)
-        if any(map(rd.Message.error, messages)):
-            messages = self._handle_events(messages)
+        self._raise_read_errors()
+        with self._restart_after_errors():
+            with self._events.translate_errors("reading"):
+                # `consume` would wait until it has as many messages as requested, so the first one is polled.
+                first = self._client.poll(timeout)
+                messages = [] if first is None else [first]
+                if messages and self._poll_size.num_messages > 1:
+                    messages += self._client.consume(self._poll_size.num_messages - 1, 0)
+            if any(map(rd.Message.error, messages)):
+                messages = self._handle_events(messages)
+        if self._must_restart:
+            messages = [message for message in messages if not self._is_read_again(message)]
         if self._has_rebalanced:
             # Partitions may have been revoked after the first message was polled; the next owner reads these messages.
             messages = [m for m in messages if TopicPartition(str(m.topic()), m.partition() or 0) in self._started]
         if not messages:
+            self._events.raise_fatal("reading")
             self._raise_read_errors()
         self._poll_size.observe(len(messages), sum(map(len, messages)))  # the length of a message is that of its value
         return messages
 
+    @contextmanager
+    def _restart_after_errors(self) -> Iterator[None]:
+        """Read partitions again that an earlier `with` block could not read, and run the block.
+
+        If the block raises, librdkafka may have returned messages that nobody has received. The next call then reads
+        all partitions again from where the messages that were received end.
+        """
+        for tp, offset in list(self._must_restart.items()):
+            with suppress(Unavailable):  # its messages are then dropped, and the next call tries again
+                self.start(tp, offset)
+        try:
+            yield
+        except BaseException:
+            self._must_restart = {tp: self._positions[tp] for tp in self._started} | self._must_restart
+            raise
+
     def _raise_read_errors(self) -> None:
         """Raise what was found out while reading, if anything."""
-        self._events.raise_fatal("reading")
         if self._out_of_range:
             offsets, self._out_of_range = self._out_of_range, {}
             names = ", ".join(f"{tp.topic}/{tp.partition} at {offset}" for tp, offset in offsets.items())
@@ -289,7 +315,6 @@ class LibrdkafkaConsumer:
         Args:
             messages: Messages, and events about the end of a partition or an error.
         """
-        unreadable: dict[TopicPartition, int] = {}  # partition → offset that cannot be read
         for event in messages:
             error = event.error()
             if error is None:
@@ -297,11 +322,15 @@ class LibrdkafkaConsumer:
             tp = TopicPartition(str(event.topic()), event.partition() or 0)
             offset, code = int(event.offset() or 0), error.code()
             if code == KafkaError._PARTITION_EOF:
+                if tp in self._must_restart:
+                    continue  # what comes before the end is read again
                 self._positions[tp] = max(self._positions.get(tp, 0), offset)
             elif code in (KafkaError._AUTO_OFFSET_RESET, KafkaError.OFFSET_OUT_OF_RANGE):
                 self._out_of_range[tp] = offset
             elif code in UNREADABLE_CODES:
-                unreadable.setdefault(tp, offset)
+                # librdkafka continues after what it cannot read. The messages there must not be lost unnoticed.
+                if tp in self._started:
+                    self._must_restart.setdefault(tp, offset)
                 self._read_error = self._events.translate(
                     error, f"reading topic {tp.topic!r}, partition {tp.partition}, offset {offset}"
                 )
@@ -309,19 +338,18 @@ class LibrdkafkaConsumer:
                 continue  # the group is not used
             elif code != KafkaError._MAX_POLL_EXCEEDED:  # the partitions are then lost, which `_on_lost` handles
                 self._read_error = self._events.translate(error, "reading")
-        kept = [m for m in messages if m.error() is None]
-        for tp, offset in unreadable.items():
-            # librdkafka continues after what it cannot read. The messages there must not be lost unnoticed.
-            kept = [m for m in kept if (m.topic(), m.partition()) != tp or (m.offset() or 0) < offset]
-            if tp in self._started:
-                self.start(tp, offset)
-        return kept
+        return [message for message in messages if message.error() is None]
+
+    def _is_read_again(self, message: rd.Message) -> bool:
+        """Return whether a message is read again later, because what comes before it was not returned."""
+        offset = self._must_restart.get(TopicPartition(str(message.topic()), message.partition() or 0))
+        return offset is not None and (message.offset() or 0) >= offset
 
     def serve_group(self, timeout: float) -> None:
         """Take part in a rebalance without returning messages; blocks for at most `timeout` seconds."""
         self._replace_fenced_client()
         active = list(self._started)
-        with self._events.translate_errors("reading"):
+        with self._restart_after_errors(), self._events.translate_errors("reading"):
             self._client.pause([to_client_partition(tp) for tp in active])
             try:
                 message = self._client.poll(timeout)
@@ -538,6 +566,7 @@ class LibrdkafkaConsumer:
         for tp in tps:
             self._positions.pop(tp, None)
             self._out_of_range.pop(tp, None)
+            self._must_restart.pop(tp, None)
 
 
 class LibrdkafkaProducer:

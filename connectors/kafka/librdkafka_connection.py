@@ -39,10 +39,11 @@ RESERVED_OPTIONS = frozenset(
         *("enable.auto.commit", "enable.auto.offset.store", "enable.partition.eof", "auto.offset.reset"),
         *("isolation.level", "partition.assignment.strategy", "session.timeout.ms", "max.poll.interval.ms"),
         *("transactional.id", "transaction.timeout.ms", "enable.idempotence", "acks", "request.required.acks"),
-        *("partitioner", "allow.auto.create.topics"),
+        *("partitioner", "allow.auto.create.topics", "logger"),
+        *("security.protocol", "enable.ssl.certificate.verification", "ssl.endpoint.identification.algorithm"),
     }
 )
-"""Options of librdkafka on which the delivery guarantees rely, so that they cannot be passed through."""
+"""Options of librdkafka on which the guarantees rely (delivery, encryption), so that they cannot be passed through."""
 
 _REBALANCE_CODES = frozenset(
     {
@@ -158,8 +159,8 @@ class ClientEvents(logging.Handler):
         self.has_lost_session: Callable[[], bool] = bool  # always False
         self.has_lost_connection = False
         self._cluster = cluster
-        self._secrets = _list_secrets(cluster)
         self._forwarder = client.ClientLogForwarder()
+        self._forwarder.add_secrets(cluster)
         self.logger = logging.Logger("librdkafka", logging.WARNING)
         self.logger.addHandler(self)
 
@@ -171,12 +172,10 @@ class ClientEvents(logging.Handler):
             self.has_lost_connection = True
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Forward a log line with its secrets replaced, except those about options that concern other clients."""
+        """Forward a log line, except those about options that concern other clients."""
         text = record.getMessage()
         # The options of --client-option are given to consumers, producers and admin clients alike.
         if self.is_connected and not text.startswith("CONFWARN"):
-            for secret in self._secrets:
-                text = text.replace(secret, "***")
             self._forwarder.handle(logging.makeLogRecord({"msg": text, "levelno": record.levelno}))
 
     def translate(self, error: KafkaError, action: str) -> DeformerError:
@@ -241,15 +240,6 @@ class ClientEvents(logging.Handler):
         """Raise the error after which the client can no longer be used, if there was one."""
         if self.fatal is not None:
             raise self.translate(self.fatal, action)
-
-
-def _list_secrets(cluster: KafkaCluster) -> list[str]:
-    """Return the texts that no log line may contain, the longest first."""
-    names = ("ssl_password", "sasl_plain_password", "sasl_oauth_client_secret")
-    secrets = [str(cluster.security[name]) for name in names if name in cluster.security]
-    # The value of any option may be a secret. Replacing numbers and short words would garble log lines.
-    secrets += [value for value in cluster.options.values() if len(value) >= 6 and not value.isdecimal()]
-    return sorted((secret for secret in secrets if secret), key=len, reverse=True)
 
 
 def _make_security_settings(security: Mapping[str, Any]) -> dict[str, Any]:
@@ -336,6 +326,11 @@ def connect(
         connection = create(all_settings, logger=events.logger)
     except KafkaException as exception:
         raise _explain_rejected_settings(exception.args[0], cluster) from None  # its text may quote a secret
+    except (TypeError, ValueError, AttributeError) as exception:  # an option of confluent-kafka that is no text
+        named = [name for name in cluster.options if name in str(exception)] or sorted(cluster.options)
+        raise ConfigError(
+            f"--client-option {', '.join(named)}: the value cannot be given as text: leave the option out"
+        ) from None
     _wait_until_connected(connection, events, cluster)
     events.is_connected = True
     return connection, events

@@ -41,34 +41,10 @@ class LivenessCheck:
         self._first_partition = TopicPartition(topic, 0)  # its end is requested if no partition is assigned
         self.end_offsets: dict[TopicPartition, int] = {}
         # All times are monotonic.
-        self._failing_since: float | None = None  # when the first of the latest consecutive polls failed
-        self._warned_at = -PROBE_SECONDS  # long ago, so that the first failure is logged at once
         self._requested_at = self._responded_at = time.monotonic()
         # The position of each partition (-1 if unknown), and when messages after it were first seen, or None. A pause
         # of this process before that time is not a delay of the brokers.
         self._last_progress: dict[TopicPartition, tuple[int, float | None]] = {}
-
-    def record_failure(self, error: DeformerError) -> None:
-        """Record that a poll of the consumer failed, and raise if retrying is no longer useful.
-
-        Raises:
-            DeformerError: The error is permanent, or all polls have failed for longer than the constructor's
-                `patience` (in seconds).
-        """
-        now = time.monotonic()
-        is_permanent = not isinstance(error, Unavailable)
-        if is_permanent:
-            raise error
-        self._failing_since = self._failing_since or now
-        if now - self._failing_since > self._patience:
-            raise error
-        if now - self._warned_at >= PROBE_SECONDS:
-            self._warned_at = now
-            log.get_logger("kafka").warning("poll_failed_retrying", error=str(error))
-
-    def record_success(self) -> None:
-        """Record that a poll of the consumer did not fail, whether or not it returned messages."""
-        self._failing_since = None
 
     def check_progress(self, active: Iterable[TopicPartition], others: Iterable[TopicPartition] = ()) -> None:
         """Check, once in `PROBE_SECONDS`, that the brokers respond and no partition has stopped delivering messages.

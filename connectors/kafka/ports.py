@@ -164,6 +164,10 @@ class ConsumerOptions:
     max_messages: int = 8192
 
 
+class MissingTopic(Unavailable):
+    """A topic that must exist does not exist. Waiting does not help, unlike in an outage of the brokers."""
+
+
 class RebalanceInProgress(Unavailable):
     """The group is moving partitions, or this process is no longer a member, so the offsets cannot be committed now."""
 

@@ -16,6 +16,7 @@ from connectors.kafka.client import INSTANCE_FENCED, INVALID_NAME, check_reachab
 from connectors.kafka.commits import CommitManager
 from connectors.kafka.delivery import Delivery
 from connectors.kafka.liveness import LivenessCheck
+from connectors.kafka.patience import Patience
 from connectors.kafka.ports import (
     CommittedOffset,
     Consumer,
@@ -23,6 +24,7 @@ from connectors.kafka.ports import (
     GroupMember,
     KafkaCluster,
     MessageColumns,
+    MissingTopic,
     OffsetOutOfRange,
     Offsets,
     ProducerFenced,
@@ -30,12 +32,12 @@ from connectors.kafka.ports import (
     TopicPartition,
 )
 from connectors.kafka.start_point import LostState, PendingStart, StartPoint, complete_start, find_start
-from connectors.kafka.state import StateTopic, parse_model, parse_num_partitions
+from connectors.kafka.state import SavedState, StateTopic, parse_model, parse_num_partitions
 from connectors.kafka.topics import ensure_partitions
 from deformer_stream import log
 from deformer_stream.codec.payloads import Messages
 from deformer_stream.engine.events import NO_TIME
-from deformer_stream.errors import ConfigError, DeformerError, Unavailable
+from deformer_stream.errors import ConfigError, DeformerError, StateError, Unavailable
 from deformer_stream.runtime.ports import NO_STATE, CollectState, PartitionState, PollResult, RestoredPartition
 
 CONFIRM_SECONDS = 10.0
@@ -96,7 +98,8 @@ class KafkaSource:
             pipeline.
 
     Raises:
-        Unavailable: No broker responds, or the topic does not exist.
+        MissingTopic: The topic does not exist.
+        Unavailable: No broker responds.
         ConfigError: The broker refuses the connection, or the group uses another model.
     """
 
@@ -128,18 +131,19 @@ class KafkaSource:
         # Offset of the next event of each partition, after all polls, and after the polls whose effects are written.
         self._polled_positions: dict[TopicPartition, int] = {}
         self._written_positions: dict[TopicPartition, int] = {}
-        # Times at which partitions were assigned that are not restored yet.
-        self._assigned_at: dict[TopicPartition, float] = {}
+        self._unrestored: set[TopicPartition] = set()  # partitions that were assigned and are not restored yet
         self._pending_starts: dict[TopicPartition, PendingStart] = {}  # those whose saved state is being read
+        self._read_states: dict[TopicPartition, SavedState | StateError] = {}  # those whose saved state was read
         self._reader = None if state is None else state.open_reader()
-        self._restore_error = ""  # the last logged reason why a restore failed
+        self._poll_patience = Patience(patience, "poll_failed_retrying")
+        self._restore_patience = Patience(patience, "restore_failed_retrying")
         self._start_offsets: dict[TopicPartition, int] = {}  # where the reading of each partition began
         self._stopped_at: dict[TopicPartition, int] = {}  # positions of the partitions of `waiting_partitions`
         # Committed offsets of partitions whose earlier events (the history) are still being read again.
         self._history_ends: dict[TopicPartition, int] = {}
         self._revoked: list[int] = []  # revoked since the last poll
-        # Revoked partitions whose offsets the consumer is committing, and whether there are any to commit.
-        self._revocations: deque[tuple[frozenset[TopicPartition], bool]] = deque()
+        # For each revocation whose end the consumer has not reported yet, whether it has offsets to commit.
+        self._revocations: deque[bool] = deque()
         self._fatal_error: Exception | None = None  # of a commit of revoked partitions; raised by the next poll
         self._has_joined = self._has_owned = self._is_closed = False
         if not _VALID_TOPIC.fullmatch(topic):
@@ -160,7 +164,7 @@ class KafkaSource:
                 topic, client.DELIVERY_SECONDS
             )
             if not self.partitions:
-                raise Unavailable(f"topic {topic!r} does not exist on {cluster.servers}: create it or check --topic")
+                raise MissingTopic(f"topic {topic!r} does not exist on {cluster.servers}: create it or check --topic")
             self._check_model()
             self._consumer.subscribe(topic, self)
         except DeformerError:
@@ -211,7 +215,8 @@ class KafkaSource:
             finally:
                 admin.close()
 
-        return BackgroundCall(describe).result(None, self.on_wait)
+        # Less than the poll interval, after which the group excludes this process.
+        return BackgroundCall(describe).result(client.DELIVERY_SECONDS, self.on_wait)
 
     def _confirm_instance(self) -> None:
         """Before a failed producer is replaced, raise an error unless this process still has its instance name.
@@ -288,7 +293,7 @@ class KafkaSource:
             self.end_commit()
         self._stop_waiting_partitions()
         # Partitions may be assigned, and revoked ones committed, during this call.
-        columns = self._fetch(0.0 if self._assigned_at else timeout)
+        columns = self._fetch(0.0 if self._unrestored else timeout)
         if self._fatal_error is not None:
             raise self._fatal_error
         self._end_failed_transaction()
@@ -314,7 +319,7 @@ class KafkaSource:
             return True
         if not commits.has_commit:
             return False
-        has_unrestored_partitions = bool(self._assigned_at)
+        has_unrestored_partitions = bool(self._unrestored)
         if has_unrestored_partitions or not commits.is_in_background:
             return True
         is_rebalancing = self._consumer.membership is None
@@ -332,7 +337,7 @@ class KafkaSource:
 
     def _list_active(self) -> list[TopicPartition]:
         """Return the partitions that are being read."""
-        return [tp for tp in self._consumer.assignment if tp not in self._assigned_at and tp not in self._stopped_at]
+        return [tp for tp in self._consumer.assignment if tp not in self._unrestored and tp not in self._stopped_at]
 
     def _fetch(self, timeout: float) -> MessageColumns | None:
         """Poll the consumer and handle its errors.
@@ -351,7 +356,7 @@ class KafkaSource:
         """
         try:
             columns = self._consumer.poll(timeout)
-            self._liveness.record_success()
+            self._poll_patience.record_success()
             return columns
         except OffsetOutOfRange as error:
             # Messages expired before they were read, or the topic was replaced.
@@ -363,7 +368,7 @@ class KafkaSource:
             self._remove_partitions(partitions)
             self.on_assigned(partitions)
         except DeformerError as error:
-            self._liveness.record_failure(error)
+            self._poll_patience.record_failure(error)
             time.sleep(min(timeout, client.RETRY_SECONDS))
         return None
 
@@ -407,32 +412,49 @@ class KafkaSource:
         If the brokers do not respond, the remaining partitions are restored by a later call.
 
         Raises:
-            Unavailable: A partition could not be restored for longer than the constructor's `patience` (in seconds).
+            Unavailable: Nothing could be restored for longer than the constructor's `patience` (in seconds).
             StateError: The saved state of a partition is gone.
             ConfigError: The state topic needs more partitions, and this user may not add them.
         """
         restored: list[RestoredPartition] = []
-        if not self._assigned_at:
-            return restored
         deadline = time.monotonic() + RESTORE_SECONDS
-        try:
-            self._find_starts(restored, deadline)
-            if self._pending_starts and self._reader is not None:
-                states = self._reader.read(max(0.0, deadline - time.monotonic()), self.on_wait)
-                for number, state in states.items():
-                    tp = TopicPartition(self.topic, number)
-                    pending = self._pending_starts.pop(tp)
-                    restored.append(self._begin(tp, complete_start(pending, state, self._on_lost_state)))
-            self._restore_error = ""
-        except Unavailable as error:
-            if time.monotonic() - min(self._assigned_at.values()) > self._patience:
-                raise
-            if str(error) != self._restore_error:  # log a repeated error once
-                self._restore_error = str(error)
-                log.get_logger("kafka").warning("restore_failed_retrying", error=str(error))
+        failures: list[Unavailable] = []
+        # Partitions whose saved state can be read do not wait for others whose committed offsets are not known yet.
+        for restore in (self._find_starts, self._restore_pending):
+            try:
+                restore(restored, deadline)
+            except Unavailable as error:
+                failures.append(error)
+        if restored or not failures:
+            self._restore_patience.record_success()
+        if failures:
+            self._restore_patience.record_failure(failures[0])
             time.sleep(client.RETRY_SECONDS)
             self.on_wait()
         return restored
+
+    def _restore_pending(self, restored: list[RestoredPartition], deadline: float) -> None:
+        """Read saved state, and begin the partitions whose state is complete.
+
+        Args:
+            restored: A list to which the partitions that have begun are appended.
+            deadline: A time of `time.monotonic()` after which the next call goes on.
+        """
+        if self._reader is None:
+            return
+        # What was read is kept here until its partition has begun, which can fail.
+        for number, state in self._reader.read(max(0.0, deadline - time.monotonic()), self.on_wait).items():
+            self._read_states[TopicPartition(self.topic, number)] = state
+        failure: Unavailable | None = None
+        for tp, state in list(self._read_states.items()):
+            try:
+                restored.append(self._begin(tp, complete_start(self._pending_starts[tp], state, self._on_lost_state)))
+            except Unavailable as error:
+                failure = error
+            else:
+                del self._read_states[tp], self._pending_starts[tp]
+        if failure is not None:
+            raise failure
 
     def _find_starts(self, restored: list[RestoredPartition], deadline: float) -> None:
         """Find where to begin the partitions that were assigned newly, and begin those without saved state.
@@ -441,7 +463,7 @@ class KafkaSource:
             restored: A list to which the partitions that have begun are appended.
             deadline: A time of `time.monotonic()` after which the next call goes on.
         """
-        tps = sorted(tp for tp in self._assigned_at if tp not in self._pending_starts)
+        tps = sorted(tp for tp in self._unrestored if tp not in self._pending_starts)
         if not tps:
             return
         self._add_state_partitions(max(tp.partition for tp in tps) + 1)
@@ -562,7 +584,7 @@ class KafkaSource:
     def _begin(self, tp: TopicPartition, start: StartPoint) -> RestoredPartition:
         """Begin to read a partition, and return its state for the engine."""
         self._consumer.start(tp, start.position)
-        del self._assigned_at[tp]
+        self._unrestored.discard(tp)
         self._start_offsets[tp] = start.position
         if start.reference is not None:
             self._commits.reference_by_partition[tp] = start.reference
@@ -586,17 +608,21 @@ class KafkaSource:
         if self._state is None or num_needed <= self._num_state_partitions:
             return
         topic = self._state.topic
-        admin = load_client(self._cluster).open_admin(self._cluster)
-        try:
-            description = admin.describe_topics([topic], client.REQUEST_SECONDS).get(topic)
-            if description is None:
-                raise ConfigError(
-                    f"topic {topic!r}, which stores the state of open records, does not exist any more: end all "
-                    "processes of the group and start them again, which creates it (see --lost-state)"
-                )
-            ensure_partitions(admin, topic, description.num_partitions, num_needed, self._creates_partitions)
-        finally:
-            admin.close()
+
+        def add() -> None:
+            admin = load_client(self._cluster).open_admin(self._cluster)
+            try:
+                description = admin.describe_topics([topic], client.REQUEST_SECONDS).get(topic)
+                if description is None:
+                    raise ConfigError(
+                        f"topic {topic!r}, which stores the state of open records, does not exist any more: end all "
+                        "processes of the group and start them again, which creates it (see --lost-state)"
+                    )
+                ensure_partitions(admin, topic, description.num_partitions, num_needed, self._creates_partitions)
+            finally:
+                admin.close()
+
+        BackgroundCall(add).result(client.DELIVERY_SECONDS, self.on_wait)
         self._num_state_partitions = num_needed
 
     # --- commits ------------------------------------------------------------------------------------------------------
@@ -736,9 +762,9 @@ class KafkaSource:
 
     def _is_committable(self, tp: TopicPartition) -> bool:
         """Return whether the state of a partition is complete, so that its offset may be committed."""
-        # `_assigned_at` holds partitions whose saved state is not loaded yet. `_history_ends` holds those whose earlier
+        # `_unrestored` holds partitions whose saved state is not loaded yet. `_history_ends` holds those whose earlier
         # events are still being read again.
-        is_restored = tp not in self._history_ends and tp not in self._assigned_at
+        is_restored = tp not in self._history_ends and tp not in self._unrestored
         return is_restored and tp.partition not in self.waiting_partitions
 
     def get_lag(self) -> dict[tuple[str, int], int]:
@@ -776,8 +802,7 @@ class KafkaSource:
 
     def on_assigned(self, partitions: frozenset[TopicPartition]) -> None:
         """Note newly assigned partitions, which the next polls restore."""
-        for tp in partitions:
-            self._assigned_at[tp] = time.monotonic()
+        self._unrestored |= partitions
         numbers = sorted(tp.partition for tp in partitions)
         log.get_logger("kafka").info("partitions_assigned", topic=self.topic, partitions=numbers)
 
@@ -793,18 +818,20 @@ class KafkaSource:
             The offsets that the consumer must commit; none if a transaction has committed them.
         """
         committable = {tp for tp in partitions if tp in self._written_positions and self._is_committable(tp)}
-        offsets = None if self._is_closed or not committable else self._commit_revoked(committable)
-        self._revocations.append((partitions, offsets is not None))
-        return offsets or {}
+        offsets = {} if self._is_closed or not committable else self._commit_revoked(committable)
+        self._revocations.append(bool(offsets))
+        # At once, because the partitions can be assigned again before the consumer has committed their offsets.
+        self._remove_partitions(partitions)
+        return offsets
 
-    def _commit_revoked(self, revoked: Iterable[TopicPartition]) -> Offsets | None:
+    def _commit_revoked(self, revoked: Iterable[TopicPartition]) -> Offsets:
         """Send a commit with the state of revoked partitions, after the commit in progress.
 
         Args:
             revoked: The partitions.
 
         Returns:
-            The offsets that the consumer must commit; none if a transaction has committed them. None if it failed.
+            The offsets that the consumer must commit; none if a transaction has committed them, or if it failed.
         """
         deadline = time.monotonic() + self._session / 2  # perhaps no heartbeat is sent during this commit
         offsets: dict[TopicPartition, Any] = {}
@@ -812,7 +839,7 @@ class KafkaSource:
             # A commit in progress is older than the state of the revoked partitions, so it comes first.
             if self._commits.has_commit:
                 offsets |= self._send_within(deadline)
-                # Its messages are written. If its offsets are not, later ones replace them.
+                # Its messages are written. If the consumer cannot commit its offsets, `give_up` is called.
                 self._commits.mark_committed()
             states = self.collect_state(frozenset(tp.partition for tp in revoked))
             positions = {tp: offset for tp, offset in self._written_positions.items() if self._is_committable(tp)}
@@ -822,15 +849,17 @@ class KafkaSource:
             except DeformerError:
                 self._commits.give_up()  # no later attempt could commit these partitions
                 raise
+            if not offsets:
+                self._commits.mark_committed()
         except DeformerError as error:
             # The next owner repeats these messages. Raising here would end the group's rebalance instead.
             log.get_logger("kafka").warning("revoked_partitions_not_committed", error=str(error))
             if isinstance(error, ProducerFenced):
                 self._fatal_error = error
-            return None
+            return {}
         except Exception as error:  # a bug in the function that collects the state
             self._fatal_error = error
-            return None
+            return {}
         return offsets
 
     def _send_within(self, deadline: float) -> Offsets:
@@ -855,15 +884,13 @@ class KafkaSource:
         return self._commits.send(self._consumer.membership, deadline - time.monotonic(), self.on_wait) or {}
 
     def on_revoked_committed(self, error: Exception | None) -> None:
-        """End the commit of revoked partitions, and list them as revoked."""
-        partitions, has_commit = self._revocations.popleft()
-        if has_commit:
+        """End the commit of revoked partitions."""
+        if self._revocations.popleft():
             if error is None:
                 self._commits.mark_committed()
             else:
                 log.get_logger("kafka").warning("revoked_partitions_not_committed", error=str(error))
                 self._commits.give_up()  # no later attempt could commit these partitions
-        self._remove_partitions(partitions)
 
     def on_lost(self, partitions: frozenset[TopicPartition]) -> None:
         """Remove partitions that other members own already, because the group has removed this member.
@@ -881,9 +908,10 @@ class KafkaSource:
             self._history_ends,
             self._start_offsets,
             self._stopped_at,
-            self._assigned_at,
             self._pending_starts,
+            self._read_states,
         )
+        self._unrestored.difference_update(partitions)
         for tp in partitions:
             for value_by_partition in stored:
                 value_by_partition.pop(tp, None)

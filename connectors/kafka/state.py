@@ -13,6 +13,7 @@ earlier writers are deleted by tombstones, together with the second snapshot of 
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -35,7 +36,7 @@ from connectors.kafka.ports import (
     ReceivedMessage,
     TopicPartition,
 )
-from deformer_stream.errors import ConfigError, InvariantViolated, StateError
+from deformer_stream.errors import ConfigError, InvariantViolated, StateError, Unavailable
 from deformer_stream.runtime.ports import PartitionState
 
 FORMAT_VERSION = 1
@@ -55,6 +56,10 @@ MAX_VISIBILITY_SECONDS = 2 * TRANSACTION_SECONDS
 It becomes visible after every earlier transaction of its partition has ended. The broker aborts the transaction of a
 dead process some time after its timeout.
 """
+
+MAX_SILENCE_SECONDS = 20.0
+"""Seconds between two responses of the brokers after which they count as having been away. They cannot end transactions
+meanwhile."""
 
 STATE_TOPIC_SETTINGS = {
     "cleanup.policy": "compact",
@@ -344,14 +349,14 @@ class _PendingRead:
     Attributes:
         reference: Where its state is stored.
         next_offset: Offset after the last message that was read.
-        deadline: `time.monotonic()` after which every committed message is certainly visible.
+        added_at: `time.monotonic()` when the reading began.
         sequences: For the name of each commit, the name of the commit before it (empty if it wrote a snapshot), and the
             values of the messages that it wrote.
     """
 
     reference: StateReference
     next_offset: int
-    deadline: float
+    added_at: float
     sequences: dict[str, tuple[str, list[bytes]]] = field(default_factory=dict)
 
     def follow_chain(self) -> list[list[bytes]]:
@@ -381,7 +386,7 @@ SavedState = tuple[bytes, tuple[bytes, ...]]
 class StateReader:
     """A reader of the saved state of several partitions, which does a part of the work in each call.
 
-    It connects when the first partition is added, and disconnects when none is left.
+    It connects when the first partition is read, and disconnects in the first call of `read` when none is left.
 
     Args:
         cluster: The brokers.
@@ -397,11 +402,12 @@ class StateReader:
         self._admin: Admin | None = None
         self._pending: dict[int, _PendingRead] = {}
         self._is_assigned = False  # whether the consumer reads all pending partitions
+        # Times of `time.monotonic()`: the last response of the brokers, and the first one after they were away.
+        self._responded_at = self._responding_since = -math.inf
 
     def add(self, partition: int, reference: StateReference) -> None:
         """Begin to read the state of a partition."""
-        deadline = time.monotonic() + MAX_VISIBILITY_SECONDS  # the broker has ended older transactions by then
-        self._pending[partition] = _PendingRead(reference, reference.first_offset, deadline)
+        self._pending[partition] = _PendingRead(reference, reference.first_offset, time.monotonic())
         self._is_assigned = False
 
     def remove(self, partition: int) -> None:
@@ -422,19 +428,19 @@ class StateReader:
             For each partition that is done, its state, or the error that a part of it is missing or damaged.
 
         Raises:
-            Unavailable: No broker responds. A later call goes on.
+            Unavailable: No broker responds, and no state is complete. A later call goes on.
         """
         done: dict[int, SavedState | StateError] = {}
         deadline = time.monotonic() + seconds
         is_in_time = True  # something is done in each call
         while self._pending and is_in_time:
-            consumer = self._open_consumer()
-            records = self._poll(consumer)
-            for record in records:
-                self._add_message(record.partition, record.offset, record.value, dict(record.headers))
-            complete = [partition for partition, pending in self._pending.items() if pending.is_complete]
-            if not records and len(complete) < len(self._pending):
-                complete += self._find_ended(consumer) - set(complete)
+            try:
+                complete = self._read_some()
+            except Unavailable:
+                self._responded_at = -math.inf
+                if done:
+                    break  # the next call raises the error
+                raise
             on_wait()
             is_in_time = time.monotonic() <= deadline
             for partition in complete:
@@ -446,6 +452,15 @@ class StateReader:
         if not self._pending:
             self.close()
         return done
+
+    def _read_some(self) -> list[int]:
+        """Read the messages that have arrived, and return the partitions that are done."""
+        consumer = self._open_consumer()
+        records = self._poll(consumer)
+        for record in records:
+            self._add_message(record.partition, record.offset, record.value, dict(record.headers))
+        complete = [partition for partition, pending in self._pending.items() if pending.is_complete]
+        return complete if complete or records else self._find_ended(consumer)
 
     def _poll(self, consumer: Consumer) -> Sequence[ReceivedMessage]:
         """Return the messages that have arrived. If the first messages of a state were deleted, read the others."""
@@ -479,23 +494,28 @@ class StateReader:
             commit_name, previous = (headers[name].decode(errors="replace") for name in ("commit", "after"))
             pending.sequences.setdefault(commit_name, (previous, []))[1].append(value)
 
-    def _find_ended(self, consumer: Consumer) -> set[int]:
+    def _find_ended(self, consumer: Consumer) -> list[int]:
         """Return the pending partitions whose messages were all read, without any that could still become visible."""
         tps = {partition: TopicPartition(self._topic, partition) for partition in self._pending}
         visible_ends = consumer.fetch_end_offsets(tps.values(), client.REQUEST_SECONDS)
         at_end = {p: tp for p, tp in tps.items() if (consumer.get_position(tp) or 0) >= visible_ends[tp]}
-        if not at_end:
-            return set()
-        if self._admin is None:
-            self._admin = load_client(self._cluster).open_admin(self._cluster)
-        log_ends = self._admin.fetch_log_ends(at_end.values(), client.REQUEST_SECONDS)
-        # Without open transactions, the end of the log is the end of the visible messages.
+        if at_end:
+            if self._admin is None:
+                self._admin = load_client(self._cluster).open_admin(self._cluster)
+            log_ends = self._admin.fetch_log_ends(at_end.values(), client.REQUEST_SECONDS)
         now = time.monotonic()
-        return {
-            partition
-            for partition, tp in at_end.items()
-            if (consumer.get_position(tp) or 0) >= log_ends[tp] or now > self._pending[partition].deadline
-        }
+        if now - self._responded_at > MAX_SILENCE_SECONDS:
+            self._responding_since = now
+        self._responded_at = now
+
+        def is_ended(partition: int, tp: TopicPartition) -> bool:
+            """Return whether no further message of a partition can become visible."""
+            # Without open transactions, the end of the log is the end of the visible messages. Brokers that were away
+            # may have the end of an older transaction still to write.
+            waits_since = max(self._responding_since, self._pending[partition].added_at)
+            return (consumer.get_position(tp) or 0) >= log_ends[tp] or now - waits_since > MAX_VISIBILITY_SECONDS
+
+        return [partition for partition, tp in at_end.items() if is_ended(partition, tp)]
 
     def _finish(self, partition: int) -> SavedState | StateError:
         """Remove a partition from those that are read, and return its state, or the error if it is incomplete."""

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import TypedDict
 
 from connectors.kafka.client import DELIVERY_SECONDS, load_client
-from connectors.kafka.ports import Admin, KafkaCluster, TopicDescription
+from connectors.kafka.ports import Admin, KafkaCluster, MissingTopic, TopicDescription
 from deformer_stream import log
-from deformer_stream.errors import ConfigError, Unavailable
+from deformer_stream.errors import ConfigError
 
 DEFAULT_MAX_MESSAGE_BYTES = 2**20 + 12
 """Kafka's default of a topic's max.message.bytes."""
@@ -34,7 +34,8 @@ def count_partitions(cluster: KafkaCluster, topic: str) -> int:
         topic: Name of the topic.
 
     Raises:
-        Unavailable: The topic does not exist, or no broker responds.
+        MissingTopic: The topic does not exist.
+        Unavailable: No broker responds.
         ConfigError: This user may not read the topic.
     """
     admin = load_client(cluster).open_admin(cluster)
@@ -43,7 +44,7 @@ def count_partitions(cluster: KafkaCluster, topic: str) -> int:
     finally:
         admin.close()
     if description is None:
-        raise Unavailable(f"topic {topic!r} does not exist on {cluster.servers}: create it or check --topic")
+        raise MissingTopic(f"topic {topic!r} does not exist on {cluster.servers}: create it or check --topic")
     _check_permission(cluster, topic, description, "READ")
     return description.num_partitions
 

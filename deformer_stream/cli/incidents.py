@@ -5,6 +5,7 @@ Heavy packages are imported inside the command, so that `--help` is printed with
 
 from __future__ import annotations
 
+import threading
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -102,16 +103,16 @@ def build_incidents() -> click.Command:
             formats = factory.register_output_schemas(
                 settings, registry, {} if model is None else {"incidents": topics.incidents}
             )
+            if settings.http:  # before a connection is made, which can wait for the end of an outage
+                cleanup.callback(start_http_server(settings.http, metrics))
             pipeline = None
             if model is not None:
-                pipeline = _connect(settings, model, topics, metrics, reader, formats["incidents"], cleanup)
+                pipeline = _connect(settings, model, topics, metrics, reader, formats["incidents"], stop, cleanup)
             notifier = incident_delivery.create_notifier(
                 settings, receivers, topics.incidents, topics.feedback, metrics.registry, reader
             )
             notifier.start()
             cleanup.callback(notifier.close, settings.receiver_timeout + incident_delivery.CLOSE_SECONDS)
-            if settings.http:
-                cleanup.callback(start_http_server(settings.http, metrics))
             log.get_logger("incidents").info("ready", topic=topics.evidence, budget=settings.incident_budget)
             if pipeline is not None:
                 pipeline.run(stop)
@@ -148,6 +149,7 @@ def _connect(
     metrics: DetectionMetrics,
     read_value: OutputReader,
     output_format: OutputFormat,
+    stop: threading.Event,
     cleanup: ExitStack,
 ) -> IncidentPipeline:
     """Return the loop that makes incidents, connected to its topics, and log how the budget is kept.
@@ -159,6 +161,7 @@ def _connect(
         metrics: Receives counts and timings.
         read_value: Converts values of messages to JSON.
         output_format: The format of the messages about incidents.
+        stop: Set when the command must end.
         cleanup: An exit stack, to which the functions that close the connections are added.
 
     Raises:
@@ -178,12 +181,12 @@ def _connect(
         ensure_topics,
     )
     from connectors.kafka.delivery import make_transactional_id
+    from connectors.kafka.ports import MissingTopic
     from connectors.kafka.state import STATE_TOPIC_SETTINGS
     from deformer_stream import log
     from deformer_stream.calibration.incident_budget import describe_plan
-    from deformer_stream.cli.kafka_cluster import make_cluster
+    from deformer_stream.cli.kafka_cluster import connect_with_patience, make_cluster
     from deformer_stream.codec.incident_state import check_incident_state
-    from deformer_stream.errors import Unavailable
     from deformer_stream.runtime.incident_pipeline import IncidentPipeline
     from deformer_stream.runtime.incident_plan import DetectionPlan, load_detection_plan
 
@@ -195,40 +198,45 @@ def _connect(
         return load_detection_plan(model, settings, can_repeat=not is_transactional)
 
     log.get_logger("incidents").info("budget", kept=describe_plan(load_plan().plan))
-    try:
-        num_partitions = count_partitions(cluster, topics.evidence)
-    except Unavailable as error:
-        raise Unavailable(f"{error}; `deformer-stream consume --evidence on` writes it") from None
-    specs = describe_incident_topics(topics.incidents, topics.feedback)
-    specs[topics.state] = {"num_partitions": num_partitions, "configs": dict(STATE_TOPIC_SETTINGS)}
-    limits = ensure_topics(cluster, specs, settings.missing_topics == "create")
-    group = f"{settings.group}-{topics.events}-incidents"
-    instance = settings.instance or uuid.uuid4().hex[:12]
-    transactional_id = make_transactional_id(group, topics.evidence, instance)
-    delivery = Delivery(cluster, limits, transactional_id if is_transactional else None)
-    cleanup.callback(delivery.close)
-    source = KafkaSource(
-        cluster,
-        topics.evidence,
-        group,
-        settings.from_,
-        MAX_POLL_MESSAGES,
-        session_seconds=settings.session_timeout,
-        delivery=delivery,
-        state=StateTopic(cluster, topics.state, limits[topics.state], check_incident_state),
-        on_lost_state=settings.lost_state,
-        instance=settings.instance,
-        patience=settings.patience,
-        creates_partitions=settings.missing_topics == "create",
-    )
-    cleanup.callback(source.close)
-    return IncidentPipeline(
-        source,
-        KafkaIncidentWriter(topics.incidents, delivery, topics.events, output_format),
-        load_plan,
-        metrics,
-        KafkaIncidentHistory(cluster, topics.incidents, read_value),
-        commit_interval=settings.commit_interval,
-        snapshot_interval=settings.snapshot_interval,
-        read_value=read_value,
-    )
+
+    def connect(attempt: ExitStack) -> IncidentPipeline:
+        """Connect to the brokers; the connections are closed if that fails."""
+        try:
+            num_partitions = count_partitions(cluster, topics.evidence)
+        except MissingTopic as error:
+            raise MissingTopic(f"{error}; `deformer-stream consume --evidence on` writes it") from None
+        specs = describe_incident_topics(topics.incidents, topics.feedback)
+        specs[topics.state] = {"num_partitions": num_partitions, "configs": dict(STATE_TOPIC_SETTINGS)}
+        limits = ensure_topics(cluster, specs, settings.missing_topics == "create")
+        group = f"{settings.group}-{topics.events}-incidents"
+        instance = settings.instance or uuid.uuid4().hex[:12]
+        transactional_id = make_transactional_id(group, topics.evidence, instance)
+        delivery = Delivery(cluster, limits, transactional_id if is_transactional else None)
+        attempt.callback(delivery.close)
+        source = KafkaSource(
+            cluster,
+            topics.evidence,
+            group,
+            settings.from_,
+            MAX_POLL_MESSAGES,
+            session_seconds=settings.session_timeout,
+            delivery=delivery,
+            state=StateTopic(cluster, topics.state, limits[topics.state], check_incident_state),
+            on_lost_state=settings.lost_state,
+            instance=settings.instance,
+            patience=settings.patience,
+            creates_partitions=settings.missing_topics == "create",
+        )
+        attempt.callback(source.close)
+        return IncidentPipeline(
+            source,
+            KafkaIncidentWriter(topics.incidents, delivery, topics.events, output_format),
+            load_plan,
+            metrics,
+            KafkaIncidentHistory(cluster, topics.incidents, read_value),
+            commit_interval=settings.commit_interval,
+            snapshot_interval=settings.snapshot_interval,
+            read_value=read_value,
+        )
+
+    return connect_with_patience(connect, settings.patience, stop, metrics.record_progress, cleanup)

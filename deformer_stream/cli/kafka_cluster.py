@@ -1,12 +1,17 @@
-"""The Kafka cluster that the options of a command name."""
+"""The Kafka cluster that the options of a command name, and the connection to it when the command starts."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
     from connectors.kafka import KafkaCluster
     from deformer_stream.settings.kafka import KafkaSettings
+
+Result = TypeVar("Result")
 
 
 def make_cluster(settings: KafkaSettings, servers: str | None = None) -> KafkaCluster:
@@ -30,3 +35,51 @@ def make_cluster(settings: KafkaSettings, servers: str | None = None) -> KafkaCl
         choose_library(settings.client),
         settings.get_client_options(),
     )
+
+
+def connect_with_patience(
+    connect: Callable[[ExitStack], Result],
+    patience: float,
+    stop: threading.Event,
+    on_wait: Callable[[], None],
+    cleanup: ExitStack,
+) -> Result:
+    """Connect to Kafka when a command starts; try again while the brokers do not respond.
+
+    So a process that is started within an outage waits for its end, as a process that runs already.
+
+    Args:
+        connect: A function that opens connections. It adds the functions that close them to the exit stack that it
+            gets, which are called if the attempt fails.
+        patience: Seconds for which attempts may fail.
+        stop: Set when the command must end; the error of the last attempt is then raised.
+        on_wait: A function that is called between two attempts.
+        cleanup: An exit stack, to which the functions that close the connections are added.
+
+    Returns:
+        What `connect` has returned.
+
+    Raises:
+        Unavailable: The brokers have not responded for longer than `patience`, or a topic does not exist.
+        ConfigError: A setting is wrong, or the brokers refuse the connection.
+    """
+    from connectors.kafka.client import RETRY_SECONDS
+    from connectors.kafka.patience import Patience
+    from connectors.kafka.ports import MissingTopic
+    from deformer_stream.errors import Unavailable
+
+    failures = Patience(patience, "connection_failed_retrying")
+    while True:
+        with ExitStack() as attempt:
+            try:
+                connected = connect(attempt)
+            except MissingTopic:
+                raise
+            except Unavailable as error:
+                failures.record_failure(error)
+                if stop.wait(RETRY_SECONDS):
+                    raise
+            else:
+                cleanup.push(attempt.pop_all())
+                return connected
+        on_wait()

@@ -107,9 +107,9 @@ def build_consume() -> click.Command:
                 return factory.make_codec(model, decoding, order="arrival", translator=translator)
 
             codec = models.combine_codecs(make_codec, decoding, translator)
-            source, sinks = _connect(settings, models, codec, registry, metrics, stop, cleanup)
-            if settings.http:
+            if settings.http:  # before a connection is made, which can wait for the end of an outage
                 cleanup.callback(start_http_server(settings.http, metrics))
+            source, sinks = _connect(settings, models, codec, registry, metrics, stop, cleanup)
             logger.info(
                 "ready",
                 model=models.fingerprint,
@@ -206,7 +206,9 @@ def _connect(
         )
         cleanup.callback(source.close)
     else:
-        source, sinks = _connect_to_kafka(settings, servers, topic, codec, models.fingerprint, registry, cleanup)
+        source, sinks = _connect_to_kafka(
+            settings, servers, topic, codec, models.fingerprint, registry, metrics, stop, cleanup
+        )
     if settings.alerts:
         # A file keeps the alerts of earlier runs.
         alerts = TerminalAlerts() if _is_terminal(settings.alerts) else AlertLines(settings.alerts, append=True)
@@ -260,6 +262,8 @@ def _connect_to_kafka(
     codec: Codec | ModelCodecs,
     model: str,
     registry: SchemaRegistry | None,
+    metrics: Metrics,
+    stop: threading.Event,
     cleanup: ExitStack,
 ) -> tuple[EventSource, list[Sink]]:
     """Return a source that reads events from a topic, and sinks that write alerts and the like to other topics.
@@ -275,6 +279,8 @@ def _connect_to_kafka(
         codec: Encodes alerts.
         model: Fingerprint (hash) of the model, or of the set of models.
         registry: The schema registry, if the options name one.
+        metrics: Records that the process makes progress while it waits for the brokers.
+        stop: Set when the command must end.
         cleanup: An exit stack, to which the functions that close the source and the sinks are added.
 
     Raises:
@@ -297,7 +303,7 @@ def _connect_to_kafka(
         ensure_topics,
     )
     from connectors.kafka.delivery import make_transactional_id
-    from deformer_stream.cli.kafka_cluster import make_cluster
+    from deformer_stream.cli.kafka_cluster import connect_with_patience, make_cluster
     from deformer_stream.codec.state import check_state
 
     cluster = make_cluster(settings, servers)
@@ -320,41 +326,46 @@ def _connect_to_kafka(
     if has_next_readings:
         topic_by_schema["next-readings"] = next_readings_topic
     formats = factory.register_output_schemas(settings, registry, topic_by_schema)
-    num_partitions = count_partitions(cluster, topic)
-    topics = describe_output_topics(alerts_topic, dead_letter_topic, state_topic, num_partitions)
-    if has_evidence:
-        topics |= describe_evidence_topic(evidence_topic)
-    if has_next_readings:
-        topics |= describe_next_reading_topic(next_readings_topic)
-    # `limits` has the size of the largest message that each topic accepts.
-    limits = ensure_topics(cluster, topics, settings.missing_topics == "create")
-    transactional_id = make_transactional_id(settings.group, topic, settings.instance or uuid.uuid4().hex[:12])
-    is_transactional = settings.delivery == "exactly-once"
-    delivery = Delivery(cluster, limits, transactional_id if is_transactional else None)
-    sinks: list[Sink] = [KafkaSink(alerts_topic, dead_letter_topic, codec, delivery, topic, formats["alerts"])]
-    if has_evidence:
-        sinks.append(KafkaEvidenceSink(evidence_topic, delivery, topic, formats["evidence"]))
-    if has_next_readings:
-        sinks.append(KafkaNextReadingSink(next_readings_topic, delivery, topic, formats["next-readings"]))
-    for sink in sinks:
-        cleanup.callback(sink.close)
-    source = KafkaSource(
-        cluster,
-        topic,
-        settings.group,
-        settings.from_,
-        max_poll_records=settings.max_poll_records,
-        session_seconds=settings.session_timeout,
-        delivery=delivery,
-        state=StateTopic(cluster, state_topic, limits[state_topic], check_state),
-        on_lost_state=settings.lost_state,
-        model=model,
-        instance=settings.instance,
-        patience=settings.patience,
-        creates_partitions=settings.missing_topics == "create",
-    )
-    cleanup.callback(source.close)
-    return source, sinks
+
+    def connect(attempt: ExitStack) -> tuple[EventSource, list[Sink]]:
+        """Connect to the brokers; the connections are closed if that fails."""
+        num_partitions = count_partitions(cluster, topic)
+        topics = describe_output_topics(alerts_topic, dead_letter_topic, state_topic, num_partitions)
+        if has_evidence:
+            topics |= describe_evidence_topic(evidence_topic)
+        if has_next_readings:
+            topics |= describe_next_reading_topic(next_readings_topic)
+        # `limits` has the size of the largest message that each topic accepts.
+        limits = ensure_topics(cluster, topics, settings.missing_topics == "create")
+        transactional_id = make_transactional_id(settings.group, topic, settings.instance or uuid.uuid4().hex[:12])
+        is_transactional = settings.delivery == "exactly-once"
+        delivery = Delivery(cluster, limits, transactional_id if is_transactional else None)
+        sinks: list[Sink] = [KafkaSink(alerts_topic, dead_letter_topic, codec, delivery, topic, formats["alerts"])]
+        if has_evidence:
+            sinks.append(KafkaEvidenceSink(evidence_topic, delivery, topic, formats["evidence"]))
+        if has_next_readings:
+            sinks.append(KafkaNextReadingSink(next_readings_topic, delivery, topic, formats["next-readings"]))
+        for sink in sinks:
+            attempt.callback(sink.close)
+        source = KafkaSource(
+            cluster,
+            topic,
+            settings.group,
+            settings.from_,
+            max_poll_records=settings.max_poll_records,
+            session_seconds=settings.session_timeout,
+            delivery=delivery,
+            state=StateTopic(cluster, state_topic, limits[state_topic], check_state),
+            on_lost_state=settings.lost_state,
+            model=model,
+            instance=settings.instance,
+            patience=settings.patience,
+            creates_partitions=settings.missing_topics == "create",
+        )
+        attempt.callback(source.close)
+        return source, sinks
+
+    return connect_with_patience(connect, settings.patience, stop, metrics.record_progress, cleanup)
 
 
 def build_replay() -> click.Command:

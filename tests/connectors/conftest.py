@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from connectors.kafka import KafkaSource
+from tests.connectors.fake_kafka import Clock, FakeKafka
 from tests.connectors.kafka_groups import MODES, Group, Reader
 from tests.connectors.kafka_helpers import Topic
 
@@ -49,3 +50,21 @@ def group(kafka: SimpleNamespace, topic: Topic, monkeypatch: pytest.MonkeyPatch)
 def either(request: pytest.FixtureRequest, group: Callable[..., Group]) -> Callable[..., Group]:
     """Return the function of the fixture `group`; the test runs once for each mode of delivery."""
     return lambda partitions=1, **state: group(partitions, request.param, **state)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """Return a clock that the modules of the connector use in place of the module `time`."""
+    clock = Clock()
+    for module in ("source", "state", "patience", "liveness"):
+        monkeypatch.setattr(f"connectors.kafka.{module}.time", clock)
+    return clock
+
+
+@pytest.fixture
+def fake_kafka(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> FakeKafka:
+    """Return a cluster in memory that a source and its reader of saved state connect to."""
+    kafka = FakeKafka(clock)
+    for module in ("source", "state"):
+        monkeypatch.setattr(f"connectors.kafka.{module}.load_client", lambda cluster: kafka)
+    return kafka

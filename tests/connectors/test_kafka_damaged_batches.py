@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from connectors.kafka import KafkaCluster
+from connectors.kafka import KafkaCluster, produce
+from connectors.kafka.background import BackgroundCall
 from connectors.kafka.client import load_client
 from connectors.kafka.ports import ConsumerOptions, TopicPartition
 from deformer_stream.errors import Unavailable
-from tests.connectors.kafka_helpers import Topic, wait_until
+from tests.connectors.kafka_helpers import TIMEOUT_SECONDS, Topic, make_messages, wait_until
 from tests.connectors.raw_batches import encode_batch, encode_record, send_batch
 
 pytestmark = pytest.mark.kafka
@@ -62,4 +64,80 @@ def test_a_batch_that_cannot_be_decoded_is_an_error_in_every_poll(
         assert values == [b"0", b"1"]
         assert len(set(errors)) == 1
         assert "the client cannot read a batch of messages" in errors[0]
+        assert f"topic '{name}', partition 0, offset 2" in errors[0]
         assert "use the other --client" in errors[0]
+
+
+def test_error_of_a_batch_is_raised_although_the_group_was_served_meanwhile(
+    kafka: SimpleNamespace, topic: Topic
+) -> None:
+    """kafka-python drops the error that it stores if the partition is paused. A later poll would never end."""
+    name = topic(1)
+    send_batches(kafka.bootstrap, name)
+    cluster = KafkaCluster(kafka.bootstrap)
+    consumer = load_client(cluster).open_consumer(cluster, ConsumerOptions())
+    try:
+        consumer.assign({TopicPartition(name, 0): 0})
+        values: list[bytes | None] = []
+
+        def read() -> bool:
+            polled = consumer.poll(0.5)
+            values.extend([] if polled is None else polled.values)
+            return len(values) == 2
+
+        wait_until(read, "the messages before the batch")
+
+        def serve_and_poll() -> None:
+            consumer.serve_group(0.1)
+            consumer.poll(0.1)
+
+        call = BackgroundCall(serve_and_poll)
+        assert call.wait(TIMEOUT_SECONDS), "the poll never ends"
+        with pytest.raises(Unavailable, match="the client cannot read a batch of messages"):
+            call.get()
+    finally:
+        consumer.close()
+
+
+def test_serving_the_group_after_messages_loses_none(kafka: SimpleNamespace, topic: Topic) -> None:
+    name = topic(1)
+    produce(kafka.cluster, name, make_messages(10))
+    cluster = KafkaCluster(kafka.bootstrap)
+    consumer = load_client(cluster).open_consumer(cluster, ConsumerOptions(max_messages=3))
+    try:
+        consumer.assign({TopicPartition(name, 0): 0})
+        offsets: list[int] = []
+
+        def read() -> bool:
+            polled = consumer.poll(0.5)
+            offsets.extend([] if polled is None else polled.offsets.tolist())
+            consumer.serve_group(0.0)
+            return len(offsets) >= 10
+
+        wait_until(read, "all messages")
+        assert offsets == list(range(10))
+    finally:
+        consumer.close()
+
+
+@pytest.mark.parametrize("raised", [KeyError("partition"), RuntimeError("a bug")])
+def test_other_errors_of_the_client_are_not_called_unreadable(
+    kafka: SimpleNamespace, topic: Topic, monkeypatch: pytest.MonkeyPatch, raised: Exception
+) -> None:
+    name = topic(1)
+    produce(kafka.cluster, name, make_messages(1))
+    cluster = KafkaCluster(kafka.bootstrap)
+    consumer: Any = load_client(cluster).open_consumer(cluster, ConsumerOptions())
+
+    def fail(**_: object) -> None:
+        raise raised
+
+    try:
+        consumer.assign({TopicPartition(name, 0): 0})
+        with monkeypatch.context() as patch:
+            patch.setattr(consumer._consumer, "poll", fail)
+            with pytest.raises(Unavailable, match=r"unexpected error of the client library.*report it"):
+                consumer.poll(0.1)
+        wait_until(lambda: consumer.poll(0.1) is not None, "the message")
+    finally:
+        consumer.close()

@@ -825,6 +825,27 @@ def test_unreachable_broker_is_reported(library: ClientLibrary) -> None:
     assert "host:port" in message
 
 
+def test_options_that_are_functions_are_refused(kafka: SimpleNamespace) -> None:
+    for name in ("stats_cb", "throttle_cb", "oauth_cb", "on_commit", "default.topic.config"):
+        message = get_refusal(
+            KafkaCluster(kafka.bootstrap, library="librdkafka", options={name: "letmein"}), ConfigError, 1
+        )
+        assert "--client-option " + name in message
+        assert "letmein" not in message
+
+
+def test_warnings_of_kafka_python_are_forwarded_without_secrets(kafka: SimpleNamespace) -> None:
+    from connectors.kafka import kafka_python_client
+
+    options = {"sasl_kerberos_name": "letmein-please", "ssl_password": "abc", "client_id": "plant"}
+    cluster = KafkaCluster("127.0.0.1:1", {"sasl_plain_password": PASSWORD}, options=options)
+    with suppress(Unavailable):
+        kafka_python_client.open_admin(cluster)
+    with structlog.testing.capture_logs() as logs:
+        logging.getLogger("kafka.test").warning("%s and letmein-please, abc, plant", PASSWORD)
+    assert [line["message"] for line in logs] == ["*** and ***, ***, plant"]
+
+
 def test_options_that_the_library_rejects_are_refused(kafka: SimpleNamespace) -> None:
     for name, value in (("no.such.option", "letmein"), ("fetch.max.bytes", "letmein"), ("isolation.level", "letmein")):
         cluster = KafkaCluster(kafka.bootstrap, library="librdkafka", options={name: value})
@@ -837,6 +858,7 @@ def test_options_that_the_library_rejects_are_refused(kafka: SimpleNamespace) ->
     ("library", "name"),
     [
         *(("librdkafka", name) for name in ("isolation.level", "acks", "transactional.id", "group.id")),
+        *(("librdkafka", name) for name in ("security.protocol", "enable.ssl.certificate.verification", "logger")),
         *(("kafka-python", name) for name in ("isolation_level", "acks", "transactional_id", "group_id")),
         *(("kafka-python", name) for name in ("enable_auto_commit", "ssl_context", "value_deserializer")),
     ],

@@ -1,0 +1,68 @@
+"""Tests of the connection to Kafka when a command starts within an outage."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import ExitStack
+
+import pytest
+
+from connectors.kafka.ports import MissingTopic
+from deformer_stream.cli.kafka_cluster import connect_with_patience
+from deformer_stream.errors import ConfigError, DeformerError, Unavailable
+
+
+class Attempts:
+    """A function that connects, and fails with the given errors first.
+
+    Attributes:
+        events: What has happened, in order.
+    """
+
+    def __init__(self, *errors: DeformerError) -> None:
+        self.events: list[str] = []
+        self._errors = list(errors)
+
+    def __call__(self, attempt: ExitStack) -> str:
+        self.events.append("open")
+        attempt.callback(self.events.append, "close")
+        if self._errors:
+            raise self._errors.pop(0)
+        return "connected"
+
+    def wait(self) -> None:
+        """Record that the command waits."""
+        self.events.append("wait")
+
+
+@pytest.fixture(autouse=True)
+def retry_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no time pass between two attempts."""
+    monkeypatch.setattr("connectors.kafka.client.RETRY_SECONDS", 0.0)
+
+
+def test_command_that_starts_in_an_outage_waits_for_its_end() -> None:
+    attempts = Attempts(Unavailable("no response"), Unavailable("no response"))
+    with ExitStack() as cleanup:
+        assert connect_with_patience(attempts, 60.0, threading.Event(), attempts.wait, cleanup) == "connected"
+        assert attempts.events == ["open", "close", "wait", "open", "close", "wait", "open"]
+    assert attempts.events[-1] == "close"
+
+
+@pytest.mark.parametrize("error", [MissingTopic("the topic does not exist"), ConfigError("the login is refused")])
+def test_wrong_settings_end_the_command_at_once(error: DeformerError) -> None:
+    attempts = Attempts(error)
+    with ExitStack() as cleanup, pytest.raises(type(error)):
+        connect_with_patience(attempts, 60.0, threading.Event(), attempts.wait, cleanup)
+    assert attempts.events == ["open", "close"]
+
+
+def test_command_ends_when_its_patience_or_the_user_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    stop = threading.Event()
+    errors = [Unavailable(f"failure {number}") for number in range(100)]
+    monkeypatch.setattr("connectors.kafka.client.RETRY_SECONDS", 0.01)
+    with ExitStack() as cleanup, pytest.raises(Unavailable, match="failure 1"):
+        connect_with_patience(Attempts(*errors), 0.0, stop, lambda: None, cleanup)
+    stop.set()
+    with ExitStack() as cleanup, pytest.raises(Unavailable, match="failure 0"):
+        connect_with_patience(Attempts(*errors), 60.0, stop, lambda: None, cleanup)
