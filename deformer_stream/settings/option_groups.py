@@ -116,7 +116,7 @@ INIT_GROUPS: OptionGroups = {
 _INCIDENT_TOPICS = ("evidence_topic", "incidents_topic", "feedback_topic")
 
 INCIDENT_GROUPS: OptionGroups = {
-    "Input": ("topic", "model", "from_"),
+    "Input": ("topic", "model", "models", "from_"),
     "Incidents": _INCIDENT_RULE,
     "Receivers": (
         *("alertmanager", "webhook", "webhook_secret_file", "pagerduty_key_file", "pagerduty_url"),
