@@ -265,7 +265,7 @@ def _list_messages(
             if translation.refusals:
                 counts.untranslated += 1
                 first = translation.refusals[0]
-                counts.example = counts.example or f"{first.reason}: {first.detail}"
+                counts.example = counts.example or f"{first.reason.value}: {first.detail}"
             for event in translation.events:
                 yield OutgoingMessage(0, topic or translator.topic, event.key, event.value)
 

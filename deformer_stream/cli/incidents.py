@@ -96,6 +96,12 @@ def build_incidents() -> click.Command:
         log.configure(is_debugging())
         topics, metrics = IncidentTopics.from_settings(settings), DetectionMetrics()
         receivers = incident_delivery.create_receivers(settings)
+        if settings.deliver_only and settings.output_format != "json":
+            log.get_logger("incidents").warning(
+                "option_without_effect",
+                option="--output-format",
+                message="--deliver-only writes no incidents, so their format has no effect: leave --output-format out",
+            )
         with ExitStack() as cleanup:
             registry = factory.open_registry(settings, settings.patience, cleanup, metrics.record_progress)
             reader = factory.make_output_reader(registry)

@@ -281,6 +281,11 @@ def test_a_broker_that_does_not_run(mosquitto: Mosquitto, monkeypatch: pytest.Mo
         MqttSource(make_options(mosquitto.port))
 
 
+def make_alert_sink(options: MqttOptions) -> MqttAlertSink:
+    """Return a sink that publishes the alerts of a device to a topic of its own."""
+    return MqttAlertSink(options, AlertTopic("alerts/{device}", "plant/#"), lambda: None, threading.Event())
+
+
 def read_refusal(kind: type[Exception], options: MqttOptions) -> str:
     """Return the message with which a source cannot be opened."""
     with pytest.raises(kind) as refused:
@@ -316,9 +321,22 @@ def test_login_and_tls(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Non
             username="bridge",
             password=SECRET,
         )
-        opened = MqttSource(options)
+        opened = MqttSource(replace(options, filter="alerts/#"))
         assert opened.is_connected
+        sink = make_alert_sink(options)
+        sink.write(replace(Effects.empty("model"), alerts=[make_alert("pump-7@1", 0)]), None)
+        sink.flush()
+        sink.close()
+        (received,) = receive(opened, 1)
+        assert (received.topic, json.loads(received.payload)["record"]) == ("alerts/pump-7", "pump-7@1")
+        opened.acknowledge([received])
         opened.close()
+        for wrong, option in (
+            (replace(options, cafile=str(folder / "other.pem")), "--source-cafile"),
+            (replace(options, password="wrong"), "--source-password-file"),
+        ):
+            with pytest.raises(ConfigError, match=option):
+                make_alert_sink(wrong)
         refusals = [
             read_refusal(ConfigError, replace(options, password="wrong")),
             read_refusal(ConfigError, replace(options, cafile=str(folder / "other.pem"))),
