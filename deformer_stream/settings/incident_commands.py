@@ -57,6 +57,7 @@ class IncidentsSettings(IncidentRuleSettings, DeliverySettings, KafkaSettings, O
     """The options of `deformer-stream incidents`."""
 
     option_groups: ClassVar[OptionGroups] = INCIDENT_GROUPS
+    contradictory: ClassVar[tuple[str, ...]] = ("model", "models")
 
     topic: str = Field(description="Kafka topic with the events. Its evidence is read from TOPIC-evidence.")
     model: Path | None = Field(

@@ -281,9 +281,14 @@ def test_a_broker_that_does_not_run(mosquitto: Mosquitto, monkeypatch: pytest.Mo
         MqttSource(make_options(mosquitto.port))
 
 
-def make_alert_sink(options: MqttOptions) -> MqttAlertSink:
-    """Return a sink that publishes the alerts of a device to a topic of its own."""
-    return MqttAlertSink(options, AlertTopic("alerts/{device}", "plant/#"), lambda: None, threading.Event())
+def publish_alert(options: MqttOptions, alert: Alert) -> None:
+    """Publish an alert to the topic of its device, and wait until the broker has acknowledged it."""
+    sink = MqttAlertSink(options, AlertTopic("alerts/{device}", "plant/#"), lambda: None, threading.Event())
+    try:
+        sink.write(replace(Effects.empty("model"), alerts=[alert]), None)
+        sink.flush()
+    finally:
+        sink.close()
 
 
 def read_refusal(kind: type[Exception], options: MqttOptions) -> str:
@@ -323,10 +328,7 @@ def test_login_and_tls(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Non
         )
         opened = MqttSource(replace(options, filter="alerts/#"))
         assert opened.is_connected
-        sink = make_alert_sink(options)
-        sink.write(replace(Effects.empty("model"), alerts=[make_alert("pump-7@1", 0)]), None)
-        sink.flush()
-        sink.close()
+        publish_alert(options, make_alert("pump-7@1", 0))
         (received,) = receive(opened, 1)
         assert (received.topic, json.loads(received.payload)["record"]) == ("alerts/pump-7", "pump-7@1")
         opened.acknowledge([received])
@@ -336,7 +338,7 @@ def test_login_and_tls(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Non
             (replace(options, password="wrong"), "--source-password-file"),
         ):
             with pytest.raises(ConfigError, match=option):
-                make_alert_sink(wrong)
+                publish_alert(wrong, make_alert("pump-7@2", 0))
         refusals = [
             read_refusal(ConfigError, replace(options, password="wrong")),
             read_refusal(ConfigError, replace(options, cafile=str(folder / "other.pem"))),
