@@ -9,6 +9,7 @@ import threading
 import uuid
 from collections import Counter
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,6 +33,8 @@ pytestmark = pytest.mark.kafka
 
 NUM_RECORDS = 400
 RULE = ("--incident-budget", "20 per d", "--records-per-day", "100", "--fleet", "off")
+LARGE_BUDGET = ("--incident-budget", "70 per d", "--records-per-day", "100", "--fleet", "off")
+"""A rule with which the devices of a short log of normal records have incidents."""
 
 
 def make_events() -> list[tuple[bytes, bytes, None]]:
@@ -168,16 +171,18 @@ def test_events_of_two_models_become_the_incidents_of_a_replay(
     sent = [(d["record"].partition("/")[0].encode(), encode(d), None) for d in documents]
     half, name = len(sent) // 2, topic(1)
     options = ["--topic", name, "--group", name, "--bootstrap-servers", cluster.bootstrap, "--models", folder]
-    consumed = cluster.is_consumed(f"{name}-evidence", f"{name}-{name}-incidents")
-    with (
-        RunningConsumer(
-            tmp_path / "consume.log", *options, "--evidence", "on", "--alpha", "0.3", "--record-timeout", "20s"
-        ) as consumer,
-        RunningConsumer(tmp_path / "incidents.log", *options, *RULE, command="incidents") as process,
-    ):
+    evidence_group = f"{name}-evidence", f"{name}-{name}-incidents"
+    scoring = ("--evidence", "on", "--alpha", "0.3", "--record-timeout", "20s")
+    with ExitStack() as cleanup:
+        consumer = cleanup.enter_context(RunningConsumer(tmp_path / "consume.log", *options, *scoring))
+        consumer.wait_until_ready()  # it creates the topic of evidence
+        process = cleanup.enter_context(
+            RunningConsumer(tmp_path / "incidents.log", *options, *LARGE_BUDGET, command="incidents")
+        )
+        process.wait_until_ready()
         produce(cluster.brokers, name, sent[:half])
         consumer.wait_for(cluster.is_consumed(name, name), "the first half")
-        process.wait_for(consumed, "the evidence of the first half")
+        process.wait_for(cluster.is_consumed(*evidence_group), "the evidence of the first half")
         before = str(model_store.read_manifest(folder / "model-1")["fingerprint"])
         new = write_type(tmp_path / "new", 1, seed=5)
         model_store.write_files(folder / "model-1", model_store.read_files(new))
@@ -185,7 +190,7 @@ def test_events_of_two_models_become_the_incidents_of_a_replay(
         produce(cluster.brokers, name, sent[half:])
         consumer.wait_for(cluster.is_consumed(name, name), "the second half")
         consumer.stop()
-        process.wait_for(consumed, "all evidence")
+        process.wait_for(cluster.is_consumed(*evidence_group), "all evidence")
         process.stop()
     evidence = [decode_evidence(message.value) for message in cluster.read_topic(f"{name}-evidence")]
     fingerprints = {(batch.model_name, batch.model) for batch in evidence}
@@ -199,7 +204,7 @@ def test_events_of_two_models_become_the_incidents_of_a_replay(
     # Another process, which has one model, makes the same incidents of the evidence of the model that has not changed.
     own = [replace(batch, model_name="") for batch in evidence if batch.model_name == name_type(0)]
     (tmp_path / "evidence.jsonl").write_bytes(b"".join(encode_evidence(batch) + b"\n" for batch in own))
-    words = ("--model", folder / "model-0", "--incidents", tmp_path / "incidents.jsonl", *RULE)
+    words = ("--model", folder / "model-0", "--incidents", tmp_path / "incidents.jsonl", *LARGE_BUDGET)
     run_successfully("deformer-stream", "replay", tmp_path / "evidence.jsonl", *words)
     offline = group_by_id([decode_incident(line) for line in (tmp_path / "incidents.jsonl").read_bytes().splitlines()])
     of_first = {id_: messages for id_, messages in live.items() if messages[0].model_name == name_type(0)}
