@@ -37,6 +37,7 @@ from deformer_stream.calibration.incident_budget import parse_budget, plan_budge
 from deformer_stream.codec.encode_evidence import decode_evidence, encode_evidence
 from deformer_stream.codec.encode_incidents import decode_incident, encode_incident
 from deformer_stream.codec.incident_state import encode_incident_state
+from deformer_stream.engine.events import ONLY_MODEL
 from deformer_stream.incidents.events import AlertRow, ClosedRows, EvidenceBatch, Suspect
 from deformer_stream.incidents.fleet import FleetRule
 from deformer_stream.incidents.make_evidence import round_significant
@@ -115,7 +116,7 @@ def measure_tracker(arguments: argparse.Namespace, folder: Path) -> dict[str, An
         "records_/s": round(num_rows / seconds),
         "seconds": round(seconds, 1),
         "incidents": num_opened,
-        "state_KiB": round(len(encode_incident_state(tracker.export_state())) / 1024),
+        "state_KiB": round(len(encode_incident_state({ONLY_MODEL: tracker.export_state()})) / 1024),
     }
 
 
@@ -136,7 +137,7 @@ def measure_messages(arguments: argparse.Namespace, folder: Path) -> dict[str, A
         "records_/s": round(num_rows / seconds),
         "seconds": round(seconds, 1),
         "incidents": num_opened,
-        "state_KiB": round(len(encode_incident_state(tracker.export_state())) / 1024),
+        "state_KiB": round(len(encode_incident_state({ONLY_MODEL: tracker.export_state()})) / 1024),
     }
 
 

@@ -41,7 +41,7 @@ _HEADERS = {
     "Accept": "application/vnd.schemaregistry.v1+json",
     "Content-Type": "application/vnd.schemaregistry.v1+json",
 }
-_LOGIN_STATUSES = (401, 403)
+_UNKNOWN_LOGIN, _FORBIDDEN = 401, 403
 _UNUSABLE_STATUSES = (301, 302, 303, 307, 308, 400, 404, 405, 406, 409, 415, 422)
 """Statuses that the same request will have again: the address is wrong, or the registry refuses the request."""
 
@@ -202,13 +202,18 @@ class SchemaRegistry:
             text: The schema.
 
         Raises:
-            ConfigError: The registry refuses the login, or the schema is not compatible with earlier ones.
+            ConfigError: The registry refuses the login, the user may not register schemas, or the schema is not
+                compatible with earlier ones.
             Unavailable: The registry does not respond within the patience.
         """
         path, body = f"/subjects/{quote(subject, safe='')}", {"schema": text, "schemaType": schema_type}
         remedy = f"the schema of {subject} must be registered, and be compatible with the earlier ones of the subject"
+        forbidden = (
+            f"this user may read schemas, but not register that of {subject}: permit it, or start the command once as "
+            "a user who may"
+        )
         found = self._request("POST", path, body, is_optional=True)
-        answer = self._request("POST", f"{path}/versions", body, remedy=remedy) if found is None else found
+        answer = self._request("POST", f"{path}/versions", body, False, remedy, forbidden) if found is None else found
         if not isinstance(answer, dict) or not isinstance(answer.get("id"), int):
             raise ConfigError(
                 f"{self._url} is not a schema registry, because its answer to {path} has no id: check its path"
@@ -216,7 +221,13 @@ class SchemaRegistry:
         return int(answer["id"])
 
     def _request(
-        self, method: str, path: str, body: Any = None, is_optional: bool = False, remedy: str | None = None
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        is_optional: bool = False,
+        remedy: str | None = None,
+        forbidden: str = "check the permissions of the user of --schema-registry-username",
     ) -> Any:
         """Return the answer to a request, None if it is optional and there is no such object.
 
@@ -226,6 +237,7 @@ class SchemaRegistry:
             body: What is sent as JSON, None for nothing.
             is_optional: Whether the object may be missing.
             remedy: What to check if the registry refuses the request, None to check the address.
+            forbidden: What to check if the registry forbids the request to this user.
 
         Raises:
             ConfigError: The registry refuses the login or the request.
@@ -240,7 +252,7 @@ class SchemaRegistry:
                     return None
                 if response.status_code == 200:
                     return _parse_answer(response, self._url)
-                self._check_status(response, f"{method} {path}", remedy)
+                self._check_status(response, f"{method} {path}", remedy, forbidden)
                 problem = f"HTTP status {response.status_code}"
             except httpx.InvalidURL as error:
                 raise ConfigError("--schema-registry: the address is not valid: write https://HOST:PORT") from error
@@ -257,19 +269,25 @@ class SchemaRegistry:
             self.on_wait()
             time.sleep(RETRY_SECONDS)
 
-    def _check_status(self, response: httpx.Response, request: str, remedy: str | None) -> None:
+    def _check_status(self, response: httpx.Response, request: str, remedy: str | None, forbidden: str) -> None:
         """Raise `ConfigError` if the same request would be refused again.
 
         Args:
             response: The answer of the registry.
             request: The method and the path of the request, for the error message.
             remedy: What to check, None for the address.
+            forbidden: What to check if the registry forbids the request to this user.
         """
         status = response.status_code
-        if status in _LOGIN_STATUSES:
+        if status == _UNKNOWN_LOGIN:
             raise ConfigError(
                 f"the schema registry {self._url} refuses the login (HTTP status {status}): check "
                 "--schema-registry-username and --schema-registry-password-file"
+            )
+        if status == _FORBIDDEN:
+            raise ConfigError(
+                f"the schema registry {self._url} forbids the request {request} (HTTP status "
+                f"{status}{_quote_message(response)}): {forbidden}"
             )
         if status in _UNUSABLE_STATUSES:
             raise ConfigError(

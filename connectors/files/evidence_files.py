@@ -29,6 +29,9 @@ MAX_LINE_BYTES = 2 * MAX_EVIDENCE_BYTES
 ROWS_PER_BATCH = 200
 """Largest number of records and alerts of a batch in order of time. It is so small that a batch is a single line."""
 
+ROWS_PER_CHUNK = 10_000
+"""Largest number of rows of all models in order of time of which batches are made together."""
+
 
 def is_evidence(entry: str | Path) -> bool:
     """Return whether an input is a file of evidence and not of events, by its first line. A missing file is none.
@@ -79,7 +82,7 @@ class _TimedRow(NamedTuple):
         time: Latest event time of the record, or that of the alert.
         is_closed: Whether it is a closed record. An alert comes first, because it must not come after its record.
         record: Id of the record.
-        origin: The model and the partition.
+        origin: The name and the fingerprint of the model, and the partition.
         sequence: Number of the row in its file, so that nothing else is compared.
         alert: The alert; None for a closed record.
         fields: The other fields of a closed record, in the order of `ClosedRows`; empty for an alert.
@@ -88,14 +91,14 @@ class _TimedRow(NamedTuple):
     time: int
     is_closed: bool
     record: str
-    origin: tuple[str, int]
+    origin: tuple[str, str, int]
     sequence: int
     alert: AlertRow | None
     fields: tuple[Any, ...]
 
 
 def sort_evidence_file(path: Path) -> None:
-    """Put the rows of a file of evidence in order of time. They are read into memory.
+    """Put the rows of a file of evidence in order of time, as `_collect_batches` does. They are read into memory.
 
     Raises:
         InputError: The file cannot be read.
@@ -109,6 +112,8 @@ def sort_evidence_file(path: Path) -> None:
 def merge_evidence_files(paths: Sequence[Path]) -> Iterator[EvidenceBatch]:
     """Yield the evidence of files that `sort_evidence_file` has sorted in order of time, in bounded memory.
 
+    The rows of each model are in order of time. Rows of several models are in the order of `_collect_batches`.
+
     Raises:
         InputError: A file cannot be read.
     """
@@ -117,11 +122,17 @@ def merge_evidence_files(paths: Sequence[Path]) -> Iterator[EvidenceBatch]:
 
 
 def _iterate_rows(path: Path) -> Iterator[_TimedRow]:
-    """Yield the rows of a file of evidence, batch by batch, those of a batch in order of time."""
+    """Yield the rows of a file of evidence. If `_collect_batches` has made its batches, they are in order of time."""
     numbers = itertools.count()
+    rows: list[_TimedRow] = []
+    last_origin: tuple[str, str, int] | None = None
     for batch in read_evidence([path]):
-        origin, closed = (batch.model, batch.partition), batch.closed
-        rows = [_TimedRow(alert.time, False, alert.record, origin, next(numbers), alert, ()) for alert in batch.alerts]
+        origin, closed = (batch.model_name, batch.model, batch.partition), batch.closed
+        if last_origin is not None and origin <= last_origin:  # a new chunk begins
+            yield from sorted(rows)
+            rows = []
+        last_origin = origin
+        rows += [_TimedRow(alert.time, False, alert.record, origin, next(numbers), alert, ()) for alert in batch.alerts]
         unknown = np.full(len(closed), np.nan)
         columns = (
             closed.p_values,
@@ -134,31 +145,56 @@ def _iterate_rows(path: Path) -> Iterator[_TimedRow]:
         fields = zip(*(column.tolist() for column in columns), strict=True)
         for record, time, row in zip(closed.record_ids, closed.times.tolist(), fields, strict=True):
             rows.append(_TimedRow(time, True, record, origin, next(numbers), None, row))
-        yield from sorted(rows)
+    yield from sorted(rows)
 
 
 def _collect_batches(rows: Iterable[_TimedRow]) -> Iterator[EvidenceBatch]:
-    """Yield consecutive rows of the same model and partition as batches of at most `ROWS_PER_BATCH` rows."""
-    for (model, partition), of_origin in itertools.groupby(rows, lambda row: row.origin):
-        while chunk := list(itertools.islice(of_origin, ROWS_PER_BATCH)):
-            closed = [row for row in chunk if row.is_closed]
-            # Without rows, the transposition would have no columns.
-            columns = list(zip(*(row.fields for row in closed), strict=True)) or [()] * 6
-            p_values, scores, record_p_values, record_scores = (
-                np.array(columns[index], np.float64) for index in (0, 1, 4, 5)
-            )
-            yield EvidenceBatch(
-                model,
-                partition,
-                ClosedRows(
-                    [row.record for row in closed],
-                    np.array([row.time for row in closed], np.int64),
-                    p_values,
-                    scores,
-                    np.array(columns[2], np.int32),
-                    np.array(columns[3], np.bool_),
-                    None if np.isnan(record_p_values).all() else record_p_values,
-                    record_scores,
-                ),
-                tuple(row.alert for row in chunk if row.alert is not None),
-            )
+    """Yield rows as batches of at most `ROWS_PER_BATCH` rows of the same model and partition.
+
+    The rows of a model stay in order, because its incidents depend on it. Rows of other models may come between those
+    of a batch. A chunk of consecutive rows has one batch for each model, and these are in the order of their origins.
+    So a batch whose origin does not follow that of the batch before it begins a chunk. By this, `_iterate_rows`
+    restores the order of all rows.
+
+    Args:
+        rows: The rows in order of time.
+    """
+    chunk: dict[tuple[str, str], list[_TimedRow]] = {}
+    num_rows = 0
+    for row in rows:
+        of_model = chunk.get(row.origin[:2], [])
+        is_full = len(of_model) == ROWS_PER_BATCH or num_rows == ROWS_PER_CHUNK
+        if is_full or (of_model and of_model[0].origin != row.origin):
+            yield from _make_batches(chunk.values())
+            chunk, num_rows = {}, 0
+        chunk.setdefault(row.origin[:2], []).append(row)
+        num_rows += 1
+    yield from _make_batches(chunk.values())
+
+
+def _make_batches(groups: Iterable[list[_TimedRow]]) -> Iterator[EvidenceBatch]:
+    """Yield a batch for each group of rows, which have the same origin, in the order of the origins."""
+    for rows in sorted(groups, key=lambda rows: rows[0].origin):
+        model_name, model, partition = rows[0].origin
+        closed = [row for row in rows if row.is_closed]
+        # Without rows, the transposition would have no columns.
+        columns = list(zip(*(row.fields for row in closed), strict=True)) or [()] * 6
+        p_values, scores, record_p_values, record_scores = (
+            np.array(columns[index], np.float64) for index in (0, 1, 4, 5)
+        )
+        yield EvidenceBatch(
+            model,
+            partition,
+            ClosedRows(
+                [row.record for row in closed],
+                np.array([row.time for row in closed], np.int64),
+                p_values,
+                scores,
+                np.array(columns[2], np.int32),
+                np.array(columns[3], np.bool_),
+                None if np.isnan(record_p_values).all() else record_p_values,
+                record_scores,
+            ),
+            tuple(row.alert for row in rows if row.alert is not None),
+            model_name,
+        )

@@ -19,7 +19,13 @@ A consumer belongs to one thread. Its handler of rebalances may run in the clien
 `poll` or `close`, so the state they share needs no lock. Keys and values stay bytes until the codec decodes them.
 """
 
-from connectors.kafka.dead_letters import DeadLetter, ReplayCounts, read_dead_letters, send_again
+from connectors.kafka.dead_letters import (
+    DeadLetter,
+    LetterTranslator,
+    ReplayCounts,
+    read_dead_letters,
+    send_again,
+)
 from connectors.kafka.delivery import Delivery
 from connectors.kafka.evidence_sink import KafkaEvidenceSink, describe_evidence_topic
 from connectors.kafka.incident_deliveries import KafkaDeliveryLog
@@ -58,6 +64,7 @@ __all__ = [
     "KafkaNextReadingSink",
     "KafkaSink",
     "KafkaSource",
+    "LetterTranslator",
     "ReplayCounts",
     "StateTopic",
     "TopicSpec",

@@ -9,6 +9,8 @@ from __future__ import annotations
 import threading
 import time
 
+import msgspec
+
 from connectors.kafka.client import DELIVERY_SECONDS, RETRY_SECONDS, estimate_size, load_client
 from connectors.kafka.ports import MAX_BATCH_BYTES, Header, KafkaCluster, OutgoingMessage, Producer
 from connectors.kafka.sink import MAX_DEAD_LETTER_BYTES
@@ -16,7 +18,7 @@ from connectors.kafka.state import STATE_TOPIC_SETTINGS
 from connectors.kafka.topic_reader import TopicReader
 from connectors.kafka.topics import TopicSpec
 from deformer_stream import log
-from deformer_stream.codec.bridge_messages import BridgeRefusal, Translation
+from deformer_stream.codec.bridge_messages import BridgeRefusal, Translation, TranslationOptions
 from deformer_stream.codec.cloud_events import make_headers, make_source
 from deformer_stream.codec.sparkplug import SparkplugTranslator
 from deformer_stream.errors import Unavailable
@@ -82,6 +84,7 @@ class KafkaBridgeSink:
         max_bytes_by_topic: The largest message that each of the topics accepts, in bytes.
         source: The address of the source, which the headers of dead letters name.
         patience: Seconds to retry while the brokers cannot be reached.
+        options: How messages are translated, which dead letters state.
 
     Raises:
         Unavailable: No broker responds.
@@ -97,10 +100,11 @@ class KafkaBridgeSink:
         max_bytes_by_topic: dict[str, int],
         source: str,
         patience: float,
+        options: TranslationOptions,
     ) -> None:
         self._cluster, self._topic, self._dead_letter_topic = cluster, topic, dead_letter_topic
         self._births_topic, self._limits = births_topic, max_bytes_by_topic
-        self._source, self._patience = source, patience
+        self._source, self._patience, self._options = source, patience, msgspec.json.encode(options)
         self._is_closed = threading.Event()
         self._producer: Producer | None = self._open_producer()
 
@@ -171,6 +175,7 @@ class KafkaBridgeSink:
             ("source", self._source.encode("utf-8", "backslashreplace")),
             ("source_topic", origin),
             ("timestamp", b"%d" % (refusal.message.time // 1000)),
+            ("translation", self._options),
             *make_headers(
                 "dead-letter",
                 f"{refusal.message.time}/{refusal.reason}",

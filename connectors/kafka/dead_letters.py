@@ -1,18 +1,32 @@
 """Dead letters: what their topic holds, and sending the messages again that they contain.
 
 `consume` and `bridge` write them. Those of the bridge hold messages of another system, which no topic of Kafka had.
+They are translated again, to events.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import msgspec
 
 from connectors.kafka.ports import KafkaCluster, OutgoingMessage, ReceivedMessage
 from connectors.kafka.produce import open_sender
 from connectors.kafka.sink import MAX_DEAD_LETTER_BYTES
 from connectors.kafka.topic_reader import TopicReader
 from connectors.kafka.topics import count_partitions
+from deformer_stream.codec.bridge_messages import (
+    BridgeMessage,
+    Translation,
+    TranslationOptions,
+    ValueTranslator,
+    translate_all,
+)
+from deformer_stream.codec.sparkplug import PREFIX
 from deformer_stream.errors import InputError
 from deformer_stream.runtime.incident_history import read_existing
 
@@ -38,6 +52,7 @@ class DeadLetter:
         is_complete: Whether the letter holds the complete message. A message that was too large for the dead-letter
             topic lacks its value, or also its key.
         source: Address of the source of the bridge, None for a message of Kafka.
+        translation: How the bridge has translated it, as the JSON of `TranslationOptions`; empty if it is unknown.
     """
 
     time: int
@@ -51,6 +66,7 @@ class DeadLetter:
     value: bytes | None
     is_complete: bool
     source: str | None = None
+    translation: bytes = b""
 
 
 def decode_dead_letter(message: ReceivedMessage) -> DeadLetter:
@@ -87,6 +103,7 @@ def decode_dead_letter(message: ReceivedMessage) -> DeadLetter:
         value=message.value,
         is_complete=not headers.keys() & {"payload_bytes", "key_bytes"},
         source=read_text("source") if is_of_bridge else None,
+        translation=headers.get("translation", b""),
     )
 
 
@@ -118,18 +135,63 @@ class ReplayCounts:
         sent: Messages that were sent and acknowledged.
         repeated: Letters about a message that another letter contains, too. It was sent once.
         incomplete: Letters that do not hold their message completely. Nothing was sent for them.
-        foreign: Letters of the bridge. Nothing was sent for them, because their messages are no events.
+        untranslated: Letters of the bridge whose message, or a reading of it, was refused again. Their other readings
+            were sent.
+        example: Why the first of these was refused, "" if there is none.
+        sparkplug: Letters of the bridge with messages of Sparkplug. Nothing was sent for them.
     """
 
     sent: int = 0
     repeated: int = 0
     incomplete: int = 0
-    foreign: int = 0
+    untranslated: int = 0
+    example: str = ""
+    sparkplug: int = 0
+
+
+class LetterTranslator:
+    """Translates the messages of dead letters of the bridge to events.
+
+    Args:
+        topic: The topic of the events.
+        options: Values of `TranslationOptions` that replace those of the bridge.
+
+    Raises:
+        ConfigError: The pattern of `options` is not one.
+    """
+
+    def __init__(self, topic: str, options: Mapping[str, Any] = MappingProxyType({})) -> None:
+        self.topic, self._options = topic, options
+        self._translator_by_text: dict[bytes, ValueTranslator] = {}
+        self._find_translator(b"")  # reports a wrong pattern before anything is sent
+
+    def translate(self, letter: DeadLetter) -> Translation:
+        """Return what follows from the message of a letter.
+
+        Raises:
+            InputError: The letter states no valid options.
+        """
+        time = letter.time if letter.sent_at is None else letter.sent_at * 1000
+        message = BridgeMessage(letter.topic, letter.value or b"", time)
+        return translate_all(self._find_translator(letter.translation), [message])
+
+    def _find_translator(self, text: bytes) -> ValueTranslator:
+        """Return the translator for a letter whose options are this JSON. Letters of a bridge share one."""
+        translator = self._translator_by_text.get(text)
+        if translator is None:
+            try:
+                stated = msgspec.json.decode(text, type=TranslationOptions) if text else TranslationOptions()
+            except msgspec.DecodeError as error:
+                raise InputError(f"the header 'translation' of a dead letter is not valid ({error})") from None
+            translator = msgspec.structs.replace(stated, **self._options).make_translator()
+            self._translator_by_text[text] = translator
+        return translator
 
 
 def send_again(
     cluster: KafkaCluster,
     letters: Iterable[DeadLetter],
+    translator: LetterTranslator,
     topic: str | None = None,
     is_dry_run: bool = False,
     progress: Callable[[int], None] | None = None,
@@ -137,56 +199,77 @@ def send_again(
     """Send the messages of dead letters again, each once, with their keys and timestamps.
 
     A message returns to the partition from which it was read, so that the readings of a record stay in one partition.
+    A message of the bridge is translated, and its events have the device as the key, as those of the bridge.
     The function returns when the brokers have acknowledged all messages.
 
     Args:
         cluster: The brokers.
         letters: The dead letters.
+        translator: Translates the messages of the bridge.
         topic: The topic to which they are sent; the client then chooses the partitions by the keys. None for the topic
-            from which each message was read.
+            from which each message was read, and that of the translator for messages of the bridge.
         is_dry_run: Whether the messages are only counted.
         progress: A function that is called about once a second with the number of messages sent so far.
 
     Raises:
         Unavailable: A topic does not exist, no broker responds, or a message is not acknowledged in time.
         ConfigError: The brokers refuse a message.
+        InputError: A letter of the bridge states no valid options.
     """
     counts = ReplayCounts()
-    messages = _list_messages(letters, counts)
+    messages = _list_messages(letters, counts, translator, topic)
     if is_dry_run:
         counts.sent = sum(1 for _ in messages)
         return counts
     num_partitions: dict[str, int] = {}
     # A message is not larger than its dead letter. The brokers refuse it if its topic accepts only smaller ones.
     with open_sender(cluster, MAX_DEAD_LETTER_BYTES) as send:
-        for letter in messages:
-            target = topic or letter.topic
+        for message in messages:
+            target, partition = message.topic, message.partition
             if target not in num_partitions:
                 num_partitions[target] = count_partitions(cluster, target)
-            place = letter.partition if topic is None else None
-            partition = place if place is not None and place < num_partitions[target] else None
-            message = OutgoingMessage(0, target, letter.key, letter.value, (), partition, letter.sent_at)
-            is_acknowledged = send(message)
+            is_known = partition is None or partition < num_partitions[target]
+            is_acknowledged = send(message if is_known else message._replace(partition=None))
             counts.sent += 1
             if is_acknowledged and progress is not None:
                 progress(counts.sent)
     return counts
 
 
-def _list_messages(letters: Iterable[DeadLetter], counts: ReplayCounts) -> Iterator[DeadLetter]:
-    """Yield one letter for each refused message that is complete, and count the others.
+def _list_messages(
+    letters: Iterable[DeadLetter], counts: ReplayCounts, translator: LetterTranslator, topic: str | None
+) -> Iterator[OutgoingMessage]:
+    """Yield what is sent for dead letters, once for each refused message that is complete, and count the others.
 
     A message has several letters if several of its readings were refused.
     """
-    seen: set[tuple[str, int | None, int | None]] = set()
+    seen: set[tuple[object, ...]] = set()
     for letter in letters:
-        place = (letter.topic, letter.partition, letter.offset)
-        if letter.source is not None:
-            counts.foreign += 1
-        elif not letter.is_complete:
+        is_of_bridge = letter.source is not None
+        place: tuple[object, ...] = (letter.topic, letter.partition, letter.offset)
+        if is_of_bridge:
+            place = (letter.source, letter.topic, letter.sent_at, hashlib.sha256(letter.value or b"").digest())
+        if not letter.is_complete:
             counts.incomplete += 1
+        elif letter.source is not None and is_sparkplug(letter.source, letter.topic):
+            counts.sparkplug += 1
         elif place in seen:
             counts.repeated += 1
+        elif not is_of_bridge:
+            seen.add(place)
+            partition = letter.partition if topic is None else None
+            yield OutgoingMessage(0, topic or letter.topic, letter.key, letter.value, (), partition, letter.sent_at)
         else:
             seen.add(place)
-            yield letter
+            translation = translator.translate(letter)
+            if translation.refusals:
+                counts.untranslated += 1
+                first = translation.refusals[0]
+                counts.example = counts.example or f"{first.reason.value}: {first.detail}"
+            for event in translation.events:
+                yield OutgoingMessage(0, topic or translator.topic, event.key, event.value)
+
+
+def is_sparkplug(source: str, topic: str) -> bool:
+    """Return whether a message of the bridge is one of Sparkplug B, by the address of its source and its topic."""
+    return source.startswith("mqtt") and topic.startswith(PREFIX)

@@ -76,14 +76,13 @@ def _connect(settings: BridgeSettings, metrics: BridgeMetrics, cleanup: ExitStac
         restore_births,
     )
     from deformer_stream.cli.kafka_cluster import make_cluster
-    from deformer_stream.codec.bridge_messages import PrefixTranslator, TopicPattern, Translator, ValueTranslator
+    from deformer_stream.codec.bridge_messages import PrefixTranslator, TopicPattern, TranslationOptions, Translator
     from deformer_stream.codec.sparkplug import PREFIX, SparkplugTranslator
-    from deformer_stream.codec.validation import FieldNames
     from deformer_stream.errors import ConfigError
     from deformer_stream.runtime.bridge import BridgePipeline
     from deformer_stream.runtime.bridge_metrics import SourceMetrics
 
-    pattern = TopicPattern(settings.pattern)
+    pattern, options = TopicPattern(settings.pattern), TranslationOptions(**settings.get_translation())
     topic = settings.topic
     dead_letters = settings.dead_letter_topic or f"{topic}-bridge-dead-letter"
     is_mqtt = settings.address.scheme != "opc.tcp"
@@ -98,17 +97,8 @@ def _connect(settings: BridgeSettings, metrics: BridgeMetrics, cleanup: ExitStac
     specs = describe_bridge_topics(topic, dead_letters, births, settings.partitions)
     limits = ensure_topics(cluster, specs, settings.missing_topics == "create")
     max_event_bytes = limits[topic] - EVENT_OVERHEAD_BYTES
-    names = FieldNames(
-        feature=settings.feature_field,
-        value=settings.value_field,
-        values=settings.values_field,
-        time=settings.time_field,
-        device=settings.device_field,
-    )
-    translator: Translator = ValueTranslator(
-        pattern, names, settings.time_unit, settings.max_message_bytes, max_event_bytes
-    )
-    sink = KafkaBridgeSink(cluster, topic, dead_letters, births, limits, settings.source, settings.patience)
+    translator: Translator = options.make_translator(max_event_bytes)
+    sink = KafkaBridgeSink(cluster, topic, dead_letters, births, limits, settings.source, settings.patience, options)
     cleanup.callback(sink.close)
     if births is None:
         source = _connect_opcua(settings)

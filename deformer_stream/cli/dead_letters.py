@@ -1,4 +1,4 @@
-"""The command `dead-letters`, which lists and shows messages that were refused, and sends those of `consume` again.
+"""The command `dead-letters`, which lists and shows messages that were refused, and sends them again.
 
 Heavy packages are imported inside the functions, so that `--help` is printed without delay.
 """
@@ -52,13 +52,14 @@ def build_dead_letters() -> click.Command:
     @add_options(DeadLettersSettings)
     @add_debug_option
     def dead_letters(action: Action, config: Path | None, **flags: Any) -> int:
-        """Look at messages that consume or bridge has refused, and send those of consume again after a repair.
+        """Look at messages that consume or bridge has refused, and send them again after a repair.
 
         list counts them by reason. show prints the latest ones as JSON lines. replay sends each message again, with its
         key and its time, to the partition from which it was read. What is refused again becomes a new dead letter.
         Sending twice does no harm while the record is open, because consume refuses readings that it has already.
-        Dead letters of bridge are in TOPIC-bridge-dead-letter (--dead-letter-topic). They are no events, so replay
-        refuses them.
+        Dead letters of bridge are in TOPIC-bridge-dead-letter (--dead-letter-topic). replay translates their messages
+        to events as the bridge did, but for the options that are given here, such as --pattern. Messages of Sparkplug
+        are not sent.
         """
         settings = load_settings(DeadLettersSettings, flags, config, name)
         from deformer_stream import log
@@ -158,19 +159,21 @@ def _replay(settings: DeadLettersSettings, cluster: KafkaCluster, letters: Itera
     """Send the messages of dead letters again, and print how many.
 
     Raises:
-        ConfigError: The brokers refuse a message, or all dead letters are those of the bridge.
+        ConfigError: The brokers refuse a message, --pattern is not valid, or no message of the bridge can be sent.
         Unavailable: A topic does not exist, no broker responds, or a message is not acknowledged in time.
     """
-    from connectors.kafka import send_again
+    from connectors.kafka import LetterTranslator, send_again
 
     def report(num_sent: int) -> None:
         click.echo(f"{num_sent:,} messages sent", err=True)
 
-    counts = send_again(cluster, letters, settings.to, settings.dry_run, report)
-    if counts.foreign and not counts.sent:
+    translator = LetterTranslator(settings.topic, settings.get_translation(only_given=True))
+    counts = send_again(cluster, letters, translator, settings.to, settings.dry_run, report)
+    problems = describe_problems(counts)
+    if problems and not counts.sent:
         from deformer_stream.errors import ConfigError
 
-        raise ConfigError(f"nothing was sent: {describe_foreign(counts.foreign)}")
+        raise ConfigError(f"nothing was sent: {'; '.join(problems)}")
     click.echo(describe_counts(counts, settings.dry_run))
 
 
@@ -184,14 +187,22 @@ def describe_counts(counts: ReplayCounts, is_dry_run: bool) -> str:
             f"; {counts.incomplete:,} dead letters do not hold their message, which was too large: read it at the "
             "topic, partition and offset that `dead-letters show` prints"
         )
-    if counts.foreign:
-        text += f"; {describe_foreign(counts.foreign)}"
-    return text
+    return "; ".join([text, *describe_problems(counts)])
 
 
-def describe_foreign(count: int) -> str:
-    """Return one line that says why dead letters of the bridge are not sent, and what to do."""
-    return (
-        f"{count:,} dead letters are those of the bridge, whose messages are no events: repair the cause, such as "
-        "--pattern of bridge, and let the device publish them again"
-    )
+def describe_problems(counts: ReplayCounts) -> list[str]:
+    """Return clauses that say why messages of the bridge were not sent, and what to do."""
+    from deformer_stream.codec.alert_text import make_printable
+
+    clauses = []
+    if counts.untranslated:
+        clauses.append(
+            f"{counts.untranslated:,} messages of the bridge are refused again ({make_printable(counts.example)}): "
+            "correct the options, such as --pattern"
+        )
+    if counts.sparkplug:
+        clauses.append(
+            f"{counts.sparkplug:,} dead letters are Sparkplug messages, which only the bridge can translate, because "
+            "they need the births of their edge node: let the node publish its birth again"
+        )
+    return clauses

@@ -54,27 +54,18 @@ def open_incident_sink(settings: ReplaySettings, cleanup: ExitStack) -> Incident
         ConfigError: The budget cannot be kept, or the file cannot be written.
     """
     from connectors.files import IncidentLines
-    from deformer_stream.calibration.incident_budget import describe_plan
     from deformer_stream.errors import ConfigError
-    from deformer_stream.model_set import find_models
-    from deformer_stream.runtime.incident_plan import load_detection_plan
+    from deformer_stream.runtime.incident_plan import PlanLoader, describe_plans
     from deformer_stream.runtime.incident_sink import IncidentSink
 
     if settings.incidents is None:
         raise ConfigError("the input is evidence, of which incidents are made: name their file with --incidents")
-    path_by_name = {"": settings.model} if settings.models is None else find_models(settings.models)[1]
-    detection_by_name = {
-        name: load_detection_plan(path, settings) for name, path in path_by_name.items() if path is not None
-    }
-    names_by_text: dict[str, list[str]] = {}
-    for name, detection in detection_by_name.items():
-        names_by_text.setdefault(describe_plan(detection.plan), []).append(name)
-    for text, names in names_by_text.items():
-        click.echo(text if settings.models is None else f"{', '.join(names)}: {text}", err=True)
+    plan_by_name = PlanLoader(settings, settings.model, settings.models).load_all()
+    for line in describe_plans(plan_by_name):
+        click.echo(line, err=True)
     lines = IncidentLines(settings.incidents)
     cleanup.callback(lines.discard)
-    trackers = {detection.model: detection.make_tracker() for detection in detection_by_name.values()}
-    return IncidentSink(trackers, lines.add, lines.flush, lines.close)
+    return IncidentSink(plan_by_name, lines.add, lines.flush, lines.close)
 
 
 def replay_evidence(inputs: Sequence[str], settings: ReplaySettings, stop: threading.Event) -> int:

@@ -89,7 +89,7 @@ def build_incidents() -> click.Command:
         """
         stop = stop_on_signals()
         settings = load_settings(IncidentsSettings, flags, config, "incidents")
-        model = _find_model(settings)
+        _check_models(settings)
         from deformer_stream import log
         from deformer_stream.runtime.detection_metrics import DetectionMetrics
         from deformer_stream.runtime.http_server import start_http_server
@@ -97,17 +97,23 @@ def build_incidents() -> click.Command:
         log.configure(is_debugging())
         topics, metrics = IncidentTopics.from_settings(settings), DetectionMetrics()
         receivers = incident_delivery.create_receivers(settings)
+        if settings.deliver_only and settings.output_format != "json":
+            log.get_logger("incidents").warning(
+                "option_without_effect",
+                option="--output-format",
+                message="--deliver-only writes no incidents, so their format has no effect: leave --output-format out",
+            )
         with ExitStack() as cleanup:
             registry = factory.open_registry(settings, settings.patience, cleanup, metrics.record_progress)
             reader = factory.make_output_reader(registry)
             formats = factory.register_output_schemas(
-                settings, registry, {} if model is None else {"incidents": topics.incidents}
+                settings, registry, {} if settings.deliver_only else {"incidents": topics.incidents}
             )
             if settings.http:  # before a connection is made, which can wait for the end of an outage
                 cleanup.callback(start_http_server(settings.http, metrics))
             pipeline = None
-            if model is not None:
-                pipeline = _connect(settings, model, topics, metrics, reader, formats["incidents"], stop, cleanup)
+            if not settings.deliver_only:
+                pipeline = _connect(settings, topics, metrics, reader, formats["incidents"], stop, cleanup)
             notifier = incident_delivery.create_notifier(
                 settings, receivers, topics.incidents, topics.feedback, metrics.registry, reader
             )
@@ -125,26 +131,28 @@ def build_incidents() -> click.Command:
     return incidents
 
 
-def _find_model(settings: IncidentsSettings) -> Path | None:
-    """Return the model directory, None if incidents are only delivered.
+def _check_models(settings: IncidentsSettings) -> None:
+    """Check that the model directory or the folder of models is given and exists, if incidents are made.
 
     Raises:
-        ConfigError: It is not given.
-        ArtifactError: It does not exist or is not one.
+        ConfigError: Neither or both are given.
+        ArtifactError: The directory or the folder does not exist or is not one.
     """
     from deformer_stream.errors import ConfigError
 
     if settings.deliver_only:
-        return None
-    if settings.model is None:
-        raise ConfigError("--model is missing: give the directory that deformer-train wrote, or --deliver-only")
-    factory.check_paths([], settings.model)
-    return settings.model
+        return
+    if settings.model is None and settings.models is None:
+        raise ConfigError(
+            "--model is missing: give the directory that deformer-train wrote, or --models, or --deliver-only"
+        )
+    if settings.model is not None and settings.models is not None:
+        raise ConfigError("--model and --models exclude each other: give the one that consume uses")
+    factory.check_paths([], settings.model, models=settings.models)
 
 
 def _connect(
     settings: IncidentsSettings,
-    model: Path,
     topics: IncidentTopics,
     metrics: DetectionMetrics,
     read_value: OutputReader,
@@ -156,7 +164,6 @@ def _connect(
 
     Args:
         settings: Options of the command.
-        model: The model directory.
         topics: The topics.
         metrics: Receives counts and timings.
         read_value: Converts values of messages to JSON.
@@ -184,20 +191,17 @@ def _connect(
     from connectors.kafka.ports import MissingTopic
     from connectors.kafka.state import STATE_TOPIC_SETTINGS
     from deformer_stream import log
-    from deformer_stream.calibration.incident_budget import describe_plan
     from deformer_stream.cli.kafka_cluster import connect_with_patience, make_cluster
     from deformer_stream.codec.incident_state import check_incident_state
     from deformer_stream.runtime.incident_pipeline import IncidentPipeline
-    from deformer_stream.runtime.incident_plan import DetectionPlan, load_detection_plan
+    from deformer_stream.runtime.incident_plan import PlanLoader, describe_plans
 
     cluster = make_cluster(settings)
     is_transactional = settings.delivery == "exactly-once"
-
-    def load_plan() -> DetectionPlan:
-        """Read the model directory, and return what determines the incidents."""
-        return load_detection_plan(model, settings, can_repeat=not is_transactional)
-
-    log.get_logger("incidents").info("budget", kept=describe_plan(load_plan().plan))
+    loader = PlanLoader(settings, settings.model, settings.models, can_repeat=not is_transactional)
+    plan_by_name = loader.load_all()
+    for line in describe_plans(plan_by_name):
+        log.get_logger("incidents").info("budget", kept=line)
 
     def connect(attempt: ExitStack) -> IncidentPipeline:
         """Connect to the brokers; the connections are closed if that fails."""
@@ -231,7 +235,8 @@ def _connect(
         return IncidentPipeline(
             source,
             KafkaIncidentWriter(topics.incidents, delivery, topics.events, output_format),
-            load_plan,
+            plan_by_name,
+            loader.load,
             metrics,
             KafkaIncidentHistory(cluster, topics.incidents, read_value),
             commit_interval=settings.commit_interval,

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from math import isfinite
 from typing import Any, Literal, NamedTuple, Protocol
 
+import msgspec
 import orjson
 
 from deformer_stream.codec.timestamps import MAX_MICROS, MIN_MICROS, parse_rfc3339, seconds_to_micros
@@ -432,6 +433,49 @@ class ValueTranslator:
                 RejectionReason.WRONG_TYPE, f"the field {self._names.time!r} is neither a number nor text"
             )
         return seconds_to_micros(time / self._per_second)
+
+
+class TranslationOptions(msgspec.Struct, frozen=True, omit_defaults=True):
+    """How messages are translated. A dead letter of the bridge states them as JSON, without those that are defaults.
+
+    Attributes:
+        pattern: The pattern of topics, as in `TopicPattern`.
+        time_unit: Unit of times that are numbers.
+        device_field: Field of an object with the device.
+        feature_field: Field of an object with the feature.
+        value_field: Field of an object with a value.
+        values_field: Field of an object with several values by feature.
+        time_field: Field of an object with the time.
+        max_message_bytes: Largest payload in bytes.
+    """
+
+    pattern: str | None = None
+    time_unit: TimeUnit = "s"
+    device_field: str = "device"
+    feature_field: str = "feature"
+    value_field: str = "value"
+    values_field: str = "values"
+    time_field: str = "time"
+    max_message_bytes: int = 2**20
+
+    def make_translator(self, max_event_bytes: int = MAX_EVENT_BYTES) -> ValueTranslator:
+        """Return a translator with these options.
+
+        Args:
+            max_event_bytes: Largest event in bytes.
+
+        Raises:
+            ConfigError: The pattern is not one.
+        """
+        names = FieldNames(
+            feature=self.feature_field,
+            value=self.value_field,
+            values=self.values_field,
+            time=self.time_field,
+            device=self.device_field,
+        )
+        pattern = TopicPattern(self.pattern)
+        return ValueTranslator(pattern, names, self.time_unit, self.max_message_bytes, max_event_bytes)
 
 
 def make_refuser(message: BridgeMessage, translation: Translation) -> Callable[[RejectionReason, str], None]:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from deformer_stream.calibration.fault_classifier import FaultName
 from deformer_stream.codec.json_types import Micros
-from deformer_stream.engine.events import NO_TIME, SuggestedReading
+from deformer_stream.engine.events import NO_TIME, ONLY_MODEL, SuggestedReading
 from deformer_stream.errors import InputError
 from deformer_stream.incidents.events import AlertRow, ClosedRows, EvidenceBatch, Suspect
 
@@ -82,6 +82,7 @@ class _EvidenceMessage(msgspec.Struct):
     partition: Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
     closed: _ClosedColumns
     alerts: list[_AlertObject] = msgspec.field(default_factory=list)
+    model_name: str | None = None
 
 
 class _Version(msgspec.Struct):
@@ -100,6 +101,7 @@ def encode_evidence(batch: EvidenceBatch) -> bytes:
     document = {
         "v": 1 if closed.record_p_values is None else EVIDENCE_VERSION,
         "model": batch.model,
+        **({} if batch.model_name == ONLY_MODEL else {"model_name": batch.model_name}),
         "partition": batch.partition,
         "closed": {
             "record": closed.record_ids,
@@ -236,6 +238,7 @@ def decode_evidence(payload: bytes) -> EvidenceBatch:
             None if record_score is None else np.array(record_score, np.float64),
         ),
         tuple(_alert_from_json(alert) for alert in message.alerts),
+        message.model_name or ONLY_MODEL,
     )
 
 

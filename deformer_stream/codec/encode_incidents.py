@@ -15,7 +15,7 @@ import orjson
 from deformer_stream.codec.json_types import MessageId, Micros
 from deformer_stream.codec.timestamps import format_rfc3339, parse_rfc3339
 from deformer_stream.codec.validation import RejectionError, quote
-from deformer_stream.engine.events import SuggestedReading
+from deformer_stream.engine.events import ONLY_MODEL, SuggestedReading
 from deformer_stream.errors import InputError
 from deformer_stream.incidents.events import (
     NO_READINGS,
@@ -90,6 +90,7 @@ def _to_document(incident: Incident) -> dict[str, Any]:
         "severity": incident.severity,
         "suspects": [_suspect_to_json(suspect) for suspect in incident.suspects],
         "model": incident.model,
+        **({} if incident.model_name == ONLY_MODEL else {"model_name": incident.model_name}),
         "fault": [{"name": name, "probability": probability} for name, probability in incident.fault],
         "kind": incident.kind,
         "group": incident.group,
@@ -265,6 +266,7 @@ class _IncidentJson(msgspec.Struct, frozen=True):
     next_reading: _NextReadingJson | None = None
     timeline: _TimelineJson = _TimelineJson()
     readings: dict[str, _ReadingsJson] = {}
+    model_name: str | None = None
 
 
 _DECODER = msgspec.json.Decoder(_IncidentJson)
@@ -328,6 +330,7 @@ def _from_message(message: _IncidentJson) -> Incident:
         readings=MappingProxyType(readings) if readings else NO_READINGS,
         next_reading=None if message.next_reading is None else _read_next_reading(message.next_reading),
         fault=tuple((fault.name, fault.probability) for fault in message.fault),
+        model_name=message.model_name or ONLY_MODEL,
     )
 
 

@@ -50,7 +50,7 @@ def list_facts(incident: Incident) -> dict[str, str]:
             if incident.silenced_by is None
             else ", ".join(make_printable(name) for name in incident.silenced_by[0][:MAX_LISTED_FEATURES])
         ),
-        "model": make_printable(incident.model),
+        "model": " ".join(make_printable(text) for text in (incident.model_name, incident.model) if text),
         "incident": incident.id,
     }
     return {name: text for name, text in facts.items() if text}

@@ -25,6 +25,7 @@ from deformer_stream.demo.operation import NUM_PUMPS, RECORD_TIMEOUT, RealTimeSo
 from deformer_stream.demo.run import ALPHA, NUM_TRAINING_RECORDS, run_trainer
 from deformer_stream.demo.simulate import FEATURES, INTERVAL, SENSORS, simulate
 from deformer_stream.engine.engine import Engine, Limits
+from deformer_stream.engine.events import ONLY_MODEL
 from deformer_stream.engine.suggestions import DEFAULT_SUSPICIOUS
 from deformer_stream.errors import ConfigError
 from deformer_stream.incidents.events import Incident
@@ -249,7 +250,7 @@ def _run_pipeline(
             max_suggested=NUM_RANKED,
             suspicious=DEFAULT_SUSPICIOUS,
         ),
-        sinks=[IncidentSink({detection.model: detection.make_tracker()}, logged.add), next_reading_log],
+        sinks=[IncidentSink({ONLY_MODEL: detection}, logged.add), next_reading_log],
         clock=EventClock(),
         metrics=Metrics(),
         is_finite=False,

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deformer_stream.calibration.fault_classifier import FaultName
-from deformer_stream.engine.events import SuggestedReading
+from deformer_stream.engine.events import ONLY_MODEL, SuggestedReading
 
 IncidentState = Literal["open", "updated", "resolved"]
 IncidentRule = Literal["segments", "e-detector"]
@@ -119,12 +119,15 @@ class EvidenceBatch:
         partition: Number of the partition of the topic of events.
         closed: The closed records, in the order of closing.
         alerts: The alerts, in the order in which they were raised.
+        model_name: Name of the model among several ones; `ONLY_MODEL` if there is one model, or if an earlier release
+            has written the evidence.
     """
 
     model: str
     partition: int
     closed: ClosedRows
     alerts: tuple[AlertRow, ...] = ()
+    model_name: str = ONLY_MODEL
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,6 +247,7 @@ class Incident:
         next_reading: The reading to take next, of the last open record that has suggested one; None if there is none.
         fault: The known faults that the record of the latest alert looks like, with their probabilities; empty if the
             model has no classifier of faults, or if the record looks like none of them.
+        model_name: Name of the model among several ones, `ONLY_MODEL` if there is one model.
     """
 
     id: str
@@ -277,6 +281,7 @@ class Incident:
     readings: Mapping[str, SuspectReadings] = field(default_factory=lambda: NO_READINGS)
     fault: tuple[tuple[str, float], ...] = ()
     next_reading: OpenRecordReading | None = None
+    model_name: str = ONLY_MODEL
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,6 +60,7 @@ def make_evidence(effects: Effects) -> tuple[list[EvidenceBatch], list[str]]:
             partition,
             _select_rows(closed, rows[partitions == partition]),
             tuple(alerts_by_partition.get(partition, ())),
+            effects.model_name,
         )
         for partition in sorted({*partitions.tolist(), *alerts_by_partition})
     ]

@@ -53,7 +53,7 @@ from deformer_stream.calibration.incident_evidence import (
 )
 from deformer_stream.calibration.incident_segments import add_open_alert
 from deformer_stream.calibration.share_vectors import compute_cosine
-from deformer_stream.engine.events import NO_TIME
+from deformer_stream.engine.events import NO_TIME, ONLY_MODEL
 from deformer_stream.incidents.device import extract_device, extract_device_group
 from deformer_stream.incidents.events import (
     AlertRow,
@@ -294,12 +294,17 @@ class IncidentTracker:
         plan: The rule that keeps the budget.
         options: The options of detection.
         adjuster: Raises the p-values of records that match patterns of false alarms, None without patterns.
+        model_name: Name of the model among several ones, which messages state; `ONLY_MODEL` if there is one model.
     """
 
     def __init__(
-        self, plan: BudgetPlan, options: TrackerOptions | None = None, adjuster: PatternAdjuster | None = None
+        self,
+        plan: BudgetPlan,
+        options: TrackerOptions | None = None,
+        adjuster: PatternAdjuster | None = None,
+        model_name: str = ONLY_MODEL,
     ) -> None:
-        self._plan = plan
+        self._plan, self._model_name = plan, model_name
         self._options = options or TrackerOptions()
         self._adjuster = adjuster
         self._budget = str(plan.budget)
@@ -315,7 +320,7 @@ class IncidentTracker:
                 self._budget,
                 plan.rule,
                 lambda name: self._state.state_by_device[name].incident,
-                self._messages.append,
+                lambda message: self._messages.append(replace(message, model_name=model_name)),
                 self._send,
             )
 
@@ -886,9 +891,58 @@ class IncidentTracker:
                 readings=incident.totals.make_readings(),
                 next_reading=incident.next_reading,
                 fault=incident.fault,
+                model_name=self._model_name,
             )
         )
         incident.revision += 1
+
+
+def divide_state(
+    state: TrackerState, name_by_model: Mapping[str, str], get_device: Callable[[str], str]
+) -> dict[str, TrackerState]:
+    """Return the parts of a state from which the trackers of several models continue.
+
+    A device and its alerts belong to the model that has scored its last record. What belongs to none of the models is
+    dropped, as are fleet incidents with devices of several models. `IncidentTracker.reconcile` must then be called.
+
+    Args:
+        state: The state of a tracker of all models. It must not be used any more.
+        name_by_model: The name of each model by its fingerprint.
+        get_device: Returns the device of a record id.
+    """
+    parts = {
+        name: TrackerState(
+            order=OrderState(stream_time=state.order.stream_time, sequence=state.order.sequence),
+            latest_time=state.latest_time,
+            active_time=state.active_time,
+        )
+        for name in name_by_model.values()
+    }
+    part_by_device: dict[str, TrackerState] = {}
+    for name, device in state.state_by_device.items():
+        if device.model in name_by_model:
+            part = part_by_device[name] = parts[name_by_model[device.model]]
+            part.state_by_device[name] = device
+            if name in state.pattern_state:
+                part.pattern_state[name] = state.pattern_state[name]
+    for row in state.order.waiting:
+        if row.model in name_by_model:
+            parts[name_by_model[row.model]].order.waiting.append(row)
+    for record, alert in state.order.alert_by_record.items():
+        name = get_device(record)
+        if name in part_by_device:
+            part_by_device[name].order.alert_by_record[record] = alert
+    for name, group in state.state_by_group.items():
+        for part in parts.values():
+            recent = [one for one in group.recent if one.device in part.state_by_device]
+            fleets = [
+                fleet
+                for fleet in group.fleets
+                if all(member.device in part.state_by_device for member in fleet.member_by_id.values())
+            ]
+            if recent or fleets:
+                part.state_by_group[name] = GroupState(recent, fleets)
+    return parts
 
 
 def _get_open(device: DeviceState) -> TrackedIncident | None:

@@ -20,6 +20,7 @@ from deformer_stream.calibration.incident_budget import (
 from deformer_stream.calibration.incident_evidence import ScoreTail, fit_tails
 from deformer_stream.calibration.incident_segments import SEGMENT_LENGTHS, SegmentCalibration, SegmentCollector
 from deformer_stream.counts import format_count
+from deformer_stream.engine.events import ONLY_MODEL
 from deformer_stream.errors import InputError
 from deformer_stream.incidents.device import extract_device
 from deformer_stream.incidents.events import EvidenceBatch
@@ -76,6 +77,8 @@ def calibrate_from_evidence(
     order = RowOrder(reorder, get_device)
     num_records = 0
     for batch in batches:
+        if batch.model_name != ONLY_MODEL and batch.model != model:
+            continue  # the evidence of another one of several models
         _check_model(batch, model)
         rescored = batch if calibration is None else rescore_batch(batch, calibration)
         _check_record_p_values(rescored, tail)
@@ -88,7 +91,9 @@ def calibrate_from_evidence(
         num_records += _collect_rows(rows, collectors, get_device)
     num_records += _collect_rows(order.finish(), collectors, get_device)
     if not num_records:
-        raise InputError("the evidence has no records: give files that `replay --evidence` wrote")
+        raise InputError(
+            f"the evidence has no records of the model {model}: give files that `replay --evidence` wrote with it"
+        )
     return [collector.calibrate() for collector in collectors]
 
 

@@ -2,7 +2,7 @@
 
     1. poll     source.poll returns messages of evidence, after a bounded wait
     2. decode   messages that are not evidence are skipped and counted
-    3. handle   the tracker of their partition returns messages about incidents
+    3. handle   the trackers of their partition return messages about incidents
     4. write    the writer receives them
     5. commit   offsets, messages and state take effect together, or none of them
 
@@ -13,6 +13,8 @@ So the topic of incidents is the same whether or not the process was killed.
 This holds only if the messages are handled again under the same plan. So the saved state names its plan, and a plan
 takes effect in the same commit as a state that names it. If a run begins with another plan, or without the saved state,
 the topic of incidents is read, and the messages that make it agree with the tracker are written (`reconcile`).
+
+With several models, a partition has a tracker for each (`TrackerSet`), and each has a plan of its own.
 """
 
 from __future__ import annotations
@@ -28,9 +30,9 @@ from deformer_stream.codec.encode_evidence import decode_evidence
 from deformer_stream.codec.incident_state import decode_incident_state, encode_incident_state
 from deformer_stream.codec.output_formats import JSON_READER, OutputReader
 from deformer_stream.codec.payloads import Messages
+from deformer_stream.engine.events import ONLY_MODEL
 from deformer_stream.errors import DeformerError, InputError
 from deformer_stream.incidents.events import EvidenceBatch, Incident
-from deformer_stream.incidents.tracker import IncidentTracker
 from deformer_stream.runtime.detection_metrics import DetectionMetrics
 from deformer_stream.runtime.incident_history import ReadHistory, collect_last_messages
 from deformer_stream.runtime.incident_plan import DetectionPlan
@@ -42,6 +44,7 @@ from deformer_stream.runtime.ports import (
     WaitingSource,
 )
 from deformer_stream.runtime.timing import CommitSchedule
+from deformer_stream.runtime.tracker_set import TrackerSet, find_model_name
 
 PLAN_CHANGED, STATE_LOST = "plan-changed", "state-lost"
 """Why incidents are resolved that the tracker does not have: the plan has changed, or there is no saved state."""
@@ -67,17 +70,17 @@ class _Partition:
     """A partition of evidence that is assigned to this process.
 
     Attributes:
-        tracker: The tracker of its incidents.
+        trackers: The trackers of its incidents, one for each model.
         committed_offset: Offset of the first message whose effects were not committed by a previous run.
         is_restoring: Whether messages before that offset are still being handled again.
         has_snapshot: Whether its state was saved before.
         is_changed: Whether it has changed since its state was saved.
         next_snapshot: When its state is saved next, monotonic seconds.
-        reconcile_as: Why incidents are resolved that the tracker does not have, once the messages before
-            `committed_offset` are handled; None if the tracker agrees with the topic of incidents.
+        reconcile_as: Why incidents are resolved that the trackers do not have, once the messages before
+            `committed_offset` are handled; None if the trackers agree with the topic of incidents.
     """
 
-    tracker: IncidentTracker
+    trackers: TrackerSet
     committed_offset: int
     is_restoring: bool
     has_snapshot: bool
@@ -92,8 +95,9 @@ class IncidentPipeline:
     Args:
         source: Returns messages of evidence, and commits. Its writer shares its transaction.
         writer: Writes messages about incidents.
-        load_plan: Returns what determines the incidents. It is called at the start, and again when a model has scored
-            the records that is not the model of the plan, since the model directory may have changed.
+        plan_by_name: What determines the incidents of each model, by its name; `ONLY_MODEL` for that of the only one.
+        load_plan: Returns this for one of the models, or for a further one, by its name. It is called when a model has
+            scored the records that is not the model of a plan, since the directories of the models may have changed.
         metrics: Receives counts and timings.
         read_history: Yields what the topic of incidents holds.
         max_wait: Maximum seconds that a poll waits for messages.
@@ -107,7 +111,8 @@ class IncidentPipeline:
         self,
         source: PartitionedSource,
         writer: IncidentWriter,
-        load_plan: Callable[[], DetectionPlan],
+        plan_by_name: Mapping[str, DetectionPlan],
+        load_plan: Callable[[str], DetectionPlan],
         metrics: DetectionMetrics,
         read_history: ReadHistory,
         max_wait: float = 0.2,
@@ -118,11 +123,12 @@ class IncidentPipeline:
     ) -> None:
         self._read_value = read_value
         self._source, self._writer, self._metrics, self._read_history = source, writer, metrics, read_history
-        self._load_plan, self._plan = load_plan, load_plan()
+        self._plan_by_name, self._load_plan = dict(plan_by_name), load_plan
         self._max_wait, self._snapshot_interval, self._now = max_wait, snapshot_interval, now
         self._schedule = CommitSchedule(commit_interval, now)
         self._partition_by_number: dict[int, _Partition] = {}
-        self._unknown_models: set[str] = set()  # models that are not those of the model directory
+        # Names and fingerprints of models that are not those of the directories
+        self._unknown_models: set[tuple[str | None, str]] = set()
         self._has_logged_skipped = self._has_warned_of_suspects = False
         source.collect_state = self._prepare_handover
         if isinstance(source, WaitingSource):
@@ -163,15 +169,21 @@ class IncidentPipeline:
         Raises:
             StateError: The state cannot be decoded.
         """
-        tracker = self._plan.make_tracker()
+        trackers = TrackerSet(self._plan_by_name)
         reconcile_as: str | None = STATE_LOST
         if restored.snapshot is not None:
             description = f"saved state of partition {restored.partition} at offset {restored.committed_offset}"
-            state = decode_incident_state(restored.snapshot, description)
-            tracker.import_state(state)
-            reconcile_as = None if state.plan == self._plan.identity else PLAN_CHANGED
+            state_by_name = decode_incident_state(restored.snapshot, description)
+            reconcile_as = None if trackers.import_state(state_by_name) else PLAN_CHANGED
+            for name in sorted(state_by_name.keys() - self._plan_by_name.keys() - {ONLY_MODEL}):
+                self._log.warning(
+                    "model_missing",
+                    model=name,
+                    partition=restored.partition,
+                    message="the model is not in the folder any more, so its open incidents are resolved",
+                )
         return _Partition(
-            tracker,
+            trackers,
             restored.committed_offset,
             is_restoring=True,
             has_snapshot=restored.snapshot is not None,
@@ -200,8 +212,8 @@ class IncidentPipeline:
                 batch = self._decode(data.topic, number, offset, payload)
                 if batch is None:
                     continue
-                is_urgent |= self._check_model(batch.model)
-                incidents = partition.tracker.handle(batch)
+                is_urgent |= self._check_model(batch)
+                incidents = partition.trackers.handle(batch)
                 if offset < partition.committed_offset:  # the previous run has written them
                     continue
                 self._metrics.records.inc(len(batch.closed))
@@ -225,16 +237,16 @@ class IncidentPipeline:
         return is_urgent
 
     def _reconcile(self, number: int, partition: _Partition) -> bool:
-        """Make the topic of incidents agree with the tracker, if they may disagree, and make its state due.
+        """Make the topic of incidents agree with the trackers, if they may disagree, and make their state due.
 
         Returns:
             Whether they could disagree. Then the messages and the state must be committed together.
         """
         if partition.reconcile_as is None:
             return False
-        tracker = partition.tracker
-        sent_by_id = collect_last_messages(self._read_history(number), tracker.incident_ids)
-        incidents = tracker.reconcile(sent_by_id, partition.reconcile_as)
+        trackers = partition.trackers
+        sent_by_id = collect_last_messages(self._read_history(number), trackers.incident_ids)
+        incidents = trackers.reconcile(sent_by_id, partition.reconcile_as)
         if incidents:
             self._log.warning(
                 "incidents_reconciled",
@@ -265,36 +277,48 @@ class IncidentPipeline:
                 self._log.warning("message_skipped", topic=topic, partition=partition, offset=offset, error=str(error))
             return None
 
-    def _check_model(self, model: str) -> bool:
-        """Load the plan again if it belongs to another model than the one that has scored the records.
+    def _check_model(self, batch: EvidenceBatch) -> bool:
+        """Load a plan if none belongs to the model that has scored the records of a batch.
 
         Returns:
-            Whether the plan has changed.
+            Whether a plan was replaced or added.
         """
-        if model == self._plan.model or model in self._unknown_models:
+        name, model = find_model_name(self._plan_by_name, batch), batch.model
+        before = None if name is None else self._plan_by_name.get(name)
+        if (before is not None and before.model == model) or (name, model) in self._unknown_models:
             return False
-        try:
-            plan = self._load_plan()
-        except DeformerError as error:  # the directory is being replaced, or its budget is out of reach
-            self._unknown_models.add(model)
-            self._log.warning("plan_not_loaded", model=model, error=str(error))
-            return False
-        if plan.model != model:
-            self._unknown_models.add(model)
+        names = {"name": name} if name else {}
+        if name is None:
+            self._unknown_models.add((name, model))
             self._log.warning(
-                "incident_model_differs",
+                "incident_model_unknown",
                 model=model,
-                model_directory=plan.model,
-                message="the records were scored by another model than that of --model, so the segments of normal "
-                "operation do not apply to them: give the model directory that consume uses",
+                message="the evidence names no model and has the fingerprint of none of --models, so its records make "
+                "no incidents: give the folder that consume uses",
             )
             return False
-        self._log.info("plan_changed", before=self._plan.model, model=model)
-        self._plan = plan
+        try:
+            plan = self._load_plan(name)
+        except DeformerError as error:  # the directory is being replaced, or its budget is out of reach
+            self._unknown_models.add((name, model))
+            self._log.warning("plan_not_loaded", **names, model=model, error=str(error))
+            return False
+        if plan.model != model:
+            self._unknown_models.add((name, model))
+            self._log.warning(
+                "incident_model_differs",
+                **names,
+                model=model,
+                model_directory=plan.model,
+                message="the records were scored by another model than that of the model directory, so the segments of "
+                "normal operation do not apply to them: give the model directory that consume uses",
+            )
+            if before is not None:
+                return False
+        self._log.info("plan_changed", **names, before=None if before is None else before.model, model=plan.model)
+        self._plan_by_name[name] = plan
         for partition in self._partition_by_number.values():
-            state = partition.tracker.export_state()
-            partition.tracker = plan.make_tracker()
-            partition.tracker.import_state(state)
+            partition.trackers.set_plan(name, plan)
             if partition.is_restoring:
                 partition.reconcile_as = PLAN_CHANGED
             self._make_due(partition)
@@ -348,9 +372,8 @@ class IncidentPipeline:
         for number, partition in self._partition_by_number.items():
             is_due = number in given_up or not partition.has_snapshot or now >= partition.next_snapshot
             if is_due and partition.is_changed and not partition.is_restoring:
-                state = partition.tracker.export_state()
-                state.plan = self._plan.identity
-                states[number] = PartitionState(snapshot=encode_incident_state(state))
+                snapshot = encode_incident_state(partition.trackers.export_state())
+                states[number] = PartitionState(snapshot=snapshot)
         return states
 
     def _mark_saved(self, states: Mapping[int, PartitionState]) -> None:
@@ -370,15 +393,15 @@ class IncidentPipeline:
         """Return the numbers of unusual records of all trackers, by kind."""
         counts: dict[str, int] = {}
         for partition in self._partition_by_number.values():
-            for kind, count in partition.tracker.counts.items():
+            for kind, count in partition.trackers.counts.items():
                 counts[kind] = counts.get(kind, 0) + count
         return counts
 
     def _report(self) -> None:
         """Update the metrics after a turn of the loop."""
         self._metrics.set_counts(self._sum_counts())
-        num_devices = sum(partition.tracker.num_devices for partition in self._partition_by_number.values())
-        self._metrics.accepted_per_day.set(num_devices * self._plan.plan.budget.count_per_day)
+        trackers = [partition.trackers for partition in self._partition_by_number.values()]
+        self._metrics.accepted_per_day.set(sum(one.accepted_per_day for one in trackers))
         restoring = any(partition.is_restoring for partition in self._partition_by_number.values())
         self._metrics.is_ready = bool(self._partition_by_number) and not restoring
         self._metrics.record_progress()

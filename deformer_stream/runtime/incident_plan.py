@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
 from pathlib import Path
 
 from deformer_stream import __version__, log
 from deformer_stream.calibration.false_alarm_patterns import FalseAlarmPattern, PatternAdjuster
-from deformer_stream.calibration.incident_budget import MICROS_PER_DAY, BudgetPlan, parse_budget, plan_budget
+from deformer_stream.calibration.incident_budget import (
+    MICROS_PER_DAY,
+    BudgetPlan,
+    describe_plan,
+    parse_budget,
+    plan_budget,
+)
+from deformer_stream.engine.events import ONLY_MODEL
+from deformer_stream.errors import ArtifactError
 from deformer_stream.incident_store import IncidentCalibration, read_incident_calibration
 from deformer_stream.incidents.device import extract_device
 from deformer_stream.incidents.fleet import parse_fleet_rule
 from deformer_stream.incidents.tracker import IncidentTracker, TrackerOptions
 from deformer_stream.model_manifest import count_calibration_records, read_manifest
+from deformer_stream.model_set import find_models
 from deformer_stream.settings.incident_rule import IncidentRuleSettings
 
 MICROS_PER_SECOND = 1_000_000
@@ -37,6 +46,7 @@ class DetectionPlan:
         patterns: Patterns of false alarms.
         model: Fingerprint of the model, whose scores the patterns hold.
         device_by: The separator that `options.get_device` uses, None for the default ones.
+        model_name: Name of the model among several ones, `ONLY_MODEL` if there is one model.
     """
 
     plan: BudgetPlan
@@ -44,12 +54,14 @@ class DetectionPlan:
     patterns: tuple[FalseAlarmPattern, ...] = ()
     model: str = ""
     device_by: str | None = None
+    model_name: str = ONLY_MODEL
 
     @cached_property
     def identity(self) -> str:
         """The hash of all that determines the incidents, including the release of this program.
 
-        A state that was saved under another identity may disagree with the log of incidents.
+        A state that was saved under another identity may disagree with the log of incidents. The state of each model is
+        saved under its name, so the name is not part of it.
         """
         options = [
             (field.name, getattr(self.options, field.name))
@@ -68,7 +80,7 @@ class DetectionPlan:
         adjuster = None
         if self.patterns:
             adjuster = PatternAdjuster(self.patterns, self.options.gap, self.model, find_own_incident)
-        return IncidentTracker(self.plan, self.options, adjuster)
+        return IncidentTracker(self.plan, self.options, adjuster, self.model_name)
 
     def with_patterns(self, patterns: Sequence[FalseAlarmPattern]) -> DetectionPlan:
         """Return a copy with other patterns."""
@@ -84,13 +96,16 @@ def make_get_device(separator: str | None) -> Callable[[str], str]:
     return extract_device if separator is None else partial(extract_device, separator=separator)
 
 
-def load_detection_plan(directory: Path, settings: IncidentRuleSettings, can_repeat: bool = False) -> DetectionPlan:
+def load_detection_plan(
+    directory: Path, settings: IncidentRuleSettings, can_repeat: bool = False, model_name: str = ONLY_MODEL
+) -> DetectionPlan:
     """Return what determines the incidents of the records that the model of a directory scores.
 
     Args:
         directory: The model directory.
         settings: The options of the command.
         can_repeat: Whether the log of evidence can have duplicates, because it was written at least once.
+        model_name: Name of the model among several ones.
 
     Raises:
         ArtifactError: The model directory cannot be read.
@@ -106,7 +121,7 @@ def load_detection_plan(directory: Path, settings: IncidentRuleSettings, can_rep
             message="the segments of normal operation in the model directory belong to another model or calibration, "
             "so they are not used: run `deformer-stream calibrate --incidents` again",
         )
-    return plan_detection(
+    plan = plan_detection(
         settings,
         model,
         count_calibration_records(manifest),
@@ -115,6 +130,63 @@ def load_detection_plan(directory: Path, settings: IncidentRuleSettings, can_rep
         num_remembered_records=NUM_REMEMBERED_RECORDS if can_repeat else 0,
         window=manifest["window"]["width"] if "window" in manifest else None,
     )
+    return replace(plan, model_name=model_name)
+
+
+class PlanLoader:
+    """Reads what determines the incidents of each model from the directory of the model.
+
+    Args:
+        settings: The options of the command.
+        model: The directory of the only model, None if there are several.
+        models: The folder of several models, None if there is one.
+        can_repeat: Whether the log of evidence can have duplicates, because it was written at least once.
+    """
+
+    def __init__(
+        self, settings: IncidentRuleSettings, model: Path | None, models: Path | None, can_repeat: bool = False
+    ) -> None:
+        self._settings, self._model, self._models, self._can_repeat = settings, model, models, can_repeat
+
+    def load(self, name: str) -> DetectionPlan:
+        """Return the plan of the model with a name, as its directory is now.
+
+        Raises:
+            ArtifactError: The directory cannot be read, or there is none.
+            ConfigError: As `load_detection_plan`.
+        """
+        path = self._find_paths().get(name)
+        if path is None:
+            raise ArtifactError(f"{self._models} has no model {name!r:.80}: give the folder that consume uses")
+        return load_detection_plan(path, self._settings, self._can_repeat, name)
+
+    def load_all(self) -> dict[str, DetectionPlan]:
+        """Return the plan of each model by its name, that of the only one under the name `ONLY_MODEL`.
+
+        Raises:
+            ArtifactError: A directory cannot be read, or the folder has no models.
+            ConfigError: As `load_detection_plan`.
+        """
+        paths = self._find_paths()
+        return {name: load_detection_plan(path, self._settings, self._can_repeat, name) for name, path in paths.items()}
+
+    def _find_paths(self) -> dict[str, Path]:
+        """Return the directories of the models by name.
+
+        Raises:
+            ArtifactError: The folder has no models.
+        """
+        if self._models is not None:
+            return find_models(self._models)[1]
+        return {} if self._model is None else {ONLY_MODEL: self._model}
+
+
+def describe_plans(plan_by_name: Mapping[str, DetectionPlan]) -> list[str]:
+    """Return lines that say how the budget is kept. Models for which it is kept in the same way share a line."""
+    names_by_text: dict[str, list[str]] = {}
+    for name, detection in plan_by_name.items():
+        names_by_text.setdefault(describe_plan(detection.plan), []).append(name)
+    return [text if names == [ONLY_MODEL] else f"{', '.join(names)}: {text}" for text, names in names_by_text.items()]
 
 
 def plan_detection(

@@ -9,7 +9,8 @@ from deformer_stream.engine.events import Effects
 from deformer_stream.errors import InputError
 from deformer_stream.incidents.events import EvidenceBatch, Incident
 from deformer_stream.incidents.make_evidence import make_evidence
-from deformer_stream.incidents.tracker import IncidentTracker
+from deformer_stream.runtime.incident_plan import DetectionPlan
+from deformer_stream.runtime.tracker_set import TrackerSet, find_model_name
 
 
 class IncidentSink:
@@ -18,8 +19,8 @@ class IncidentSink:
     Each of several models has incidents of its own, as if there were no other model.
 
     Args:
-        tracker_by_model: The tracker of each model, without state, by the fingerprint of the model. The only tracker
-            also handles evidence of other models.
+        plan_by_name: The plan of each model by its name, that of the only one under the name `ONLY_MODEL`. The only
+            model also handles evidence of others.
         add: Receives each message about an incident, in order.
         flush: Makes the messages so far visible to readers.
         close: Releases what receives the messages.
@@ -30,24 +31,25 @@ class IncidentSink:
 
     def __init__(
         self,
-        tracker_by_model: Mapping[str, IncidentTracker],
+        plan_by_name: Mapping[str, DetectionPlan],
         add: Callable[[Incident], None],
         flush: Callable[[], None] = lambda: None,
         close: Callable[[], None] = lambda: None,
     ) -> None:
-        self._tracker_by_model, self._add, self._flush, self._close = dict(tracker_by_model), add, flush, close
+        self._plan_by_name, self._trackers = plan_by_name, TrackerSet(plan_by_name)
+        self._add, self._flush, self._close = add, flush, close
         self.num_opened = 0
         self._is_open = True
 
     @property
     def num_late(self) -> int:
         """Number of records that came too late to be handled in order of time."""
-        return sum(tracker.counts["late"] for tracker in self._tracker_by_model.values())
+        return self._trackers.counts["late"]
 
     @property
     def num_open(self) -> int:
         """Number of incidents of devices that are open."""
-        return sum(tracker.num_open for tracker in self._tracker_by_model.values())
+        return self._trackers.num_open
 
     def write(self, effects: Effects, data: Payload | None) -> None:
         """Make incidents of the evidence of one batch.
@@ -74,18 +76,12 @@ class IncidentSink:
             InputError: There are several models, and none of them has written a batch.
         """
         for batch in batches:
-            self._pass_on(self._find_tracker(batch.model).handle(batch))
-
-    def _find_tracker(self, model: str) -> IncidentTracker:
-        """Return the tracker for the evidence of the model with this fingerprint. See `write_evidence`."""
-        trackers = self._tracker_by_model
-        tracker = next(iter(trackers.values())) if len(trackers) == 1 else trackers.get(model)
-        if tracker is None:
-            raise InputError(
-                f"the evidence was written by the model {model}, which is none of --models: give the folder of models "
-                "that has scored the records"
-            )
-        return tracker
+            if find_model_name(self._plan_by_name, batch) not in self._plan_by_name:
+                raise InputError(
+                    f"the evidence was written by the model {batch.model_name or batch.model!r:.80}, which is none of "
+                    "--models: give the folder of models that has scored the records"
+                )
+            self._pass_on(self._trackers.handle(batch))
 
     def flush(self) -> None:
         """Make the messages so far visible to readers."""
@@ -95,8 +91,7 @@ class IncidentSink:
         """Handle the records that wait for earlier ones, because the input has ended."""
         if self._is_open:
             self._is_open = False
-            for tracker in self._tracker_by_model.values():
-                self._pass_on(tracker.finish())
+            self._pass_on(self._trackers.finish())
         self._close()
 
     def _pass_on(self, messages: Iterable[Incident]) -> None:

@@ -6,13 +6,18 @@ from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from deformer_stream.settings.base import Size, TextList, Timeout, text_default
+from deformer_stream.settings.base import TextList, Timeout, text_default
 from deformer_stream.settings.kafka import KafkaSettings
 from deformer_stream.settings.option_groups import BRIDGE_GROUPS, OptionGroups
-from deformer_stream.settings.plant_source import PlantSourceSettings, SourceAddress, parse_source_address
+from deformer_stream.settings.plant_source import (
+    PlantSourceSettings,
+    SourceAddress,
+    TranslationSettings,
+    parse_source_address,
+)
 
 
-class BridgeSettings(KafkaSettings, PlantSourceSettings):
+class BridgeSettings(KafkaSettings, PlantSourceSettings, TranslationSettings):
     """The options of `deformer-stream bridge`."""
 
     option_groups: ClassVar[OptionGroups] = BRIDGE_GROUPS
@@ -37,14 +42,6 @@ class BridgeSettings(KafkaSettings, PlantSourceSettings):
     )
     opcua_mode: Literal["Sign", "SignAndEncrypt"] = Field(
         "SignAndEncrypt", description="Whether messages of an OPC UA server are encrypted, or only signed."
-    )
-    feature_field: str = Field("feature", description="JSON field with the name of the feature.")
-    value_field: str = Field("value", description="JSON field with the value of the reading.")
-    values_field: str = Field("values", description="JSON field with several readings: an object of values by feature.")
-    time_field: str = Field("time", description="JSON field with the event time.")
-    device_field: str = Field("device", description="JSON field with the device. It is read if the topic names none.")
-    max_message_bytes: Size = text_default(
-        "1MiB", description="Largest message that is accepted. Larger messages are rejected."
     )
     dead_letter_topic: str | None = Field(
         None, description="Topic for messages that cannot be translated. Default: TOPIC-bridge-dead-letter."

@@ -37,7 +37,12 @@ from deformer_stream.settings.option_groups import (
     TABLE_GROUPS,
     OptionGroups,
 )
-from deformer_stream.settings.plant_source import PlantSourceSettings, SourceAddress, parse_source_address
+from deformer_stream.settings.plant_source import (
+    PlantSourceSettings,
+    SourceAddress,
+    TranslationSettings,
+    parse_source_address,
+)
 from deformer_stream.settings.registry import RegistrySettings
 from deformer_stream.settings.tables import TableSettings, WindowedTableSettings
 
@@ -805,7 +810,7 @@ def _require_exactly_one(settings: SettingsType, *fields: str) -> SettingsType:
     return settings
 
 
-class DeadLettersSettings(KafkaSettings):
+class DeadLettersSettings(KafkaSettings, TranslationSettings):
     """The options of `deformer-stream dead-letters`."""
 
     option_groups: ClassVar[OptionGroups] = DEAD_LETTERS_GROUPS
@@ -822,5 +827,8 @@ class DeadLettersSettings(KafkaSettings):
     since: str | None = Field(None, description="Only messages that were refused at this time or later, RFC 3339.")
     until: str | None = Field(None, description="Only messages that were refused before this time, RFC 3339.")
     limit: int = Field(20, ge=1, description="Number of dead letters that show prints, the latest ones.")
-    to: str | None = Field(None, description="Topic to which replay sends. Default: the topic of each message.")
+    to: str | None = Field(
+        None,
+        description="Topic to which replay sends. Default: the topic of each message, and --topic for those of bridge.",
+    )
     dry_run: bool = Field(False, description="Only count what replay would send.")

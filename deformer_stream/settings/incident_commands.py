@@ -57,10 +57,16 @@ class IncidentsSettings(IncidentRuleSettings, DeliverySettings, KafkaSettings, O
     """The options of `deformer-stream incidents`."""
 
     option_groups: ClassVar[OptionGroups] = INCIDENT_GROUPS
+    contradictory: ClassVar[tuple[str, ...]] = ("model", "models")
 
     topic: str = Field(description="Kafka topic with the events. Its evidence is read from TOPIC-evidence.")
     model: Path | None = Field(
         None, description="Model directory that deformer-train wrote. Required, unless --deliver-only is given."
+    )
+    models: Path | None = Field(
+        None,
+        description="Folder with one model directory for each type, in place of --model: that of `consume --models`. "
+        "Each model has incidents and a budget of its own.",
     )
     evidence_topic: str | None = Field(None, description="Topic with the evidence. Default: TOPIC-evidence.")
     incidents_topic: str | None = Field(None, description="Compacted topic for incidents. Default: TOPIC-incidents.")

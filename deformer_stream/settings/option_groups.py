@@ -116,7 +116,7 @@ INIT_GROUPS: OptionGroups = {
 _INCIDENT_TOPICS = ("evidence_topic", "incidents_topic", "feedback_topic")
 
 INCIDENT_GROUPS: OptionGroups = {
-    "Input": ("topic", "model", "from_"),
+    "Input": ("topic", "model", "models", "from_"),
     "Incidents": _INCIDENT_RULE,
     "Receivers": (
         *("alertmanager", "webhook", "webhook_secret_file", "pagerduty_key_file", "pagerduty_url"),
@@ -151,9 +151,12 @@ FEEDBACK_GROUPS: OptionGroups = {
 }
 """The grouping of `feedback`."""
 
+_BRIDGE_FIELDS = ("device_field", "feature_field", "value_field", "values_field", "time_field")
+
 DEAD_LETTERS_GROUPS: OptionGroups = {
     "Selection": ("reason", "since", "until", "limit"),
     "Replay": ("to", "dry_run"),
+    "Messages that bridge has refused": ("pattern", "time_unit", "max_message_bytes", *_BRIDGE_FIELDS),
     "Kafka": ("topic", "dead_letter_topic", "bootstrap_servers", *_CLIENT),
     "Kafka security": _SECURITY,
 }
@@ -178,7 +181,7 @@ BRIDGE_GROUPS: OptionGroups = {
     ),
     "Kafka security": _SECURITY,
     "Monitoring": ("http",),
-    "Names of JSON fields": ("device_field", "feature_field", "value_field", "values_field", "time_field"),
+    "Names of JSON fields": _BRIDGE_FIELDS,
 }
 """The grouping of `bridge`."""
 

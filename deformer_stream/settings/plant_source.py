@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from pydantic import Field, SecretStr
 
-from deformer_stream.settings.base import Duration, Settings, text_default
+from deformer_stream.settings.base import Duration, Settings, Size, text_default
 from deformer_stream.settings.logins import LOOPBACK_HOSTS, check_login, read_password, read_secret
 
 _DEFAULT_PORTS = {"mqtt": 1883, "mqtts": 8883, "opc.tcp": 4840}
@@ -48,8 +48,8 @@ def parse_source_address(text: str) -> SourceAddress:
     return SourceAddress(match["scheme"], match["host"].strip("[]"), port, match["path"] or "")
 
 
-class PlantSourceSettings(Settings):
-    """The options of a source in a plant, whose address the option `--source` of the command has."""
+class TopicSettings(Settings):
+    """The options that say what the topics and the times of messages of a plant mean."""
 
     pattern: str | None = Field(
         None,
@@ -60,6 +60,35 @@ class PlantSourceSettings(Settings):
     time_unit: Literal["s", "ms", "us", "ns"] = Field(
         "s", description="Unit of times that are numbers of a unit since 1970."
     )
+
+
+class TranslationSettings(TopicSettings):
+    """The options by which the bridge translates messages to events, for `bridge` and `dead-letters`."""
+
+    feature_field: str = Field("feature", description="JSON field with the name of the feature.")
+    value_field: str = Field("value", description="JSON field with the value of the reading.")
+    values_field: str = Field("values", description="JSON field with several readings: an object of values by feature.")
+    time_field: str = Field("time", description="JSON field with the event time.")
+    device_field: str = Field("device", description="JSON field with the device. It is read if the topic names none.")
+    max_message_bytes: Size = text_default(
+        "1MiB", description="Largest message that is accepted. Larger messages are rejected."
+    )
+
+    def get_translation(self, only_given: bool = False) -> dict[str, Any]:
+        """Return these options by the name of the field.
+
+        Args:
+            only_given: Whether options are left out that have their defaults because they were not given.
+        """
+        fields = [
+            field for field in TranslationSettings.model_fields if not only_given or field in self.model_fields_set
+        ]
+        return {field: getattr(self, field) for field in fields}
+
+
+class PlantSourceSettings(TopicSettings):
+    """The options of a source in a plant, whose address the option `--source` of the command has."""
+
     client_id: str | None = Field(
         None,
         min_length=1,

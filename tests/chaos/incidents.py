@@ -1,6 +1,7 @@
 """Kill `deformer-stream incidents` with SIGKILL while evidence arrives, and compare its topic with an undisturbed run.
 
     python -m tests.chaos.incidents --kills 20
+    python -m tests.chaos.incidents --kills 20 --models 3
 
 A real Alertmanager is notified all the time. The last line of the output has the figures as JSON. The exit code is 0
 if both of these hold:
@@ -23,6 +24,7 @@ import uuid
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +34,16 @@ from connectors.kafka import describe_evidence_topic, ensure_topics, produce
 from deformer_stream import model_store
 from deformer_stream.codec.encode_evidence import encode_evidence
 from deformer_stream.codec.encode_incidents import decode_incident
-from deformer_stream.incidents.events import Incident
+from deformer_stream.engine.events import ONLY_MODEL
+from deformer_stream.incidents.events import EvidenceBatch, Incident
+from deformer_stream.model_set import find_models
 from tests.chaos.self_killing import INCIDENT_STEPS, TRANSACTIONS
 from tests.conftest import load_broker_script, make_cluster
 from tests.connectors.alertmanager import RunningAlertmanager, list_statuses, run_alertmanager
 from tests.connectors.receiving_server import ReceivingServer
 from tests.incidents.evidence_logs import make_log
 from tests.integration.programs import Cluster, RunningConsumer, make_command, make_environment, wait_until
+from tests.model_folders import write_folder
 from tests.models import write_model
 
 KILLED_EXIT_CODE = -9
@@ -56,12 +61,20 @@ GROUPS = [f"hall-{max(0, device - NUM_DEVICES // 2)}" for device in range(NUM_DE
 the members. Each of the other devices is alone in its group, so receivers get its incidents."""
 
 
-def run_kills(bootstrap: str, model: Path, folder: Path, num_kills: int, seconds_per_kill: float, seed: int) -> Any:
+def run_kills(
+    bootstrap: str,
+    model_option: tuple[str, Path],
+    folder: Path,
+    num_kills: int,
+    seconds_per_kill: float,
+    seed: int,
+) -> Any:
     """Kill a process repeatedly, and return the figures.
 
     Args:
         bootstrap: The broker.
-        model: A model directory.
+        model_option: `--model` and a model directory, or `--models` and a folder of models, whose messages of evidence
+            take turns.
         folder: Folder for logs and files.
         num_kills: Number of kills. Every second one is at a certain step, the others are after a random time.
         seconds_per_kill: Mean number of seconds after the start of a process until it is killed.
@@ -78,15 +91,24 @@ def run_kills(bootstrap: str, model: Path, folder: Path, num_kills: int, seconds
         ]
         for device in range(NUM_DEVICES)
     }
-    fingerprint = str(model_store.read_manifest(model)["fingerprint"])
-    log = make_log(
-        fingerprint,
-        NUM_DEVICES,
-        MAX_RECORDS,
-        faults=faults,
-        records_per_batch=RECORDS_PER_BATCH,
-        seed=seed,
-        groups=GROUPS,
+    option, path = model_option
+    path_by_name = find_models(path)[1] if option == "--models" else {ONLY_MODEL: path}
+    log = _interleave(
+        [
+            (
+                name,
+                make_log(
+                    str(model_store.read_manifest(directory)["fingerprint"]),
+                    NUM_DEVICES,
+                    MAX_RECORDS,
+                    faults=faults,
+                    records_per_batch=RECORDS_PER_BATCH,
+                    seed=seed + number,
+                    groups=GROUPS,
+                ),
+            )
+            for number, (name, directory) in enumerate(path_by_name.items())
+        ]
     )
     payloads: list[bytes] = []
     has_ended = threading.Event()
@@ -103,7 +125,7 @@ def run_kills(bootstrap: str, model: Path, folder: Path, num_kills: int, seconds
 
     def make_options(group: str) -> tuple[object, ...]:
         return (
-            *("--topic", topic, "--model", model, "--bootstrap-servers", bootstrap, "--group", group),
+            *("--topic", topic, *model_option, "--bootstrap-servers", bootstrap, "--group", group),
             *("--incidents-topic", f"{topic}-{group}", "--instance", group, "--session-timeout", "20s"),
             *("--snapshot-interval", "3s", "--commit-interval", "200ms", *RULE),
         )
@@ -146,9 +168,9 @@ def run_kills(bootstrap: str, model: Path, folder: Path, num_kills: int, seconds
                     figures |= _check_alertmanager(incidents, server, alertmanager)
                 process.stop()
     (folder / "evidence.jsonl").write_bytes(b"\n".join(payloads) + b"\n")
-    values["replay"] = _replay(folder, model)
+    values["replay"] = _replay(folder, model_option)
     cluster.close()
-    figures["incidents"] = len(values["whole"])
+    figures |= {"models": len(path_by_name), "incidents": len(values["whole"])}
     last_messages = [decode_incident(messages[-1]) for messages in values["whole"].values()]
     figures["in_fleets"] = sum(incident.parent is not None for incident in last_messages)
     figures["messages"] = sum(map(len, values["whole"].values()))
@@ -159,8 +181,17 @@ def run_kills(bootstrap: str, model: Path, folder: Path, num_kills: int, seconds
     num_more = sum(map(len, replayed.values())) - figures["messages"]
     figures["of_waiting_rows"] = num_more
     is_equal = figures["killed_differs"] == figures["replay_differs"] == figures["wrongly_notified"] == 0
-    figures["ok"] = is_equal and figures["notified"] > 0 and 0 <= num_more <= 10 * NUM_DEVICES
+    is_named = {incident.model_name for incident in last_messages} == set(path_by_name)
+    is_bounded = 0 <= num_more <= 10 * NUM_DEVICES * len(path_by_name)
+    figures["ok"] = is_equal and is_named and is_bounded and figures["notified"] > 0
     return figures
+
+
+def _interleave(logs: list[tuple[str, Iterator[EvidenceBatch]]]) -> Iterator[EvidenceBatch]:
+    """Yield the batches of logs in turn, with the name of the model of each log."""
+    for batches in zip(*(log for _, log in logs), strict=True):
+        for (name, _), batch in zip(logs, batches, strict=True):
+            yield replace(batch, model_name=name)
 
 
 def _is_shown_at_end(incident: Incident) -> bool:
@@ -225,9 +256,9 @@ def _group_by_key(messages: list[Any]) -> dict[str, list[bytes]]:
     return values
 
 
-def _replay(folder: Path, model: Path) -> dict[str, list[bytes]]:
+def _replay(folder: Path, model_option: tuple[str, Path]) -> dict[str, list[bytes]]:
     """Return the messages of each incident that `replay --incidents` makes of the evidence."""
-    words = ("replay", folder / "evidence.jsonl", "--model", model, "--incidents", folder / "incidents.jsonl", *RULE)
+    words = ("replay", folder / "evidence.jsonl", *model_option, "--incidents", folder / "incidents.jsonl", *RULE)
     subprocess.run(make_command("deformer-stream", *words), env=make_environment(), check=True, capture_output=True)
     values: dict[str, list[bytes]] = {}
     for line in (folder / "incidents.jsonl").read_bytes().splitlines():
@@ -240,13 +271,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.chaos.incidents", description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=20, help="number of kills")
     parser.add_argument("--seconds", type=float, default=3.0, help="mean seconds from start to kill")
+    parser.add_argument("--models", type=int, default=1, help="number of models")
     parser.add_argument("--seed", type=int, default=int(time.time()), help="seed of the random numbers")
     args = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="deformer-chaos-"))
     print(f"chaos: seed {args.seed}, logs in {folder}", file=sys.stderr, flush=True)
-    model = write_model(folder / "model")
+    model_option = ("--model", write_model(folder / "model"))
+    if args.models > 1:
+        model_option = ("--models", write_folder(folder / "models", args.models))
     with load_broker_script().start() as broker:
-        figures = run_kills(broker.bootstrap, model, folder, args.kills, args.seconds, args.seed)
+        figures = run_kills(broker.bootstrap, model_option, folder, args.kills, args.seconds, args.seed)
     print(json.dumps(figures))
     return 0 if figures["ok"] else 1
 

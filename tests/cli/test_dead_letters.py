@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -112,15 +113,43 @@ def test_letters_of_the_bridge_are_listed_and_shown(monkeypatch: pytest.MonkeyPa
     assert "source" not in json.loads(format_letter(LETTERS[0]))
 
 
-def test_replay_of_letters_of_the_bridge_alone_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("connectors.kafka.read_dead_letters", lambda cluster, topic: iter([BRIDGE_LETTER]))
+def test_letters_of_the_bridge_are_translated_with_the_given_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    pattern = b'{"pattern":"plant/{device}/{feature}"}'
+    letters = [replace(BRIDGE_LETTER, value=b"1.5", translation=pattern)]
+    words = ("replay", "--dry-run", "--pattern", "{device}/{feature}")
+    assert run(monkeypatch, *words, letters=letters) == "1 messages would be sent again\n"
+    partly = [*letters, replace(BRIDGE_LETTER, topic="alone")]
+    text = run(monkeypatch, *words, letters=partly)
+    assert text.startswith(
+        "1 messages would be sent again; 1 messages of the bridge are refused again (unknown_topic: "
+    )
+
+
+@pytest.mark.parametrize(
+    ("letter", "cause"),
+    [
+        (BRIDGE_LETTER, "1 messages of the bridge are refused again (not_json"),
+        (replace(BRIDGE_LETTER, topic="spBv1.0/plant/NDATA/line"), "1 dead letters are Sparkplug messages"),
+    ],
+)
+def test_replay_that_can_send_nothing_of_the_bridge_fails(
+    letter: DeadLetter, cause: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("connectors.kafka.read_dead_letters", lambda cluster, topic: iter([letter]))
     result = CliRunner().invoke(build_dead_letters(), ["replay", "--topic", "events", "--dry-run"])
     assert isinstance(result.exception, ConfigError)
-    assert "1 dead letters are those of the bridge" in str(result.exception)
+    assert str(result.exception).startswith(f"nothing was sent: {cause}")
+    assert "\n" not in str(result.exception)
+
+
+def test_pattern_that_is_not_valid_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("connectors.kafka.read_dead_letters", lambda cluster, topic: iter([BRIDGE_LETTER]))
+    words = ["replay", "--topic", "events", "--pattern", "a/{x}"]
+    assert "--pattern" in str(CliRunner().invoke(build_dead_letters(), words).exception)
 
 
 def test_counts_are_described() -> None:
     assert describe_counts(ReplayCounts(1204), is_dry_run=True) == "1,204 messages would be sent again"
     text = describe_counts(ReplayCounts(2, repeated=1, incomplete=3), is_dry_run=False)
     assert text.startswith("2 messages were sent again; 1 further dead letters are about the same messages; 3 dead ")
-    assert "4 dead letters are those of the bridge" in describe_counts(ReplayCounts(2, foreign=4), is_dry_run=False)
+    assert "4 dead letters are Sparkplug" in describe_counts(ReplayCounts(2, sparkplug=4), is_dry_run=False)

@@ -220,7 +220,8 @@ def test_incidents_of_each_model_are_those_of_a_run_of_its_own(cli: RunCommand, 
         own = write_lines(tmp_path / "own.jsonl", [d for d in documents if d["type"] == name_type(n)])
         model = folder / models.entry_by_value[name_type(n)].folder
         assert cli("replay", own, "--model", model, *rule, "--incidents", tmp_path / "own-incidents.jsonl").code == 0
-        alone += read_json_lines(tmp_path / "own-incidents.jsonl")
+        incidents = read_json_lines(tmp_path / "own-incidents.jsonl")
+        alone += [{**incident, "model_name": name_type(n)} for incident in incidents]
     assert len({incident["model"] for incident in direct}) == NUM_MODELS
     assert sort(direct) == sort(alone)
     assert cli("replay", paths["evidence"], "--models", folder, *rule, "--incidents", paths["later"]).code == 0

@@ -13,7 +13,7 @@ from numpy.testing import assert_array_equal
 
 from deformer_stream.codec.encode_evidence import decode_evidence, encode_evidence, encode_evidence_parts
 from deformer_stream.codec.timestamps import MAX_MICROS, MIN_MICROS
-from deformer_stream.engine.events import NO_TIME, SuggestedReading
+from deformer_stream.engine.events import NO_TIME, ONLY_MODEL, SuggestedReading
 from deformer_stream.errors import InputError
 from deformer_stream.incidents.events import AlertRow, ClosedRows, EvidenceBatch, Suspect
 
@@ -50,7 +50,8 @@ def make_batch() -> EvidenceBatch:
 
 
 def assert_equal(batch: EvidenceBatch, other: EvidenceBatch) -> None:
-    assert (batch.model, batch.partition, batch.alerts) == (other.model, other.partition, other.alerts)
+    assert (batch.model, batch.model_name, batch.partition) == (other.model, other.model_name, other.partition)
+    assert batch.alerts == other.alerts
     for name in ("record_ids", "times", "p_values", "scores", "num_readings", "is_alerted"):
         column, other_column = getattr(batch.closed, name), getattr(other.closed, name)
         assert_array_equal(column, other_column)
@@ -95,11 +96,15 @@ alerts = st.builds(
 rows = st.tuples(texts, times, p_values, numbers, st.integers(0, 2**31 - 1), st.booleans())
 
 
-@given(texts, st.integers(0, 2**31 - 1), st.lists(rows, max_size=5), st.lists(alerts, max_size=3))
+@given(texts, st.integers(0, 2**31 - 1), st.lists(rows, max_size=5), st.lists(alerts, max_size=3), texts)
 def test_decoding_is_the_inverse_of_encoding(
-    model: str, partition: int, closed: list[tuple[str, int, float, float, int, bool]], alert_rows: list[AlertRow]
+    model: str,
+    partition: int,
+    closed: list[tuple[str, int, float, float, int, bool]],
+    alert_rows: list[AlertRow],
+    model_name: str,
 ) -> None:
-    batch = EvidenceBatch(model, partition, make_closed(*closed), tuple(alert_rows))
+    batch = EvidenceBatch(model, partition, make_closed(*closed), tuple(alert_rows), model_name)
     payload = encode_evidence(batch)
     assert b"\n" not in payload
     assert_equal(decode_evidence(payload), batch)
@@ -144,6 +149,15 @@ def test_any_other_bytes_are_refused(payload: bytes) -> None:
 
 def test_keys_of_later_releases_are_ignored() -> None:
     assert_equal(decode_evidence(VALID.replace(b'"v":1', b'"v":1,"later":{"a":[1]}')), make_batch())
+
+
+def test_only_evidence_of_several_models_names_the_model() -> None:
+    assert b"model_name" not in VALID
+    assert decode_evidence(VALID).model_name == ONLY_MODEL
+    named = encode_evidence(replace(make_batch(), model_name="fan/ä"))
+    assert decode_evidence(named).model_name == "fan/ä"
+    # As the reader of Avro writes a missing value
+    assert decode_evidence(VALID.replace(b'"v":1', b'"v":1,"model_name":null')).model_name == ONLY_MODEL
 
 
 def test_large_batch_becomes_several_messages_with_alerts_first() -> None:

@@ -73,6 +73,7 @@ INCIDENTS = st.builds(
         TEXTS, columns(TIMES, BOUNDS, BOUNDS, BOUNDS).map(lambda series: SuspectReadings(*series)), max_size=2
     ).map(MappingProxyType),
     fault=st.lists(st.tuples(TEXTS, NUMBERS), max_size=2).map(tuple),
+    model_name=TEXTS,
     next_reading=st.none()
     | st.builds(OpenRecordReading, st.builds(SuggestedReading, TEXTS, BOUNDS, BOUNDS, NUMBERS), TEXTS, TIMES),
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 
+import msgspec
 import pytest
 
 from deformer_stream.calibration.incident_budget import parse_budget, plan_budget
@@ -11,11 +12,13 @@ from deformer_stream.codec.incident_state import (
     FORMAT_VERSION,
     INCIDENT_STATE,
     MIN_COMPRESSED_BYTES,
+    SET_VERSION,
     check_incident_state,
     decode_incident_state,
     encode_incident_state,
 )
 from deformer_stream.codec.state_header import HEADER, MAGIC
+from deformer_stream.engine.events import ONLY_MODEL
 from deformer_stream.errors import StateError
 from deformer_stream.incidents.fleet import FleetRule
 from deformer_stream.incidents.tracker import IncidentTracker, TrackerOptions, TrackerState
@@ -37,15 +40,33 @@ def test_tracker_continues_from_decoded_state(num_devices: int) -> None:
         first, second = make_tracker(), make_tracker()
         for batch in batches[:place]:
             first.handle(batch)
-        data = encode_incident_state(first.export_state())
-        second.import_state(decode_incident_state(data))
+        data = encode_incident_state({ONLY_MODEL: first.export_state()})
+        second.import_state(decode_incident_state(data)[ONLY_MODEL])
         assert [second.handle(batch) for batch in batches[place:]] == expected[place:]
     assert any(expected)
     assert (len(data) > MIN_COMPRESSED_BYTES) <= (num_devices > 3)
 
 
-def test_empty_state_survives() -> None:
-    assert decode_incident_state(encode_incident_state(TrackerState())) == TrackerState()
+@pytest.mark.parametrize(
+    ("state_by_name", "version"),
+    [
+        ({ONLY_MODEL: TrackerState()}, FORMAT_VERSION),  # as earlier releases write and read it
+        ({"pump": TrackerState(num_late=3), "fan/ä": TrackerState(plan="p")}, SET_VERSION),
+        ({"pump": TrackerState()}, SET_VERSION),
+        ({}, SET_VERSION),
+    ],
+)
+def test_states_of_one_and_of_several_models_survive(state_by_name: dict[str, TrackerState], version: int) -> None:
+    data = encode_incident_state(state_by_name)
+    assert HEADER.unpack_from(data)[2] == version
+    assert decode_incident_state(data) == state_by_name
+
+
+def test_state_of_one_model_is_that_of_earlier_releases() -> None:
+    """Format version 2 had the state itself as its content."""
+    content = msgspec.msgpack.encode(TrackerState(num_late=2, plan="p"))
+    data = forge(len(content).to_bytes(8, "big") + content, version=2)
+    assert decode_incident_state(data) == {ONLY_MODEL: TrackerState(num_late=2, plan="p")}
 
 
 def forge(body: bytes, kind: bytes = INCIDENT_STATE, version: int = FORMAT_VERSION, magic: bytes = MAGIC) -> bytes:
@@ -53,7 +74,7 @@ def forge(body: bytes, kind: bytes = INCIDENT_STATE, version: int = FORMAT_VERSI
     return HEADER.pack(magic, kind, version, hashlib.sha256(body).digest()) + body
 
 
-VALID = encode_incident_state(TrackerState())
+VALID = encode_incident_state({ONLY_MODEL: TrackerState()})
 
 
 @pytest.mark.parametrize(
@@ -66,6 +87,8 @@ VALID = encode_incident_state(TrackerState())
         (forge(VALID[HEADER.size :], kind=b"S"), "another program"),
         (forge(VALID[HEADER.size :], magic=b"software"), "another program"),
         (forge(VALID[HEADER.size :], version=1), "version 1"),
+        (forge(VALID[HEADER.size :], version=4), "version 4"),
+        (forge(VALID[HEADER.size :], version=SET_VERSION), "cannot be decoded"),
         (forge(bytes(8)), "0 bytes"),
         (forge((2**40).to_bytes(8, "big")), "length"),
         (forge((5).to_bytes(8, "big") + b"\xc1"), "cannot be decoded"),

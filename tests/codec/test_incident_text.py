@@ -30,6 +30,12 @@ def test_equal_ends_are_one_value() -> None:
     assert summarize_incident(replace(incident, suspects=(suspect,))) == "pump-7: flow 31.9 m³/h, expected 119 to 127"
 
 
+def test_facts_name_the_model_among_several_ones() -> None:
+    incident = make_incident(3, device="pump-7")
+    assert list_facts(incident)["model"] == incident.model
+    assert list_facts(replace(incident, model_name="pump"))["model"] == f"pump {incident.model}"
+
+
 def test_facts_are_printable_and_bounded() -> None:
     for incident in make_incidents(100):
         facts = list_facts(incident)

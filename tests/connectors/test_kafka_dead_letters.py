@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import time
 from types import SimpleNamespace
+from typing import Any
+from unittest.mock import ANY
 
+import msgspec
 import pytest
 
-from connectors.kafka import KafkaCluster, ReplayCounts, read_dead_letters, send_again
+from connectors.kafka import KafkaCluster, LetterTranslator, ReplayCounts, read_dead_letters, send_again
 from connectors.kafka.bridge_sink import KafkaBridgeSink
 from connectors.kafka.client import load_client
 from connectors.kafka.dead_letters import DeadLetter, decode_dead_letter
 from connectors.kafka.ports import Header, OutgoingMessage, ReceivedMessage
 from connectors.kafka.produce import choose_partition
-from deformer_stream.codec.bridge_messages import BridgeMessage, BridgeRefusal
-from deformer_stream.errors import InputError, Unavailable
+from deformer_stream.codec.bridge_messages import BridgeMessage, BridgeRefusal, TranslationOptions
+from deformer_stream.engine.events import RejectionReason
+from deformer_stream.errors import ConfigError, InputError, Unavailable
 from tests.connectors.kafka_helpers import TIMEOUT_SECONDS, Topic, read_messages
 
 SENT_AT = time.time_ns() // 1_000_000 - 3_600_000
@@ -22,6 +27,9 @@ SENT_AT = time.time_ns() // 1_000_000 - 3_600_000
 
 PLACE: list[Header] = [("reason", b"late"), ("topic", b"events"), ("partition", b"1"), ("offset", b"7")]
 """The headers that each dead letter has."""
+
+TRANSLATOR = LetterTranslator("no-such-topic")
+"""The translator of tests without letters of the bridge."""
 
 
 @pytest.fixture(params=["kafka-python", "librdkafka"])
@@ -53,30 +61,108 @@ def test_headers_are_decoded() -> None:
     assert decode_dead_letter(make_received([*PLACE, ("detail", b"\xff")])).detail == "\\xff"
 
 
-def make_bridge_letter() -> ReceivedMessage:
+def make_bridge_letter(
+    topic: str = "plant/pump-7/flow/extra",
+    payload: bytes = b"31.9",
+    options: TranslationOptions | None = None,
+    source: str = "mqtts://broker/plant/#",
+) -> ReceivedMessage:
     """Return a dead letter as the bridge writes it."""
     sink = KafkaBridgeSink.__new__(KafkaBridgeSink)  # without a connection
-    sink._dead_letter_topic, sink._source, sink._limits = "letters", "mqtts://broker/plant/#", {"letters": 10**6}
-    message = BridgeMessage("plant/pump-7/flow/extra", b"\xff31.9", SENT_AT * 1000)
-    letter = sink._make_dead_letter(BridgeRefusal(message, "unknown_topic", "it does not fit --pattern"))
+    sink._dead_letter_topic, sink._source, sink._limits = "letters", source, {"letters": 10**6}
+    sink._options = msgspec.json.encode(options or TranslationOptions())
+    message = BridgeMessage(topic, payload, SENT_AT * 1000 + 7)
+    letter = sink._make_dead_letter(BridgeRefusal(message, RejectionReason.UNKNOWN_TOPIC, "it does not fit --pattern"))
     return make_received(list(letter.headers), letter.value)._replace(key=letter.key)
 
 
+def make_bridge_letters(*letters: ReceivedMessage) -> list[DeadLetter]:
+    """Return dead letters of the bridge as they are read."""
+    return [decode_dead_letter(letter) for letter in letters]
+
+
 def test_letter_of_the_bridge_is_decoded() -> None:
-    letter = decode_dead_letter(make_bridge_letter())
+    letter = decode_dead_letter(make_bridge_letter(payload=b"\xff31.9"))
     assert (letter.reason, letter.detail) == ("unknown_topic", "it does not fit --pattern")
     assert (letter.source, letter.topic) == ("mqtts://broker/plant/#", "plant/pump-7/flow/extra")
     assert (letter.partition, letter.offset, letter.sent_at) == (None, None, SENT_AT)
     assert (letter.key, letter.value, letter.is_complete) == (None, b"\xff31.9", True)
+    assert letter.translation == b"{}"
+
+
+def translate(letter: ReceivedMessage, **options: Any) -> list[tuple[bytes, Any]]:
+    """Return the keys and the values of the events of a dead letter of the bridge."""
+    translation = LetterTranslator("events", options).translate(decode_dead_letter(letter))
+    return [(event.key, json.loads(event.value)) for event in translation.events]
+
+
+PATTERN = TranslationOptions(pattern="plant/{device}/{feature}", value_field="v", time_unit="ms")
+
+
+def test_letters_are_translated_as_by_the_bridge_but_for_the_given_options() -> None:
+    letter = make_bridge_letter(options=PATTERN)
+    assert translate(letter) == []
+    event = {"device": "pump-7", "feature": "flow/extra", "value": 31.9, "time": SENT_AT / 1000}
+    assert translate(letter, pattern="plant/{device}/{feature}/{feature}") == [(b"pump-7", event)]
+    assert translate(make_bridge_letter()) == [
+        (b"plant/pump-7/flow", {**event, "device": "plant/pump-7/flow", "feature": "extra"})
+    ]
+    other = make_bridge_letter("plant/p/x", b'{"v": 3, "value": 4, "time": 1600000000000}', PATTERN)
+    event = {"device": "p", "feature": "x", "value": 3, "time": 1.6e9}
+    assert translate(other) == [(b"p", event)]
+    assert translate(other, value_field="value") == [(b"p", {**event, "value": 4})]
+    large = make_bridge_letter("plant/p/x", b'"' + b"x" * 200 + b'"', TranslationOptions(max_message_bytes=100))
+    assert translate(large) == []
+    assert len(translate(large, max_message_bytes=1000)) == 1
+
+
+def test_letters_of_earlier_releases_are_translated_with_the_given_options() -> None:
+    letter = make_bridge_letter("plant/p/x")
+    old = letter._replace(headers=tuple(header for header in letter.headers if header[0] != "translation"))
+    assert [key for key, _ in translate(old, pattern="+/{device}/{feature}")] == [b"p"]
+
+
+def test_options_that_are_not_valid_are_refused() -> None:
+    letter = make_bridge_letter()
+    headers = [(name, b'{"time_unit":"weeks"}' if name == "translation" else value) for name, value in letter.headers]
+    with pytest.raises(InputError, match="translation"):
+        translate(letter._replace(headers=tuple(headers)))
+    with pytest.raises(ConfigError, match="--pattern"):
+        LetterTranslator("events", {"pattern": "a/{x}"})
 
 
 @pytest.mark.kafka
-def test_letters_of_the_bridge_are_not_sent(cluster: KafkaCluster, topic: Topic) -> None:
-    events = topic(2)
-    letters = [decode_dead_letter(make_bridge_letter()), make_letter(1, topic=events)]
-    assert send_again(cluster, letters) == ReplayCounts(sent=1, foreign=1)
-    assert send_again(cluster, letters[:1], topic=events) == ReplayCounts(foreign=1)
-    assert [message.value for message in read_messages(cluster, events)] == [b"{}"]
+def test_letters_of_the_bridge_become_events(cluster: KafkaCluster, topic: Topic) -> None:
+    """Each message once, as its events; those of Sparkplug and those that are refused again stay where they are."""
+    events, other = topic(2), topic(1, "other")
+    letters = make_bridge_letters(
+        make_bridge_letter("plant/p/x", b"1.5"),
+        make_bridge_letter("plant/p/x", b"1.5"),  # refused for another reason, too
+        make_bridge_letter("plant/q", b'{"values": {"a": 1, "b": 2, "c": [0]}, "time": 1600000000}'),
+        make_bridge_letter("alone", b"1"),
+        make_bridge_letter("spBv1.0/plant/NDATA/line", b"\x08\x01"),
+        make_bridge_letter("spBv1.0/Flow", b"2", source="opc.tcp://plc:4840"),
+    )
+    letters.append(make_letter(1, topic=events))
+    translator = LetterTranslator(events)
+    expected = ReplayCounts(sent=4, repeated=1, untranslated=2, sparkplug=1, example=ANY)
+    assert send_again(cluster, letters, translator, is_dry_run=True) == expected
+    assert read_messages(cluster, events) == []
+    counts = send_again(cluster, letters, translator)
+    assert counts == expected
+    assert counts.example.startswith("wrong_type: the value of 'c'")
+    found = sorted((message.key or b"", json.loads(message.value or b"")) for message in read_messages(cluster, events))
+    assert [(key, document.get("values", document.get("value"))) for key, document in found] == [
+        (b"plant", {"a": 1, "b": 2}),
+        (b"plant/p", 1.5),
+        (b"r1", None),
+        (b"spBv1.0", 2),
+    ]
+    for message in read_messages(cluster, events):
+        if message.key != b"r1":
+            assert message.partition == choose_partition(message.key, 2), "as the bridge sends it"
+    assert send_again(cluster, letters[:1], translator, topic=other) == ReplayCounts(sent=1)
+    assert len(read_messages(cluster, other)) == 1
 
 
 @pytest.mark.parametrize("missing", ["reason", "topic", "partition", "offset"])
@@ -119,7 +205,7 @@ def test_messages_return_to_their_partition_with_key_and_time(cluster: KafkaClus
         make_letter(3, topic=events, partition=2, value=None),
         make_letter(4, topic=events, partition=9),  # the topic was created again with fewer partitions
     ]
-    assert send_again(cluster, letters) == ReplayCounts(sent=4)
+    assert send_again(cluster, letters, TRANSLATOR) == ReplayCounts(sent=4)
     found = read_messages(cluster, events)
     assert len(found) == 4
     assert {(message.partition, message.key, message.value) for message in found} == {
@@ -140,9 +226,9 @@ def test_message_is_sent_once_and_only_if_it_is_complete(cluster: KafkaCluster, 
         make_letter(2, topic=events, value=b"", is_complete=False),
     ]
     expected = ReplayCounts(sent=1, repeated=1, incomplete=1)
-    assert send_again(cluster, letters, is_dry_run=True) == expected
+    assert send_again(cluster, letters, TRANSLATOR, is_dry_run=True) == expected
     assert read_messages(cluster, events) == []
-    assert send_again(cluster, letters, topic=other) == expected
+    assert send_again(cluster, letters, TRANSLATOR, topic=other) == expected
     assert read_messages(cluster, events) == []
     assert [message.value for message in read_messages(cluster, other)] == [b"{}"]
 
@@ -151,7 +237,7 @@ def test_message_is_sent_once_and_only_if_it_is_complete(cluster: KafkaCluster, 
 def test_largest_message_of_a_topic_is_sent_again(cluster: KafkaCluster, topic: Topic) -> None:
     events = topic(2, **{"max.message.bytes": "2000000"})
     value = b"x" * 1_900_000
-    assert send_again(cluster, [make_letter(topic=events, value=value)]) == ReplayCounts(sent=1)
+    assert send_again(cluster, [make_letter(topic=events, value=value)], TRANSLATOR) == ReplayCounts(sent=1)
     assert [message.value for message in read_messages(cluster, events)] == [value]
 
 
@@ -159,5 +245,5 @@ def test_largest_message_of_a_topic_is_sent_again(cluster: KafkaCluster, topic: 
 def test_missing_topic_is_reported_after_the_messages_before_it(cluster: KafkaCluster, topic: Topic) -> None:
     events = topic(2)
     with pytest.raises(Unavailable, match="no-such-topic"):
-        send_again(cluster, [make_letter(topic=events), make_letter(topic="no-such-topic")])
+        send_again(cluster, [make_letter(topic=events), make_letter(topic="no-such-topic")], TRANSLATOR)
     assert len(read_messages(cluster, events)) == 1

@@ -281,6 +281,16 @@ def test_a_broker_that_does_not_run(mosquitto: Mosquitto, monkeypatch: pytest.Mo
         MqttSource(make_options(mosquitto.port))
 
 
+def publish_alert(options: MqttOptions, alert: Alert) -> None:
+    """Publish an alert to the topic of its device, and wait until the broker has acknowledged it."""
+    sink = MqttAlertSink(options, AlertTopic("alerts/{device}", "plant/#"), lambda: None, threading.Event())
+    try:
+        sink.write(replace(Effects.empty("model"), alerts=[alert]), None)
+        sink.flush()
+    finally:
+        sink.close()
+
+
 def read_refusal(kind: type[Exception], options: MqttOptions) -> str:
     """Return the message with which a source cannot be opened."""
     with pytest.raises(kind) as refused:
@@ -316,9 +326,19 @@ def test_login_and_tls(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Non
             username="bridge",
             password=SECRET,
         )
-        opened = MqttSource(options)
+        opened = MqttSource(replace(options, filter="alerts/#"))
         assert opened.is_connected
+        publish_alert(options, make_alert("pump-7@1", 0))
+        (received,) = receive(opened, 1)
+        assert (received.topic, json.loads(received.payload)["record"]) == ("alerts/pump-7", "pump-7@1")
+        opened.acknowledge([received])
         opened.close()
+        for wrong, option in (
+            (replace(options, cafile=str(folder / "other.pem")), "--source-cafile"),
+            (replace(options, password="wrong"), "--source-password-file"),
+        ):
+            with pytest.raises(ConfigError, match=option):
+                publish_alert(wrong, make_alert("pump-7@2", 0))
         refusals = [
             read_refusal(ConfigError, replace(options, password="wrong")),
             read_refusal(ConfigError, replace(options, cafile=str(folder / "other.pem"))),

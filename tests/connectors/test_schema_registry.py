@@ -112,9 +112,24 @@ def test_registered_schema_needs_no_permission_to_register(fake: FakeRegistry) -
     schema_id = client.register("t-value", "AVRO", AVRO)
     fake.is_read_only = True
     assert client.register("t-value", "AVRO", AVRO) == schema_id
-    with pytest.raises(ConfigError, match="403"):
+    with pytest.raises(ConfigError, match=r"403.*may read schemas, but not register that of other-value") as error:
         client.register("other-value", "AVRO", AVRO)
+    assert "login" not in str(error.value)
+    assert "this user may only read" in str(error.value)
+    assert "\n" not in str(error.value)
     client.close()
+
+
+def test_forbidden_request_is_not_called_a_refused_login() -> None:
+    server = ReceivingServer()
+    server.default = Answer(403, b'{"error_code": 40301, "message": "User is denied operation Read"}')
+    client = SchemaRegistry(RegistryAddress(server.url), 5.0)
+    try:
+        with pytest.raises(ConfigError, match=r"forbids the request GET /subjects .*denied.*check the permissions"):
+            client.check()
+    finally:
+        client.close()
+        server.close()
 
 
 def test_registration_waits_for_a_registry_that_is_unavailable(

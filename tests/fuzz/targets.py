@@ -35,6 +35,7 @@ from deformer_stream.codec.encode_incidents import decode_incident, encode_incid
 from deformer_stream.codec.incident_state import (
     FORMAT_VERSION,
     INCIDENT_STATE,
+    SET_VERSION,
     decode_incident_state,
     encode_incident_state,
 )
@@ -43,7 +44,7 @@ from deformer_stream.codec.payloads import LongRows, Messages, WideRows
 from deformer_stream.codec.schema_formats import RegisteredSchema, SchemaFormat, SchemaTranslator, frame
 from deformer_stream.codec.sparkplug import SparkplugTranslator
 from deformer_stream.codec.state_header import HEADER, MAGIC
-from deformer_stream.engine.events import RejectionReason
+from deformer_stream.engine.events import ONLY_MODEL, RejectionReason
 from deformer_stream.errors import ArtifactError, ConfigError, InputError, StateError
 from deformer_stream.incident_store import IncidentCalibration, LogEntry, Replaced, parse_incident_calibration
 from deformer_stream.incidents.fleet import FleetRule
@@ -222,7 +223,7 @@ def _make_evidence() -> tuple[list[bytes], bytes]:
     tracker = _make_tracker()
     for batch in batches:
         tracker.handle(batch)
-    return [encode_evidence(batch) for batch in batches], encode_incident_state(tracker.export_state())
+    return [encode_evidence(batch) for batch in batches], encode_incident_state({ONLY_MODEL: tracker.export_state()})
 
 
 def _make_tracker() -> IncidentTracker:
@@ -254,15 +255,19 @@ def evidence(data: bytes) -> None:
     for encoded in latest:
         assert encode_incident(decode_incident(encoded)) == encoded
     state = tracker.export_state()
-    assert decode_incident_state(encode_incident_state(state)) == state
+    for states in ({ONLY_MODEL: state}, {"a": state, "b": state}):
+        assert decode_incident_state(encode_incident_state(states)) == states
 
 
 def incident_states(data: bytes) -> None:
     """Use the bytes as the random numbers that choose a damaged state of a tracker, with a checksum that fits."""
     r = hostile.FedRandom(data)
     _, valid = _make_evidence()
+    version = r.choice([FORMAT_VERSION, SET_VERSION])
+    if version == SET_VERSION:
+        valid = encode_incident_state({"a": decode_incident_state(valid)[ONLY_MODEL]})
     body = hostile.mutate(r, valid[HEADER.size :])
-    header = HEADER.pack(MAGIC, INCIDENT_STATE, FORMAT_VERSION, hashlib.sha256(body).digest())
+    header = HEADER.pack(MAGIC, INCIDENT_STATE, version, hashlib.sha256(body).digest())
     damaged = header + body if r.random() < 0.8 else hostile.mutate(r, valid)
     try:
         decode_incident_state(damaged)

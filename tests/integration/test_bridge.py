@@ -17,7 +17,7 @@ import pytest
 
 from tests.codec.sparkplug_messages import SimulatedNode
 from tests.conftest import KafkaOfTests, start_broker
-from tests.integration.programs import Cluster, RunningConsumer, wait_until
+from tests.integration.programs import Cluster, RunningConsumer, run, wait_until
 from tests.mosquitto import Mosquitto, open_publisher, publish, run_mosquitto
 
 pytestmark = pytest.mark.kafka
@@ -106,6 +106,14 @@ def test_values_become_events(
         (b"not_json", b"plant/pump-2/flow", b"{"),
         (b"not_json", b"plant/pump-2/flow", b"\xff"),
     ]
+    # With a pattern that fits, the message becomes an event. The others are refused again.
+    words = ("--topic", name, "--dead-letter-topic", f"{name}-bridge-dead-letter", "--pattern", "{device}/{feature}")
+    done = run("deformer-stream", "dead-letters", "replay", *words, "--bootstrap-servers", kafka.bootstrap)
+    assert done.stdout.startswith("1 messages were sent again; 2 messages of the bridge are refused again")
+    (sent,) = [event for event in read_events(cluster, name) if event["device"] == "plant"]
+    assert (sent["feature"], sent["value"]) == ("pump-2", 1)
+    arrival = int(dict(letters[0].headers)["timestamp"]) / 1000
+    assert sent["time"] == arrival
 
 
 def test_messages_wait_in_the_broker_while_no_bridge_runs(

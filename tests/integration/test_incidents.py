@@ -9,6 +9,8 @@ import threading
 import uuid
 from collections import Counter
 from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,12 +26,15 @@ from deformer_stream.incidents.events import Incident
 from tests.chaos.incidents import run_kills
 from tests.incidents.evidence_logs import make_log
 from tests.integration.programs import Cluster, RunningConsumer, consume_with_kills, run, run_successfully
+from tests.model_folders import draw_messages, encode, name_type, write_folder, write_type
 from tests.models import SCHEMA, draw_rows
 
 pytestmark = pytest.mark.kafka
 
 NUM_RECORDS = 400
 RULE = ("--incident-budget", "20 per d", "--records-per-day", "100", "--fleet", "off")
+LARGE_BUDGET = ("--incident-budget", "70 per d", "--records-per-day", "100", "--fleet", "off")
+"""A rule with which the devices of a short log of normal records have incidents."""
 
 
 def make_events() -> list[tuple[bytes, bytes, None]]:
@@ -137,12 +142,75 @@ def test_killed_consumers_write_each_row_of_evidence_once(
 @pytest.mark.usefixtures("client_library")
 def test_killed_processes_change_no_incident(kafka: SimpleNamespace, model_dir: Path, tmp_path: Path) -> None:
     """`make chaos-incidents` kills twenty times."""
-    figures = run_kills(kafka.bootstrap, model_dir, tmp_path, num_kills=3, seconds_per_kill=1.0, seed=11)
+    figures = run_kills(kafka.bootstrap, ("--model", model_dir), tmp_path, 3, 1.0, seed=11)
     assert figures["ok"], figures
     assert figures["incidents"] > 10
     # Some incidents were sent to Alertmanager, others are members of fleet incidents.
     assert figures["notified"] > 3
     assert 0 < figures["in_fleets"] < figures["incidents"]
+
+
+def test_killed_processes_change_no_incident_of_several_models(kafka: SimpleNamespace, tmp_path: Path) -> None:
+    """The incidents of two models equal those of an undisturbed process and of a replay of the evidence."""
+    models = write_folder(tmp_path / "models", 2)
+    figures = run_kills(kafka.bootstrap, ("--models", models), tmp_path, 3, 1.0, seed=12)
+    assert figures["ok"], figures
+    assert figures["models"] == 2
+    assert 0 < figures["in_fleets"] < figures["incidents"]
+
+
+def test_events_of_two_models_become_the_incidents_of_a_replay(
+    cluster: Cluster, topic: Callable[..., str], tmp_path: Path
+) -> None:
+    """`consume --models` names the model in the evidence. A model is replaced while both programs run."""
+    folder = write_folder(tmp_path / "models", 2)
+    documents = [
+        {**document, "record": f"{document['type']}-{int(document['record'][1:]) % 3}/{document['record']}"}
+        for document in draw_messages(2, 150)
+    ]
+    sent = [(d["record"].partition("/")[0].encode(), encode(d), None) for d in documents]
+    half, name = len(sent) // 2, topic(1)
+    options = ["--topic", name, "--group", name, "--bootstrap-servers", cluster.bootstrap, "--models", folder]
+    evidence_group = f"{name}-evidence", f"{name}-{name}-incidents"
+    scoring = ("--evidence", "on", "--alpha", "0.3", "--record-timeout", "20s")
+    with ExitStack() as cleanup:
+        consumer = cleanup.enter_context(RunningConsumer(tmp_path / "consume.log", *options, *scoring))
+        consumer.wait_until_ready()  # it creates the topic of evidence
+        process = cleanup.enter_context(
+            RunningConsumer(tmp_path / "incidents.log", *options, *LARGE_BUDGET, command="incidents")
+        )
+        process.wait_until_ready()
+        produce(cluster.brokers, name, sent[:half])
+        consumer.wait_for(cluster.is_consumed(name, name), "the first half")
+        process.wait_for(cluster.is_consumed(*evidence_group), "the evidence of the first half")
+        before = str(model_store.read_manifest(folder / "model-1")["fingerprint"])
+        new = write_type(tmp_path / "new", 1, seed=5)
+        model_store.write_files(folder / "model-1", model_store.read_files(new))
+        consumer.wait_for(lambda: bool(consumer.list_log_events("model_changed")), "the new model")
+        produce(cluster.brokers, name, sent[half:])
+        consumer.wait_for(cluster.is_consumed(name, name), "the second half")
+        consumer.stop()
+        process.wait_for(cluster.is_consumed(*evidence_group), "all evidence")
+        process.stop()
+    evidence = [decode_evidence(message.value) for message in cluster.read_topic(f"{name}-evidence")]
+    fingerprints = {(batch.model_name, batch.model) for batch in evidence}
+    after = str(model_store.read_manifest(folder / "model-1")["fingerprint"])
+    first = str(model_store.read_manifest(folder / "model-0")["fingerprint"])
+    assert fingerprints == {(name_type(0), first), (name_type(1), before), (name_type(1), after)}
+    live = group_by_id([decode_incident(message.value) for message in cluster.read_topic(f"{name}-incidents")])
+    found = {(message.model_name, message.model) for messages in live.values() for message in messages}
+    assert found == fingerprints
+    assert [line["name"] for line in process.list_log_events("plan_changed")] == [name_type(1)]
+    # Another process, which has one model, makes the same incidents of the evidence of the model that has not changed.
+    own = [replace(batch, model_name="") for batch in evidence if batch.model_name == name_type(0)]
+    (tmp_path / "evidence.jsonl").write_bytes(b"".join(encode_evidence(batch) + b"\n" for batch in own))
+    words = ("--model", folder / "model-0", "--incidents", tmp_path / "incidents.jsonl", *LARGE_BUDGET)
+    run_successfully("deformer-stream", "replay", tmp_path / "evidence.jsonl", *words)
+    offline = group_by_id([decode_incident(line) for line in (tmp_path / "incidents.jsonl").read_bytes().splitlines()])
+    of_first = {id_: messages for id_, messages in live.items() if messages[0].model_name == name_type(0)}
+    assert of_first
+    for id_, messages in of_first.items():
+        assert [replace(message, model_name="") for message in messages] == offline[id_][: len(messages)]
 
 
 def test_second_process_takes_over(kafka: SimpleNamespace, cluster: Cluster, model_dir: Path, tmp_path: Path) -> None:

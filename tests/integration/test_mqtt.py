@@ -19,6 +19,7 @@ from paho.mqtt.enums import CallbackAPIVersion, MQTTProtocolVersion
 from paho.mqtt.packettypes import PacketTypes
 from paho.mqtt.properties import Properties
 
+from tests.codec.sparkplug_messages import SimulatedNode
 from tests.integration.programs import RunningConsumer, run_successfully, wait_until
 from tests.models import SCHEMA, draw_rows
 from tests.mosquitto import Mosquitto, open_publisher, publish, run_mosquitto
@@ -169,6 +170,39 @@ def test_alerts_are_those_of_a_replay(
     rejected = [json.loads(line) for line in (tmp_path / "rejected.jsonl").read_text().splitlines()]
     assert {line["reason"] for line in rejected} == {"unknown_topic", "unknown_feature"}
     assert "plant/pump-1" in consumer.list_log_events("message_refused")[0]["detail"]
+
+
+def test_births_of_sparkplug_survive_a_kill(mosquitto: Mosquitto, model_dir: Path, tmp_path: Path) -> None:
+    """After a restart, data that name their metrics by aliases are read without a request for a new birth."""
+    node = SimulatedNode()
+    start = 1000 * START
+    source = f"mqtt://127.0.0.1:{mosquitto.port}/spBv1.0/#"
+    words = ("--source", source, "--model", model_dir, "--state-dir", tmp_path / "state", "--alerts", "", *SCORING)
+    requests: list[str] = []
+    with ExitStack() as cleanup:
+        listener = cleanup.enter_context(open_publisher(mosquitto.port))
+        listener.on_message = lambda _client, _userdata, message: requests.append(message.topic)
+        listener.subscribe("spBv1.0/plant/NCMD/#")
+        consumer = cleanup.enter_context(RunningConsumer(tmp_path / "1", *words))
+        consumer.wait_until_ready()
+        publish(mosquitto.port, [node.birth({"temperature": 20.0, "pressure": 1.0}, start)])
+        consumer.wait_for(lambda: is_finished(consumer, 2), "the birth")
+        consumer.process.kill()
+        consumer.process.wait()
+        publish(mosquitto.port, [node.data({"temperature": 21.0}, start + 10_000)])
+        consumer = cleanup.enter_context(RunningConsumer(tmp_path / "2", *words))
+        consumer.wait_until_ready()
+        consumer.wait_for(lambda: is_finished(consumer, 1), "the data")
+        assert consumer.read_metrics()["deformer_sparkplug_nodes_online"] == 1
+        assert requests == [], "the birth was restored"
+        node.data({"temperature": 0.0})  # lost
+        publish(mosquitto.port, [node.data({"temperature": 22.0}, start + 20_000)])
+        consumer.wait_for(lambda: len(requests) == 1, "the request for a new birth")
+        node.birth_sequence += 1
+        publish(mosquitto.port, [node.birth({"temperature": 23.0, "pressure": 1.1}, start + 30_000)])
+        consumer.wait_for(lambda: is_finished(consumer, 4), "the new birth")
+        totals = consumer.stop()
+    assert totals["rejected"] == {"unknown_alias": 1}
 
 
 def test_nothing_is_lost_when_consumer_and_broker_are_killed(

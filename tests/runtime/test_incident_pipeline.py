@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from types import MappingProxyType
 
 import numpy as np
 import pytest
@@ -16,7 +17,8 @@ from deformer_stream.calibration.incident_budget import parse_budget, plan_budge
 from deformer_stream.codec.encode_evidence import encode_evidence
 from deformer_stream.codec.incident_state import decode_incident_state
 from deformer_stream.codec.payloads import Messages
-from deformer_stream.engine.events import NO_TIME
+from deformer_stream.codec.state_header import HEADER
+from deformer_stream.engine.events import NO_TIME, ONLY_MODEL
 from deformer_stream.errors import ConfigError, StateError
 from deformer_stream.incidents.events import EvidenceBatch, Incident
 from deformer_stream.incidents.fleet import FleetRule
@@ -37,6 +39,15 @@ def make_plan(model: str = MODEL, reorder: int = 5 * SECOND) -> DetectionPlan:
     """Return a plan with the e-detector and fleet incidents."""
     options = TrackerOptions(reorder=reorder, fleet=FleetRule(3, 600 * SECOND))
     return DetectionPlan(plan_budget(parse_budget("1 per 30d"), records_per_day=8640), options, (), model)
+
+
+def load_only(name: str) -> DetectionPlan:
+    """Return the plan of the only model."""
+    assert name == ONLY_MODEL
+    return make_plan()
+
+
+PLANS = {ONLY_MODEL: make_plan()}
 
 
 def make_batches(model: str = MODEL) -> list[EvidenceBatch]:
@@ -167,9 +178,23 @@ def run_once(
     num_calls: int = 0,
     monkeypatch: pytest.MonkeyPatch | None = None,
     load_plan: Callable[[], DetectionPlan] = make_plan,
+    load_named: Callable[[str], DetectionPlan] | None = None,
+    names: Sequence[str] = (ONLY_MODEL,),
     **options: float,
 ) -> DetectionMetrics:
-    """Run the loop to the end of the evidence, or to its simulated end at the n-th call of a step."""
+    """Run the loop to the end of the evidence, or to its simulated end at the n-th call of a step.
+
+    Args:
+        broker: What survives the end.
+        seed: Seed of the numbers of messages that polls return.
+        step: The step of the simulated end.
+        num_calls: How often the step is completed before.
+        monkeypatch: Needed for steps that are methods of the loop.
+        load_plan: Returns the plan of the only model.
+        load_named: Returns the plan of one of several models.
+        names: The names of the models when the loop begins.
+        options: Arguments of `IncidentPipeline`.
+    """
     left = num_calls
 
     def reach(reached: str) -> None:
@@ -183,8 +208,10 @@ def run_once(
     source = BrokerSource(broker, reach, stop, seed)
     clock = iter(range(10**9))  # every reading of the clock is a second later, so that commits and snapshots are due
     arguments = {"commit_interval": 20.0, "snapshot_interval": 150.0} | options
+    load = load_named or (lambda name: load_plan())
+    plans = {name: load(name) for name in names}
     pipeline = IncidentPipeline(
-        source, source, load_plan, metrics, broker.read_history, now=lambda: float(next(clock)), **arguments
+        source, source, plans, load, metrics, broker.read_history, now=lambda: float(next(clock)), **arguments
     )
     if monkeypatch is not None:
         for name, stage in (("_decode", "decode"), ("_collect_states", "collect")):
@@ -318,7 +345,7 @@ def test_process_is_healthy_while_a_commit_waits_for_the_brokers() -> None:
 
     broker = make_broker()
     source = BrokerSource(broker, reach, stop, seed=0)
-    IncidentPipeline(source, source, make_plan, metrics, broker.read_history, commit_interval=0.0).run(stop)
+    IncidentPipeline(source, source, PLANS, load_only, metrics, broker.read_history, commit_interval=0.0).run(stop)
     assert healthy
     assert all(healthy)
 
@@ -386,7 +413,7 @@ def check_history(broker: Broker, plan: DetectionPlan) -> None:
         assert messages[0].state == "open"
         assert [message.revision for message in messages] == sorted({message.revision for message in messages})
     tracker = plan.make_tracker()
-    state = decode_incident_state(broker.snapshots[0][0])
+    state = decode_incident_state(broker.snapshots[0][0])[ONLY_MODEL]
     assert state.plan == plan.identity
     tracker.import_state(state)
     open_ids = {id_ for id_, messages in messages_by_id.items() if messages[-1].state != "resolved"}
@@ -464,7 +491,8 @@ def test_model_that_the_directory_does_not_have_is_reported_once(capsys: pytest.
 def test_state_is_handed_over_with_a_revoked_partition(expected: dict[str, list[Incident]]) -> None:
     broker, stop = make_broker(), threading.Event()
     source = BrokerSource(broker, lambda step: None, stop, 7)
-    pipeline = IncidentPipeline(source, source, make_plan, DetectionMetrics(), broker.read_history, commit_interval=0.0)
+    metrics = DetectionMetrics()
+    pipeline = IncidentPipeline(source, source, PLANS, load_only, metrics, broker.read_history, commit_interval=0.0)
     for _ in range(12):
         polled = source.poll(0.0)
         pipeline._update_partitions(polled)
@@ -493,3 +521,163 @@ def test_damaged_state_ends_the_run() -> None:
     broker.snapshots[0] = state[:-1] + bytes([state[-1] ^ 1]), position
     with pytest.raises(StateError, match="partition 0"):
         run_once(broker)
+
+
+# Several models: fingerprints by name, and which devices each of them scores.
+MODEL_BY_NAME = {"fan": "model-f", "pump": "model-p"}
+
+
+def load_named(name: str, changed: Mapping[str, str] = MappingProxyType({})) -> DetectionPlan:
+    """Return the plan of one of several models. Each has a budget of its own.
+
+    Args:
+        name: The name.
+        changed: Fingerprints by name that are not those of `MODEL_BY_NAME`.
+
+    Raises:
+        ConfigError: There is no such model.
+    """
+    model = {**MODEL_BY_NAME, **changed}.get(name)
+    if model is None:
+        raise ConfigError(f"no model {name}")
+    plan = make_plan(model)
+    records_per_day = 8640 if name == "pump" else 100
+    return replace(plan, model_name=name, plan=plan_budget(parse_budget("1 per 30d"), records_per_day=records_per_day))
+
+
+def make_mixed_batches(is_named: bool = True) -> list[EvidenceBatch]:
+    """Return the evidence of two models, whose messages alternate. Both have a device `pump-0`."""
+    logs = [
+        [
+            replace(batch, model_name=name if is_named else ONLY_MODEL)
+            for batch in make_log(model, num_devices=4, num_records=120, faults=FAULTS, seed=seed)
+        ]
+        for seed, (name, model) in enumerate(MODEL_BY_NAME.items())
+    ]
+    return [batch for pair in zip(*logs, strict=True) for batch in pair]
+
+
+run_named = partial(run_once, load_named=load_named, names=tuple(MODEL_BY_NAME))
+
+
+@pytest.fixture(scope="module")
+def of_each_model() -> dict[str, list[Incident]]:
+    """Return the messages of a process for each model, which reads the evidence of this model only."""
+    found: dict[str, list[Incident]] = {}
+    for name in MODEL_BY_NAME:
+        broker = make_broker([batch for batch in make_mixed_batches() if batch.model_name == name])
+        run_once(broker, load_plan=partial(load_named, name))
+        found |= group_by_id(broker)
+    return found
+
+
+@pytest.mark.parametrize("is_named", [True, False])
+def test_several_models_have_the_incidents_of_a_process_each(
+    of_each_model: dict[str, list[Incident]], is_named: bool
+) -> None:
+    """Evidence of earlier releases names no model; its fingerprint determines it."""
+    broker = make_broker(make_mixed_batches(is_named))
+    metrics = run_named(broker)
+    found = group_by_id(broker)
+    assert found == of_each_model
+    assert {(m.model_name, m.model) for messages in found.values() for m in messages} == set(MODEL_BY_NAME.items())
+    assert {messages[0].kind for messages in found.values()} == {"device", "fleet"}
+    get = metrics.registry.get_sample_value
+    assert get("deformer_incidents_accepted_per_day") == pytest.approx(8 / 30)
+    assert not get("deformer_evidence_unusual_total", {"kind": "other_model"})
+
+
+def test_ends_in_a_row_change_no_message_of_several_models(
+    of_each_model: dict[str, list[Incident]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = np.random.default_rng(1)
+    broker = make_broker(make_mixed_batches())
+    for kill in range(24):
+        with suppress(KilledError):
+            run_named(broker, kill, STEPS[kill % len(STEPS)], int(rng.integers(0, 8)), monkeypatch)
+    assert broker.offsets.get(0, 0) > 0
+    run_named(broker)
+    assert group_by_id(broker) == of_each_model
+
+
+def test_a_new_version_of_one_model_resets_only_its_own_devices(of_each_model: dict[str, list[Incident]]) -> None:
+    """The model of the pumps is replaced while its devices and those of the fans have incidents."""
+    batches = make_mixed_batches()
+    changed = [
+        replace(batch, model="model-p2") if batch.model_name == "pump" and place >= 14 else batch
+        for place, batch in enumerate(batches)
+    ]
+    versions = iter(["model-p", "model-p2"])
+
+    def load(name: str) -> DetectionPlan:
+        return load_named(name, {"pump": next(versions)} if name == "pump" else {})
+
+    broker = make_broker(changed)
+    run_named(broker, 2, load_named=load)
+    found = group_by_id(broker)
+    fans = {id_: messages for id_, messages in found.items() if messages[0].model_name == "fan"}
+    assert fans == {id_: messages for id_, messages in of_each_model.items() if messages[0].model_name == "fan"}
+    pumps = [messages for messages in found.values() if messages[0].model_name == "pump"]
+    assert {message.model for messages in pumps for message in messages} == {"model-p", "model-p2"}
+    assert any(message.resolution == "model-changed" for messages in pumps for message in messages)
+
+
+def test_a_model_is_added_when_its_evidence_comes(of_each_model: dict[str, list[Incident]]) -> None:
+    """The next run has both models from its start, and must not write anything again."""
+    broker = make_broker(make_mixed_batches())
+    run_named(broker, names=("pump",))
+    assert group_by_id(broker) == of_each_model
+    num_written = len(broker.written)
+    run_named(broker)
+    assert len(broker.written) == num_written
+
+
+def test_evidence_of_models_that_the_folder_does_not_have_is_reported_and_counted(
+    of_each_model: dict[str, list[Incident]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    log.configure(False)
+    extra = [replace(batch, model_name="valve", model="model-v") for batch in make_batches()[:3]]
+    unnamed = [replace(batch, model="model-u") for batch in make_batches()[:2]]
+    broker = make_broker([*extra, *unnamed, *make_mixed_batches()])
+    metrics = run_named(broker)
+    assert group_by_id(broker) == of_each_model
+    num_records = sum(len(batch.closed) for batch in [*extra, *unnamed])
+    assert metrics.registry.get_sample_value("deformer_evidence_unusual_total", {"kind": "other_model"}) == num_records
+    written = capsys.readouterr().err
+    assert written.count("plan_not_loaded") == written.count("incident_model_unknown") == 1
+
+
+def test_incidents_of_a_model_that_was_removed_are_resolved(capsys: pytest.CaptureFixture[str]) -> None:
+    log.configure(False)
+    broker = make_broker(make_mixed_batches()[:18])
+    run_named(broker)
+    open_before = {id_ for id_, messages in group_by_id(broker).items() if messages[-1].state != "resolved"}
+    run_named(broker, names=("fan",))
+    last = {id_: messages[-1] for id_, messages in group_by_id(broker).items()}
+    assert {last[id_].model_name for id_ in open_before} == {"fan", "pump"}
+    for id_ in open_before:
+        is_removed = last[id_].model_name == "pump"
+        assert last[id_].resolution == ("plan-changed" if is_removed else None)
+    assert capsys.readouterr().err.count("model_missing") == 1
+    assert set(decode_incident_state(broker.snapshots[0][0])) == {"fan"}
+
+
+def test_state_of_one_model_is_continued_with_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the pumps had sent evidence, with one model. Their open incidents go on, and are not sent again."""
+    batches = make_mixed_batches()
+    pumps = [replace(batch, model_name=ONLY_MODEL) for batch in batches if batch.model_name == "pump"]
+    broker = make_broker(pumps[:9])
+    run_once(broker, load_plan=partial(make_plan, "model-p"))
+    assert HEADER.unpack_from(broker.snapshots[0][0])[2] == 2
+    before = group_by_id(broker)
+    open_before = {id_ for id_, messages in before.items() if messages[-1].state != "resolved"}
+    assert {before[id_][0].kind for id_ in open_before} == {"device", "fleet"}
+    broker.payloads[0] += [encode_evidence(batch) for batch in batches[18:]]
+    run_named(broker, 3)
+    after = group_by_id(broker)
+    assert set(decode_incident_state(broker.snapshots[0][0])) == set(MODEL_BY_NAME)
+    whole = make_broker(pumps)
+    run_once(whole, load_plan=partial(make_plan, "model-p"))
+    for id_ in open_before:
+        assert [replace(message, model_name=ONLY_MODEL) for message in after[id_]] == group_by_id(whole)[id_]
+        assert after[id_][-1].model_name == "pump"

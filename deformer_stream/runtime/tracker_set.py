@@ -1,0 +1,140 @@
+"""The trackers of incidents of several models, which read one log of evidence.
+
+Each tracker has one model, and sees only the evidence of this model. So its incidents are those of a process that has
+no other model. A process with one model has a `TrackerSet` with one tracker, whose name is `ONLY_MODEL`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+
+from deformer_stream.engine.events import ONLY_MODEL
+from deformer_stream.incidents.events import EvidenceBatch, Incident
+from deformer_stream.incidents.tracker import TrackerState, divide_state
+from deformer_stream.runtime.incident_plan import DetectionPlan
+
+
+def find_model_name(plan_by_name: Mapping[str, DetectionPlan], batch: EvidenceBatch) -> str | None:
+    """Return the name of the model whose tracker handles a batch of evidence.
+
+    Args:
+        plan_by_name: The plan of each model, that of the only one under the name `ONLY_MODEL`.
+        batch: The batch. The only model handles all batches. If a batch names no model, because an earlier release has
+            written it, its fingerprint determines the model.
+
+    Returns:
+        The name, for which there may be no plan; None if the batch names no model, and has the fingerprint of none.
+    """
+    if plan_by_name.keys() == {ONLY_MODEL}:
+        return ONLY_MODEL
+    if batch.model_name != ONLY_MODEL:
+        return batch.model_name
+    return next((name for name, plan in plan_by_name.items() if plan.model == batch.model), None)
+
+
+class TrackerSet:
+    """The trackers of a log of evidence, each with a name and a plan of its own.
+
+    Args:
+        plan_by_name: The plan of each model, that of the only one under the name `ONLY_MODEL`.
+    """
+
+    def __init__(self, plan_by_name: Mapping[str, DetectionPlan]) -> None:
+        self._plan_by_name = dict(plan_by_name)
+        self._tracker_by_name = {name: plan.make_tracker() for name, plan in plan_by_name.items()}
+        self._num_unknown = 0
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """The sums of `IncidentTracker.counts`. `other_model` includes records of models without a tracker."""
+        counts = Counter(other_model=self._num_unknown)
+        for tracker in self._tracker_by_name.values():
+            counts.update(tracker.counts)
+        return dict(counts)
+
+    @property
+    def num_open(self) -> int:
+        """The number of open incidents of devices."""
+        return sum(tracker.num_open for tracker in self._tracker_by_name.values())
+
+    @property
+    def accepted_per_day(self) -> float:
+        """The number of false incidents in a day that the budgets of all devices accept together."""
+        return sum(
+            tracker.num_devices * self._plan_by_name[name].plan.budget.count_per_day
+            for name, tracker in self._tracker_by_name.items()
+        )
+
+    @property
+    def incident_ids(self) -> set[str]:
+        """The ids of the incidents in the state, as `IncidentTracker.incident_ids`."""
+        return set().union(*(tracker.incident_ids for tracker in self._tracker_by_name.values()))
+
+    def handle(self, batch: EvidenceBatch) -> list[Incident]:
+        """Handle a batch of the log and return the messages that it causes, in order; none if it has no tracker."""
+        name = find_model_name(self._plan_by_name, batch)
+        tracker = None if name is None else self._tracker_by_name.get(name)
+        if tracker is None:
+            self._num_unknown += len(batch.closed)
+            return []
+        return tracker.handle(batch)
+
+    def finish(self) -> list[Incident]:
+        """Handle the rows that still wait, at the end of finite input, as `IncidentTracker.finish`."""
+        return [message for tracker in self._tracker_by_name.values() for message in tracker.finish()]
+
+    def set_plan(self, name: str, plan: DetectionPlan) -> None:
+        """Replace the plan of a model, whose tracker keeps its state, or add a model without state."""
+        before = self._tracker_by_name.get(name)
+        self._plan_by_name[name] = plan
+        tracker = self._tracker_by_name[name] = plan.make_tracker()
+        if before is not None:
+            tracker.import_state(before.export_state())
+
+    def export_state(self) -> dict[str, TrackerState]:
+        """Return the state of each model, which names its plan. It must not be used after the next `handle`."""
+        state_by_name = {name: tracker.export_state() for name, tracker in self._tracker_by_name.items()}
+        for name, state in state_by_name.items():
+            state.plan = self._plan_by_name[name].identity
+        return state_by_name
+
+    def import_state(self, state_by_name: Mapping[str, TrackerState]) -> bool:
+        """Continue from the state of each model. Models without a plan are dropped.
+
+        If the state is that of a process with one model, each of several models gets the part that it has scored.
+
+        Returns:
+            Whether the state was reached by the plans of all models. If not, `reconcile` must be called.
+        """
+        agrees = {name: state.plan for name, state in state_by_name.items()} == {
+            name: plan.identity for name, plan in self._plan_by_name.items()
+        }
+        if state_by_name.keys() == {ONLY_MODEL} != self._plan_by_name.keys():
+            plans = self._plan_by_name
+            get_device = next(iter(plans.values())).options.get_device  # all plans have the same
+            name_by_model = {plan.model: name for name, plan in plans.items()}
+            state_by_name = divide_state(state_by_name[ONLY_MODEL], name_by_model, get_device)
+        for name, tracker in self._tracker_by_name.items():
+            if name in state_by_name:
+                tracker.import_state(state_by_name[name])
+        return agrees
+
+    def reconcile(self, sent_by_id: Mapping[str, Incident], resolution: str) -> list[Incident]:
+        """Return the messages after which the log of incidents agrees with the state, as `IncidentTracker.reconcile`.
+
+        Args:
+            sent_by_id: The last messages about the incidents of the log.
+            resolution: Why incidents that are not in the state are resolved.
+        """
+        name_by_id = {id_: name for name, tracker in self._tracker_by_name.items() for id_ in tracker.incident_ids}
+        parts: dict[str, dict[str, Incident]] = {name: {} for name in self._tracker_by_name}
+        for id_, sent in sent_by_id.items():
+            name = name_by_id.get(id_, sent.model_name)
+            # Any tracker can resolve the incident of a model that does not exist any more.
+            parts[name if name in parts else next(iter(parts))][id_] = sent
+        return [
+            message
+            for name, tracker in self._tracker_by_name.items()
+            for message in tracker.reconcile(parts[name], resolution)
+        ]
