@@ -702,7 +702,7 @@ def choose_kinds(
         if column.name not in old_names:
             is_context = column.name in options.context
             kind, period = kind_by_name.get(column.name), period_by_name.get(column.name)
-            decisions.append(infer_feature(column, kind, is_context, period, is_in_time_order))
+            decisions.append(infer_feature(column, kind, is_context, period, is_in_time_order, statistics))
     features = old_features + tuple(decision for decision in decisions if isinstance(decision, Feature))
     excluded = [decision for decision in decisions if isinstance(decision, ExcludedColumn)]
     if all(feature.context for feature in features):  # context features are never scored

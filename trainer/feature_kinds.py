@@ -10,6 +10,7 @@ counted over all records.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -50,6 +51,17 @@ MIN_GRID_LEVELS = 5
 
 Such a column is continuous, even if it has only few distinct values.
 """
+
+NUM_LEVEL_ORDERS, MAX_ORDER_P_VALUE = 400, 0.02
+"""Number of random orders of the levels of a column with which its own order is compared (`has_ordered_levels`).
+
+The second number is the largest share of them in which neighbouring levels are as alike as in the order of the numbers.
+
+Five levels have 60 orders that are not the reverse of another, so that a smaller share could not be reached.
+"""
+
+MIN_LEVEL_READINGS = 200
+"""Smallest number of records that two columns must share for `has_ordered_levels`."""
 
 MIN_SHARE_ON_GRID = 0.999
 """Smallest share of the readings that must lie on a grid for its step to be the resolution of the sensor."""
@@ -300,10 +312,56 @@ class ColumnStatistics:
         """The most frequent text that does not represent a number, empty if there is none."""
         return max(self.count_by_other_text, key=self.count_by_other_text.__getitem__, default="")
 
+    def select_common_sample(self, other: ColumnStatistics) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Return the sampled numbers of this column and of another one in the records that both samples contain.
+
+        Args:
+            other: The statistics of another column of the same table.
+        """
+        _, own_index, other_index = np.intersect1d(self._row_hashes, other._row_hashes, return_indices=True)
+        return self._sample[own_index], other._sample[other_index]
+
     @property
     def sorted_sample(self) -> NDArray[np.float64]:
         """A random sample of the numbers in training records, in ascending order."""
         return np.sort(self._sample)
+
+
+def has_ordered_levels(column: ColumnStatistics, others: Iterable[ColumnStatistics]) -> bool:
+    """Return whether the few distinct integers of a column are an ordered quantity, and not codes without an order.
+
+    If they are ordered, other columns of the same records change little from one level to the next. Level 4 is then
+    more like 5 than like 9. The means of other columns by level are compared in the order of the numbers and in random
+    orders. The result is True if neighbouring levels are hardly ever as alike in a random order.
+
+    Args:
+        column: The statistics of the column.
+        others: The statistics of all numeric columns of the table. The column itself is ignored.
+    """
+    levels = np.unique(column.sorted_sample)
+    if not MIN_GRID_LEVELS <= len(levels) <= MAX_DISCRETE_NUMBERS:
+        return False
+    rng = np.random.default_rng(0)
+    shuffled = np.array([rng.permutation(len(levels)) for _ in range(NUM_LEVEL_ORDERS)])
+    orders = np.concatenate([np.arange(len(levels))[None], shuffled])
+    roughness = np.zeros(len(orders))
+    for other in others:
+        own, values = column.select_common_sample(other)
+        if other.name == column.name or len(own) < MIN_LEVEL_READINGS:
+            continue
+        index = np.searchsorted(levels, own)
+        counts = np.bincount(index, minlength=len(levels))
+        ranks = np.unique(values, return_inverse=True)[1].astype(np.float64)  # extreme values count no more than others
+        deviation = ranks.std()
+        if not counts.all() or not deviation > 0:
+            continue
+        means = np.bincount(index, (ranks - ranks.mean()) / deviation, len(levels)) / counts
+        first, second = orders[:, :-1], orders[:, 1:]
+        # The variance of a difference of two means is proportional to 1/n + 1/m.
+        weights = counts[first] * counts[second] / (counts[first] + counts[second])
+        roughness += (weights * (means[first] - means[second]) ** 2).sum(1)
+    is_as_smooth = roughness[1:] <= roughness[0] * (1 + 1e-9)
+    return bool(roughness[0] > 0 and is_as_smooth.mean() <= MAX_ORDER_P_VALUE)
 
 
 def hash_rows(rows: NDArray[np.int64]) -> NDArray[np.uint64]:
@@ -481,6 +539,7 @@ def infer_feature(
     is_context: bool,
     period: float | None = None,
     is_in_time_order: bool = False,
+    others: Iterable[ColumnStatistics] = (),
 ) -> Feature | ExcludedColumn:
     """Decide whether a column is a measurement, a label or no feature.
 
@@ -490,6 +549,7 @@ def infer_feature(
         is_context: Whether the feature only helps to predict others and is never scored itself (`--context`).
         period: The period that the user has given with `--cycle`. None if the values are not positions on a cycle.
         is_in_time_order: Whether the rows of the table are known to be in the order of time.
+        others: The statistics of all columns of the table, which show whether few integers are ordered.
 
     Returns:
         The feature; or the column with the reason if it cannot be a feature.
@@ -536,7 +596,7 @@ def infer_feature(
         identity = describe_identifier(column.sorted_sample, column.order, column.is_integer, is_in_time_order)
         if identity is not None:
             return ExcludedColumn(column.name, f"{identity}; --continuous {column.name} trains on it")
-    return _infer_from_numbers(column, is_context)
+    return _infer_from_numbers(column, is_context, others)
 
 
 def _create_cyclic_feature(column: ColumnStatistics, is_context: bool, period: float) -> Feature | ExcludedColumn:
@@ -596,26 +656,32 @@ def check_old_feature(old: Feature, column: ColumnStatistics) -> None:
             )
 
 
-def _infer_from_numbers(column: ColumnStatistics, is_context: bool) -> Feature:
+def _infer_from_numbers(column: ColumnStatistics, is_context: bool, others: Iterable[ColumnStatistics]) -> Feature:
     """Return the feature of a numeric column for which the user has not chosen a kind.
 
     It is a label if there are few distinct numbers that occur often, otherwise a measurement. Fractional numbers on an
-    even grid are measurements of a coarse sensor, even if there are few distinct ones.
+    even grid are measurements of a coarse sensor, even if there are few distinct ones. So are integers whose order
+    other columns follow (`has_ordered_levels`).
 
     Args:
         column: The statistics of the numbers.
         is_context: Whether the feature only helps to predict others and is never scored itself.
+        others: The statistics of all columns of the table.
     """
     # Distinct numbers are counted up to MAX_LABELS only.
     num_distinct = len(column.count_by_number) if column.count_by_number is not None else MAX_LABELS + 1
     if num_distinct == 1:
         return _create_discrete(column, is_context, "always the same number")
     quantum = find_quantum(column.sorted_sample, column.is_integer)  # the step of the grid, if there is one
-    is_coarse_sensor = quantum is not None and num_distinct >= MIN_GRID_LEVELS and not column.is_integer
+    is_on_grid = quantum is not None and num_distinct >= MIN_GRID_LEVELS
     occur_often = column.num_readings >= MIN_READINGS_PER_LABEL * num_distinct
-    if num_distinct <= MAX_DISCRETE_NUMBERS and occur_often and not is_coarse_sensor:
+    are_few = num_distinct <= MAX_DISCRETE_NUMBERS and occur_often
+    are_ordered = is_on_grid and (not column.is_integer or (are_few and has_ordered_levels(column, others)))
+    if are_few and not are_ordered:
         return _create_discrete(column, is_context, f"numbers with only {num_distinct} distinct values")
     grid = f"numbers on a grid of {quantum:g}" if quantum is not None else "numbers"
+    if are_few and column.is_integer:
+        grid = f"{num_distinct} ordered levels: {grid}"
     note = _describe_distribution(column.sorted_sample) + describe_trend(column.order)
     return _create_continuous(column, is_context, grid + note)
 

@@ -60,3 +60,30 @@ def test_table_with_five_hundred_features_can_be_trained(tmp_path: Path) -> None
     assert len(result.data.schema) == 500
     assert np.isfinite(result.held_out.mean_nll)
     assert len(result.calibration.scores) == 8
+
+
+def test_few_integers_are_numbers_if_other_columns_follow_their_order(tmp_path: Path) -> None:
+    """A count of pixels is an ordered number on a grid; a product code, on which others depend as strongly, is not."""
+    rng = np.random.default_rng(3)
+    size, product = rng.normal(size=1500), rng.integers(0, 8, 1500)
+    columns = {
+        "width": np.clip(np.round(4.5 + 2 * size), 0, 9).astype(int),
+        "height": np.clip(np.round(4.5 + 2 * size + rng.normal(size=1500)), 0, 9).astype(int),
+        "product": product,
+        "weight": np.array([3.0, -1.0, 2.0, -2.5, 1.0, -3.0, 2.5, 0.0])[product] + 0.1 * rng.normal(size=1500),
+        "die": rng.integers(1, 7, 1500),
+        "switch": (size > 0).astype(int),
+    }
+    features = {f.name: f for f in prepared(tmp_path, columns).schema.features}
+    assert {name: f.kind for name, f in features.items()} == {
+        "width": "continuous",
+        "height": "continuous",
+        "product": "discrete",
+        "weight": "continuous",
+        "die": "discrete",
+        "switch": "discrete",
+    }
+    assert features["width"].quantum == 1.0
+    assert features["width"].reason.startswith("10 ordered levels: numbers on a grid of 1")
+    chosen = prepared(tmp_path, columns, discrete=("width",)).schema.features
+    assert chosen[0].kind == "discrete"

@@ -534,7 +534,7 @@ def _describe_columns(
         if not is_long and name == DEFAULT_RECORD_COLUMN:
             views.append(ColumnView(name, "left out", "the record's id"))
             continue
-        feature = infer_feature(column_statistics, None, False)
+        feature = infer_feature(column_statistics, None, False, others=statistics.values())
         if isinstance(feature, Feature):
             features.append(name)
             views.append(ColumnView(name, feature.kind, feature.reason, _describe_values(feature), unit))
