@@ -13,6 +13,10 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 
+START_SHARE = 0.25
+"""Share of the patience for which a command that starts waits for the brokers. They may never have been there: a wrong
+address is as likely as an outage."""
+
 
 def make_cluster(settings: KafkaSettings, servers: str | None = None) -> KafkaCluster:
     """Return the brokers, the options of the connection, and the client library.
@@ -51,7 +55,7 @@ def connect_with_patience(
     Args:
         connect: A function that opens connections. It adds the functions that close them to the exit stack that it
             gets, which are called if the attempt fails.
-        patience: Seconds for which attempts may fail.
+        patience: Seconds for which a running command waits; attempts may fail for `START_SHARE` of them.
         stop: Set when the command must end; the error of the last attempt is then raised.
         on_wait: A function that is called between two attempts.
         cleanup: An exit stack, to which the functions that close the connections are added.
@@ -60,7 +64,7 @@ def connect_with_patience(
         What `connect` has returned.
 
     Raises:
-        Unavailable: The brokers have not responded for longer than `patience`, or a topic does not exist.
+        Unavailable: The brokers have not responded for so long, or a topic does not exist.
         ConfigError: A setting is wrong, or the brokers refuse the connection.
     """
     from connectors.kafka.client import RETRY_SECONDS
@@ -68,7 +72,7 @@ def connect_with_patience(
     from connectors.kafka.ports import MissingTopic
     from deformer_stream.errors import Unavailable
 
-    failures = Patience(patience, "connection_failed_retrying")
+    failures = Patience(START_SHARE * patience, "connection_failed_retrying")
     while True:
         with ExitStack() as attempt:
             try:
