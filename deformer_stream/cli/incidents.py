@@ -244,4 +244,6 @@ def _connect(
             read_value=read_value,
         )
 
-    return connect_with_patience(connect, settings.patience, stop, metrics.record_progress, cleanup)
+    # A process with --http is supervised, and its health is examined while it waits.
+    patience = settings.patience if settings.http else None
+    return connect_with_patience(connect, patience, stop, metrics.record_progress, cleanup)

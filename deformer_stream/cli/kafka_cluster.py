@@ -13,10 +13,6 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 
-START_SHARE = 0.25
-"""Share of the patience for which a command that starts waits for the brokers. They may never have been there: a wrong
-address is as likely as an outage."""
-
 
 def make_cluster(settings: KafkaSettings, servers: str | None = None) -> KafkaCluster:
     """Return the brokers, the options of the connection, and the client library.
@@ -43,19 +39,20 @@ def make_cluster(settings: KafkaSettings, servers: str | None = None) -> KafkaCl
 
 def connect_with_patience(
     connect: Callable[[ExitStack], Result],
-    patience: float,
+    patience: float | None,
     stop: threading.Event,
     on_wait: Callable[[], None],
     cleanup: ExitStack,
 ) -> Result:
     """Connect to Kafka when a command starts; try again while the brokers do not respond.
 
-    So a process that is started within an outage waits for its end, as a process that runs already.
+    So a process that is started within an outage waits for its end, as a process that runs already. For a person at a
+    terminal, a wrong address is likelier, and one attempt is better.
 
     Args:
         connect: A function that opens connections. It adds the functions that close them to the exit stack that it
             gets, which are called if the attempt fails.
-        patience: Seconds for which a running command waits; attempts may fail for `START_SHARE` of them.
+        patience: Seconds for which attempts may fail. None for one attempt.
         stop: Set when the command must end; the error of the last attempt is then raised.
         on_wait: A function that is called between two attempts.
         cleanup: An exit stack, to which the functions that close the connections are added.
@@ -72,7 +69,7 @@ def connect_with_patience(
     from connectors.kafka.ports import MissingTopic
     from deformer_stream.errors import Unavailable
 
-    failures = Patience(START_SHARE * patience, "connection_failed_retrying")
+    failures = None if patience is None else Patience(patience, "connection_failed_retrying")
     while True:
         with ExitStack() as attempt:
             try:
@@ -80,6 +77,8 @@ def connect_with_patience(
             except MissingTopic:
                 raise
             except Unavailable as error:
+                if failures is None:
+                    raise
                 failures.record_failure(error)
                 if stop.wait(RETRY_SECONDS):
                     raise

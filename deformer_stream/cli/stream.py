@@ -365,7 +365,9 @@ def _connect_to_kafka(
         attempt.callback(source.close)
         return source, sinks
 
-    return connect_with_patience(connect, settings.patience, stop, metrics.record_progress, cleanup)
+    # A process with --http is supervised, and its health is examined while it waits.
+    patience = settings.patience if settings.http else None
+    return connect_with_patience(connect, patience, stop, metrics.record_progress, cleanup)
 
 
 def build_replay() -> click.Command:

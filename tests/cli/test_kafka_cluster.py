@@ -66,3 +66,10 @@ def test_command_ends_when_its_patience_or_the_user_ends_it(monkeypatch: pytest.
     stop.set()
     with ExitStack() as cleanup, pytest.raises(Unavailable, match="failure 0"):
         connect_with_patience(Attempts(*errors), 60.0, stop, lambda: None, cleanup)
+
+
+def test_command_without_patience_makes_one_attempt() -> None:
+    attempts = Attempts(Unavailable("no response"))
+    with ExitStack() as cleanup, pytest.raises(Unavailable):
+        connect_with_patience(attempts, None, threading.Event(), attempts.wait, cleanup)
+    assert attempts.events == ["open", "close"]
