@@ -27,7 +27,7 @@ from deformer_stream.model.time_slots import collapse_time_slots, expand_time_sl
 from deformer_stream.model.windows import Window, format_duration
 from deformer_stream.runtime.repeated_readings import compute_max_slots
 from deformer_stream.tables.table import TableOptions, describe_bad_rows, join_names
-from trainer.feature_kinds import ColumnStatistics, ExcludedColumn, check_old_feature, infer_feature
+from trainer.feature_kinds import ColumnStatistics, ExcludedColumn, check_old_feature, infer_feature, is_measured
 from trainer.reading_time import MAX_SAMPLE_SHARE, MIN_SAMPLED_RECORDS, ReadingMonitor, ReadingTooSlow
 from trainer.settings import TrainConfig, parse_periods, split_names
 from trainer.slot_values import (
@@ -698,11 +698,12 @@ def choose_kinds(
     old_names = {feature.name for feature in old_features}
     # Each decision is a feature or, if the column cannot be a feature, an excluded column with the reason.
     decisions = []
+    measured = [column for column in statistics if is_measured(column, is_in_time_order)]
     for column in statistics:
         if column.name not in old_names:
             is_context = column.name in options.context
             kind, period = kind_by_name.get(column.name), period_by_name.get(column.name)
-            decisions.append(infer_feature(column, kind, is_context, period, is_in_time_order, statistics))
+            decisions.append(infer_feature(column, kind, is_context, period, is_in_time_order, measured))
     features = old_features + tuple(decision for decision in decisions if isinstance(decision, Feature))
     excluded = [decision for decision in decisions if isinstance(decision, ExcludedColumn)]
     if all(feature.context for feature in features):  # context features are never scored

@@ -10,8 +10,10 @@ counted over all records.
 from __future__ import annotations
 
 import re
+import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import numpy as np
 import pyarrow as pa
@@ -62,6 +64,9 @@ Five levels have 60 orders that are not the reverse of another, so that a smalle
 
 MIN_LEVEL_READINGS = 200
 """Smallest number of records that two columns must share for `has_ordered_levels`."""
+
+MAX_LEVEL_READINGS, MAX_COMPARED_COLUMNS = 5000, 30
+"""Largest number of records, and of other columns, that `has_ordered_levels` compares."""
 
 MIN_SHARE_ON_GRID = 0.999
 """Smallest share of the readings that must lie on a grid for its step to be the resolution of the sensor."""
@@ -312,14 +317,19 @@ class ColumnStatistics:
         """The most frequent text that does not represent a number, empty if there is none."""
         return max(self.count_by_other_text, key=self.count_by_other_text.__getitem__, default="")
 
-    def select_common_sample(self, other: ColumnStatistics) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Return the sampled numbers of this column and of another one in the records that both samples contain.
+    @cached_property
+    def record_sample(self) -> tuple[NDArray[np.uint64], NDArray[np.float64]]:
+        """The mean of the sampled numbers of some records, in the order of the records' hashes.
 
-        Args:
-            other: The statistics of another column of the same table.
+        It is complete only when all batches have been added. Two columns of a table have the same records, apart from
+        those in which one of them has no number.
+
+        Returns:
+            (hashes, means), at most `MAX_LEVEL_READINGS` of each.
         """
-        _, own_index, other_index = np.intersect1d(self._row_hashes, other._row_hashes, return_indices=True)
-        return self._sample[own_index], other._sample[other_index]
+        hashes, index = np.unique(self._row_hashes, return_inverse=True)
+        sums = np.bincount(index, self._sample, len(hashes))
+        return hashes[:MAX_LEVEL_READINGS], (sums / np.bincount(index, minlength=len(hashes)))[:MAX_LEVEL_READINGS]
 
     @property
     def sorted_sample(self) -> NDArray[np.float64]:
@@ -334,24 +344,31 @@ def has_ordered_levels(column: ColumnStatistics, others: Iterable[ColumnStatisti
     more like 5 than like 9. The means of other columns by level are compared in the order of the numbers and in random
     orders. The result is True if neighbouring levels are hardly ever as alike in a random order.
 
+    The cost is bounded: a sample of the records is compared, and at most `MAX_COMPARED_COLUMNS` other columns, chosen
+    by a hash of their names. Columns with several readings of a record are compared by their means.
+
     Args:
-        column: The statistics of the column.
-        others: The statistics of all numeric columns of the table. The column itself is ignored.
+        column: The statistics of the column. The result is False if its numbers differ within a record.
+        others: The statistics of numeric columns of the table. The column itself is ignored.
     """
+    hashes, own = column.record_sample
     levels = np.unique(column.sorted_sample)
-    if not MIN_GRID_LEVELS <= len(levels) <= MAX_DISCRETE_NUMBERS:
+    if not MIN_GRID_LEVELS <= len(levels) <= MAX_DISCRETE_NUMBERS or not np.isin(own, levels).all():
         return False
     rng = np.random.default_rng(0)
     shuffled = np.array([rng.permutation(len(levels)) for _ in range(NUM_LEVEL_ORDERS)])
     orders = np.concatenate([np.arange(len(levels))[None], shuffled])
     roughness = np.zeros(len(orders))
-    for other in others:
-        own, values = column.select_common_sample(other)
-        if other.name == column.name or len(own) < MIN_LEVEL_READINGS:
+    compared = (other for other in others if other.name != column.name)
+    for other in sorted(compared, key=lambda other: zlib.crc32(other.name.encode()))[:MAX_COMPARED_COLUMNS]:
+        other_hashes, values = other.record_sample
+        _, rows, other_rows = np.intersect1d(hashes, other_hashes, assume_unique=True, return_indices=True)
+        if len(rows) < MIN_LEVEL_READINGS:
             continue
-        index = np.searchsorted(levels, own)
+        index = np.searchsorted(levels, own[rows])
         counts = np.bincount(index, minlength=len(levels))
-        ranks = np.unique(values, return_inverse=True)[1].astype(np.float64)  # extreme values count no more than others
+        # Extreme values count no more than others.
+        ranks = np.unique(values[other_rows], return_inverse=True)[1].astype(np.float64)
         deviation = ranks.std()
         if not counts.all() or not deviation > 0:
             continue
@@ -549,7 +566,8 @@ def infer_feature(
         is_context: Whether the feature only helps to predict others and is never scored itself (`--context`).
         period: The period that the user has given with `--cycle`. None if the values are not positions on a cycle.
         is_in_time_order: Whether the rows of the table are known to be in the order of time.
-        others: The statistics of all columns of the table, which show whether few integers are ordered.
+        others: The statistics of the numeric columns of the table that are no identifiers, which show whether few
+            integers are ordered.
 
     Returns:
         The feature; or the column with the reason if it cannot be a feature.
@@ -629,6 +647,18 @@ def _create_cyclic_feature(column: ColumnStatistics, is_context: bool, period: f
     return replace(feature, period=period)
 
 
+def is_measured(column: ColumnStatistics, is_in_time_order: bool) -> bool:
+    """Return whether a column consists of numbers that identify no rows.
+
+    Args:
+        column: The statistics of the column.
+        is_in_time_order: Whether the rows of the table are known to be in the order of time.
+    """
+    if not column.is_numeric() or not column.num_readings:
+        return False
+    return describe_identifier(column.sorted_sample, column.order, column.is_integer, is_in_time_order) is None
+
+
 def check_old_feature(old: Feature, column: ColumnStatistics) -> None:
     """Check that a column's values fit a feature of the old model, which is adapted to a new table (`--init-from`).
 
@@ -666,7 +696,7 @@ def _infer_from_numbers(column: ColumnStatistics, is_context: bool, others: Iter
     Args:
         column: The statistics of the numbers.
         is_context: Whether the feature only helps to predict others and is never scored itself.
-        others: The statistics of all columns of the table.
+        others: The statistics of the numeric columns of the table that are no identifiers.
     """
     # Distinct numbers are counted up to MAX_LABELS only.
     num_distinct = len(column.count_by_number) if column.count_by_number is not None else MAX_LABELS + 1

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deformer_stream.kernels import abi
+from deformer_stream.kernels.cpu import MAX_COVARIANCES
 from deformer_stream.kernels.library import load_library
 from deformer_stream.kernels.packing import pack_process
 from deformer_stream.kernels.threads import run_on_threads
@@ -80,7 +81,9 @@ def compile_process(
 
     The arguments are those of `packing.pack_process`.
     """
-    library = load_library(False)
-    if library is None or num_neighbors > abi.MAX_NEIGHBORS or len(arrays["scales"]) > abi.MAX_PROCESS_SCALES:
+    library, num_scales = load_library(False), len(arrays["scales"])
+    if library is None or num_neighbors > abi.MAX_NEIGHBORS or num_scales > abi.MAX_PROCESS_SCALES:
+        return None
+    if num_scales * len(is_linear) ** 2 > MAX_COVARIANCES:
         return None
     return ProcessSequences(library, pack_process(arrays, is_linear, num_neighbors, decay))

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.trainer.tables import prepared, write
+from trainer.feature_kinds import MAX_COMPARED_COLUMNS, ColumnStatistics, has_ordered_levels
 from trainer.job import train
 from trainer.settings import TrainConfig
 
@@ -87,3 +88,50 @@ def test_few_integers_are_numbers_if_other_columns_follow_their_order(tmp_path: 
     assert features["width"].reason.startswith("10 ordered levels: numbers on a grid of 1")
     chosen = prepared(tmp_path, columns, discrete=("width",)).schema.features
     assert chosen[0].kind == "discrete"
+
+
+def make_statistics(name: str, numbers: np.ndarray, rows: np.ndarray) -> ColumnStatistics:
+    """Return the statistics of the numbers of a column, which all belong to training records."""
+    column = ColumnStatistics(name)
+    column.add(pa.array(numbers), rows, np.ones(len(rows), bool), 0)
+    return column
+
+
+def test_order_of_levels_is_compared_with_few_other_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A table of hundreds of integer columns, such as a questionnaire, must not take minutes."""
+    rng = np.random.default_rng(0)
+    size, rows = rng.normal(size=1000), np.arange(1000)
+    columns = [
+        make_statistics(f"item-{i}", np.clip(np.round(3 + size + rng.normal(size=1000)), 1, 5), rows) for i in range(80)
+    ]
+    calls = []
+    intersect = np.intersect1d
+    monkeypatch.setattr(np, "intersect1d", lambda *args, **named: calls.append(1) or intersect(*args, **named))
+    assert has_ordered_levels(columns[0], columns)
+    assert len(calls) == MAX_COMPARED_COLUMNS
+
+
+def test_order_of_levels_does_not_depend_on_the_order_of_readings() -> None:
+    rng = np.random.default_rng(0)
+    rows = np.arange(600).repeat(3)
+    level = rng.integers(1, 7, 600).repeat(3)
+    values = level + rng.normal(size=1800)
+    order = rng.permutation(1800)
+    other, shuffled = make_statistics("x", values, rows), make_statistics("x", values[order], rows[order])
+    for a, b in zip(other.record_sample, shuffled.record_sample, strict=True):
+        assert a == pytest.approx(b)
+    assert has_ordered_levels(make_statistics("level", level, rows), [shuffled])
+    # The mean of numbers that change within a record is no level.
+    assert not has_ordered_levels(make_statistics("level", rng.integers(1, 7, 1800), rows), [other])
+
+
+def test_identifiers_show_no_order_of_levels(tmp_path: Path) -> None:
+    """A campaign that is replaced in the course of time follows the row number, and is a code all the same."""
+    columns = {
+        "campaign": np.arange(1200) // 200 + 1,
+        "serial": np.arange(1200) + 5000,
+        "x": np.random.default_rng(0).normal(size=1200),
+    }
+    kinds = {f.name: f.kind for f in prepared(tmp_path, columns).schema.features}
+    assert "serial" not in kinds
+    assert kinds["campaign"] == "discrete"
