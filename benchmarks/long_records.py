@@ -180,6 +180,8 @@ def make_snapshot(template: Snapshot, num_records: int) -> Snapshot:
     columns |= {name: np.tile(getattr(template, name), repeats) * rng.random(num_records) for name in sums}
     if template.cusums is not None:
         columns["cusums"] = np.tile(template.cusums, (repeats, 1)) * rng.random((num_records, 1), np.float32)
+    if template.latest_event_time is not None:
+        columns["latest_event_time"] = np.tile(template.latest_event_time, repeats)
     num_readings = len(columns["features"])
     seconds = np.tile(event_times.times, repeats) // 10**6 + rng.integers(-20, 20, num_readings)
     counts = np.tile(template.counts, repeats)
