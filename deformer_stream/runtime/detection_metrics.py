@@ -18,7 +18,7 @@ class DetectionMetrics(ProcessMetrics):
     Attributes:
         registry: The Prometheus registry with all metrics. Each metric is also an attribute; its help text states what
             it measures.
-        is_ready: Whether partitions are assigned and their state is restored.
+        is_ready: Whether the assigned partitions are restored, or the process is a member of the group without any.
     """
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:

@@ -37,6 +37,7 @@ from deformer_stream.runtime.detection_metrics import DetectionMetrics
 from deformer_stream.runtime.incident_history import ReadHistory, collect_last_messages
 from deformer_stream.runtime.incident_plan import DetectionPlan
 from deformer_stream.runtime.ports import (
+    GroupSource,
     PartitionedSource,
     PartitionState,
     PollResult,
@@ -402,6 +403,16 @@ class IncidentPipeline:
         self._metrics.set_counts(self._sum_counts())
         trackers = [partition.trackers for partition in self._partition_by_number.values()]
         self._metrics.accepted_per_day.set(sum(one.accepted_per_day for one in trackers))
-        restoring = any(partition.is_restoring for partition in self._partition_by_number.values())
-        self._metrics.is_ready = bool(self._partition_by_number) and not restoring
+        self._metrics.is_ready = self._is_ready()
         self._metrics.record_progress()
+
+    def _is_ready(self) -> bool:
+        """Return whether all assigned partitions are restored.
+
+        A member of the group without partitions, because another one has them all, is ready to take over.
+        """
+        assigned = self._source.assigned_partitions
+        if not assigned:
+            return isinstance(self._source, GroupSource) and self._source.has_joined
+        restored = {number for number, one in self._partition_by_number.items() if not one.is_restoring}
+        return assigned <= restored

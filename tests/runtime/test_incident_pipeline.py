@@ -29,6 +29,7 @@ from deformer_stream.runtime.incident_plan import DetectionPlan, make_get_device
 from deformer_stream.runtime.ports import NO_STATE, PartitionState, PollResult, RestoredPartition
 from deformer_stream.runtime.process_metrics import STALL_SECONDS
 from tests.incidents.evidence_logs import SECOND, make_log
+from tests.runtime.test_probes import ScriptedSource
 
 MODEL = "model-1"
 FAULTS = {0: [(20, 40)], 1: [(22, 30), (60, 75)], 2: [(24, 45)], 3: [(90, 99)]}
@@ -329,6 +330,38 @@ def test_metrics_count_records_and_messages(expected: dict[str, list[Incident]])
     assert metrics.is_ready
     assert get("deformer_ready") == 1
     assert metrics.is_healthy()
+
+
+def test_a_spare_member_is_ready_once_it_has_joined() -> None:
+    """It loses its readiness while a partition that it takes over is restored."""
+    metrics, stop, seen = DetectionMetrics(), threading.Event(), list[bool]()
+
+    def turn(
+        result: PollResult, has_joined: bool = True, assigned: frozenset[int] = frozenset()
+    ) -> Callable[[], PollResult]:
+        def poll() -> PollResult:
+            seen.append(metrics.is_ready)
+            source.has_joined, source.assigned_partitions = has_joined, assigned
+            if not source.turns:
+                stop.set()
+            return result
+
+        return poll
+
+    source, zero = ScriptedSource([]), frozenset({0})
+    source.turns = [
+        turn(PollResult(None), has_joined=False),
+        turn(PollResult(None)),
+        turn(PollResult(None), assigned=zero),  # its state is not read yet
+        turn(PollResult(None, restored_partitions=(RestoredPartition(0, 0),)), assigned=zero),
+        turn(PollResult(None, caught_up_partitions=(0,)), assigned=zero),
+        turn(PollResult(None, revoked_partitions=(0,))),  # another member takes it over
+        turn(PollResult(None)),
+    ]
+    broker = make_broker()
+    writer = BrokerSource(broker, lambda step: None, stop, seed=0)
+    IncidentPipeline(source, writer, PLANS, load_only, metrics, broker.read_history).run(stop)
+    assert seen == [False, False, True, False, False, True, True]
 
 
 def test_process_is_healthy_while_a_commit_waits_for_the_brokers() -> None:
