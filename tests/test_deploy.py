@@ -186,6 +186,15 @@ def test_alarms_ask_for_metrics_that_there_are() -> None:
     assert find_metrics([rule["expr"] for rule in load_rules()]) <= list_metrics()
 
 
+def test_alarms_separate_the_releases_of_one_prometheus() -> None:
+    for rule in load_rules():
+        selectors = re.findall(r"\b(?:deformer_|process_|up\b)\w*(\{[^}]*\})?", rule["expr"])
+        assert all(selector.startswith('{job=~"deformer.*"') for selector in selectors), rule["expr"]
+        assert not re.search(r"\b(sum|count|max|min|avg) ?\(", rule["expr"]), rule["expr"]
+        for labels in re.findall(r"\b(?:by|on) \((.*?)\)", rule["expr"]):
+            assert labels.startswith("namespace, release, job"), rule["expr"]
+
+
 def test_every_alarm_has_a_severity_a_runbook_and_a_test() -> None:
     headings = re.findall(r"^### (\w+)$", (ROOT / RUNBOOK).read_text(), re.MULTILINE)
     names = [rule["alert"] for rule in load_rules()]

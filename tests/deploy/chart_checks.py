@@ -37,18 +37,18 @@ def run_program(name: str, *words: str, text: str | None = None) -> subprocess.C
     )
 
 
-def render(*words: str, version: str = NEWEST) -> str:
-    """Return the objects of the chart as YAML."""
+def render(*words: str, version: str = NEWEST, release: str = "plant") -> str:
+    """Return the objects of a release of the chart as YAML."""
     result = run_program(
-        "helm", "template", "plant", str(CHART), "--kube-version", version, "--namespace", "plant", *words
+        "helm", "template", release, str(CHART), "--kube-version", version, "--namespace", "plant", *words
     )
     assert result.returncode == 0, result.stderr
     return result.stdout
 
 
-def load_objects(*words: str) -> list[dict[str, Any]]:
-    """Return the objects of the chart."""
-    return [document for document in yaml.safe_load_all(render(*words)) if document]
+def load_objects(*words: str, release: str = "plant") -> list[dict[str, Any]]:
+    """Return the objects of a release of the chart."""
+    return [document for document in yaml.safe_load_all(render(*words, release=release)) if document]
 
 
 def get_pods(objects: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -140,16 +140,13 @@ def test_pods_are_confined(values: Path) -> None:
 def test_probes_ask_for_health_and_for_the_restored_state() -> None:
     paths = {
         name: [pod["containers"][0][f"{kind}Probe"]["httpGet"]["path"] for kind in ("startup", "liveness", "readiness")]
-        for name, pod in get_pods(load_objects(*MINIMAL)).items()
+        for name, pod in get_pods(load_objects(*MINIMAL, "--set", "incidents.replicas=2")).items()
     }
     assert paths == {
         "consume": ["/readyz", "/healthz", "/readyz"],
         "incidents": ["/healthz", "/healthz", "/readyz"],
         "serve": ["/healthz", "/healthz", "/readyz"],
     }
-    # A second process of `incidents` is never ready, and an update must not wait for it.
-    waiting = get_pods(load_objects(*MINIMAL, "--set", "incidents.replicas=2"))["incidents"]
-    assert waiting["containers"][0]["readinessProbe"]["httpGet"]["path"] == "/healthz"
 
 
 def test_names_of_consumers_stay_the_same() -> None:
@@ -270,11 +267,49 @@ def test_alert_rules_of_the_chart_are_those_of_the_file() -> None:
         "",
     )
     expected = yaml.safe_load((DEPLOY / "prometheus-rules.yaml").read_text())["groups"]
+    selected = 'job=~"deformer.*", namespace="plant", release="plant"'
     for group in expected:
         for one in group["rules"]:
+            one["expr"] = one["expr"].replace('job=~"deformer.*"', selected)
             one["labels"]["team"] = "plant-7"
             one["annotations"]["runbook_url"] = f"https://docs.example/deploy#{one['alert'].lower()}"
     assert rule["spec"]["groups"] == expected
+
+
+def test_two_releases_in_one_prometheus_do_not_share_alerts(tmp_path: Path) -> None:
+    """The rules of each release see its own targets only, so the end of one release is found beside another one."""
+    monitoring = ["--set", "monitoring.podMonitor.enabled=true,monitoring.prometheusRule.enabled=true"]
+    for release in ("plant", "spare"):
+        team = ["--set", f"fullnameOverride={release},monitoring.prometheusRule.alertLabels.team={release}"]
+        objects = load_objects(*MINIMAL, *monitoring, *team, release=release)
+        rules = find_object(objects, "PrometheusRule", release)["spec"]
+        (tmp_path / f"{release}.yaml").write_text(yaml.safe_dump(rules))
+    labels = find_object(objects, "PodMonitor", "spare")["spec"]["podMetricsEndpoints"][0]["relabelings"]
+    assert [label["targetLabel"] for label in labels] == ["job", "release"]
+    target = '{namespace="plant", release="plant", job="deformer-consume", instance="10.0.0.1:9464"}'
+    missing = {"alertname": "DeformerStreamDown", "namespace": "plant", "release": "spare", "team": "spare"}
+    not_ready = {"alertname": "DeformerStreamNotReady", "namespace": "plant", "release": "plant", "team": "plant"}
+    test = {
+        "interval": "1m",
+        "input_series": [
+            {"series": f"up{target}", "values": "1x30"},
+            {"series": f"deformer_ready{target}", "values": "0x30"},
+        ],
+        "promql_expr_test": [
+            {
+                "expr": 'count by (alertname, namespace, release, team) (ALERTS{alertstate="firing"})',
+                "eval_time": "20m",
+                "exp_samples": [
+                    {"labels": "{" + ", ".join(f'{name}="{value}"' for name, value in alert.items()) + "}", "value": 1}
+                    for alert in (missing, not_ready)
+                ],
+            }
+        ],
+    }
+    file = tmp_path / "test.yaml"
+    file.write_text(yaml.safe_dump({"rule_files": ["plant.yaml", "spare.yaml"], "tests": [test]}))
+    tested = run_program("promtool", "test", "rules", str(file))
+    assert tested.returncode == 0, tested.stdout + tested.stderr
 
 
 def test_a_packaged_chart_has_the_rules_and_the_dashboard(tmp_path: Path) -> None:
