@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
+import uuid
 
 import msgspec
 
@@ -178,7 +179,7 @@ class KafkaBridgeSink:
             ("translation", self._options),
             *make_headers(
                 "dead-letter",
-                f"{refusal.message.time}/{refusal.reason}",
+                uuid.uuid4().hex,  # nothing about a message identifies it: equal ones can come at the same time
                 make_source(refusal.message.topic),
                 content_type=None,
             ),
