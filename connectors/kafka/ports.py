@@ -56,7 +56,8 @@ class OutgoingMessage(NamedTuple):
 
     Attributes:
         source_partition: Number of the consumed partition whose events caused the message. If that partition moves to
-            another process before the message is committed, the message is dropped.
+            another process before the message is committed, the message is dropped, because that process makes it
+            again. None for a message about several partitions, which is never dropped.
         topic: The topic to send to.
         key: The key, or None.
         value: The value, or None for a tombstone.
@@ -66,7 +67,7 @@ class OutgoingMessage(NamedTuple):
         time: Timestamp in milliseconds since 1970, or None for the time of sending.
     """
 
-    source_partition: int
+    source_partition: int | None
     topic: str
     key: bytes | None
     value: bytes | None

@@ -107,14 +107,23 @@ class KafkaSink:
             for notice in effects.drift_notices:
                 self._put_alert("drift", notice.id, notice.partition, notice.record, notice.time, encode_drift(notice))
             for storm in effects.storm_notices:
-                self._put_alert("storm", storm.id, storm.partition, storm.records[0], storm.time, encode_storm(storm))
+                # It counts alerts of several partitions. Of those that stay, no other process counts them again.
+                value, record = encode_storm(storm), storm.records[0]
+                self._put_alert("storm", storm.id, storm.partition, record, storm.time, value, is_about_many=True)
         if self.dead_letter_topic is not None and data is not None:
             for rejected in effects.dead_letters():
                 max_bytes = self._delivery.max_bytes_by_topic[self.dead_letter_topic]
                 self._delivery.put(_make_dead_letter(self.dead_letter_topic, rejected, data, max_bytes))
 
     def _put_alert(
-        self, kind: EventKind, event_id: str, partition: int, record: str, time: int | None, value: bytes
+        self,
+        kind: EventKind,
+        event_id: str,
+        partition: int,
+        record: str,
+        time: int | None,
+        value: bytes,
+        is_about_many: bool = False,
     ) -> None:
         """Put an alert or a notice into the buffer of outgoing messages.
 
@@ -125,12 +134,14 @@ class KafkaSink:
             record: Id of the record that is the key.
             time: Event time in microseconds since 1970, `NO_TIME` or None if there is none.
             value: The alert or notice as JSON.
+            is_about_many: Whether it is about several partitions, so that it is sent even if this one is revoked.
         """
         assert self.alerts_topic is not None  # noqa: S101 - checked by the caller
         source = make_source(self._topic, partition)
         headers = make_headers(kind, event_id, source, time, self._format.content_type)
         content = self._format.convert(kind, value)
-        self._delivery.put(OutgoingMessage(partition, self.alerts_topic, record.encode(), content, headers))
+        source_partition = None if is_about_many else partition
+        self._delivery.put(OutgoingMessage(source_partition, self.alerts_topic, record.encode(), content, headers))
 
     def flush(self) -> None:
         """Do nothing, because the source sends the buffered messages when it commits."""
