@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -51,6 +52,10 @@ each, one after the other, and `client.REQUEST_SECONDS` limits their sum."""
 RESTORE_SECONDS = 1.0
 """Seconds that one poll may spend on restoring partitions; the next poll goes on."""
 
+STOP_SECONDS = 10.0
+"""Seconds for which a commit is retried if the process is to end. Supervisors kill a process that takes too long, with
+the Helm chart after 60 s, and a running attempt can take 35 s before it fails."""
+
 _VALID_TOPIC = re.compile(r"[A-Za-z0-9._-]{1,249}")
 
 
@@ -94,6 +99,8 @@ class KafkaSource:
         collect_state: A function that returns the state of partitions, set by the pipeline. It is called before they
             are given up.
         on_wait: A function that is called at least every few seconds while a method waits for the brokers.
+        stop: Set when the process is to end, so that failed commits are retried for `STOP_SECONDS` only. The pipeline
+            replaces it.
         waiting_partitions: Partitions of which polls return no messages and for which nothing is committed, set by the
             pipeline.
 
@@ -123,6 +130,7 @@ class KafkaSource:
         self.topic = topic
         self.collect_state: CollectState = _collect_no_state
         self.on_wait: Callable[[], None] = do_nothing
+        self.stop = threading.Event()
         self.waiting_partitions: frozenset[int] = frozenset()
         self._cluster, self._group, self._instance, self._start = cluster, group, instance, start
         self._state, self._on_lost_state = state, on_lost_state
@@ -681,15 +689,17 @@ class KafkaSource:
         """Wait until the commit in progress, if any, has taken effect; repeat it after errors that may pass.
 
         Raises:
-            Unavailable: The commit has failed for longer than the constructor's `patience` (in seconds). No further
-                attempt is made.
+            Unavailable: The commit has failed for longer than the constructor's `patience` (in seconds), or for
+                `STOP_SECONDS` if the process is to end. No further attempt is made.
             ConfigError: The broker refuses the commit, or another process uses the same transactional id. No further
                 attempt is made.
         """
         deadline = time.monotonic() + self._patience
         logged_errors: set[str] = set()  # each kind of error is logged once per commit
         is_retry, serve_seconds = False, 0.1
+        is_ending = False
         while self._commits.has_commit:
+            began_at = time.monotonic()
             try:
                 if self._fatal_error is not None:
                     raise self._fatal_error
@@ -699,6 +709,8 @@ class KafkaSource:
                 self._try_to_commit()
             except DeformerError as error:
                 is_permanent = not isinstance(error, Unavailable)
+                if self.stop.is_set() and not is_ending:  # an attempt that has taken long was the last one
+                    is_ending, deadline = True, min(deadline, began_at + STOP_SECONDS)
                 if is_permanent or time.monotonic() > deadline:
                     self._commits.give_up()
                     if isinstance(error, RebalanceInProgress):  # an outage ends the membership, and is then the reason

@@ -42,6 +42,7 @@ from deformer_stream.runtime.ports import (
     PartitionState,
     PollResult,
     RestoredPartition,
+    StoppableSource,
     WaitingSource,
 )
 from deformer_stream.runtime.timing import CommitSchedule
@@ -146,6 +147,8 @@ class IncidentPipeline:
             Unavailable: The broker did not respond for too long.
             StateError: The saved state cannot be decoded.
         """
+        if isinstance(self._source, StoppableSource):
+            self._source.stop = stop
         while not stop.is_set():
             polled = self._source.poll(self._max_wait)
             self._update_partitions(polled)

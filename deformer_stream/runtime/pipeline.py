@@ -53,6 +53,7 @@ from deformer_stream.runtime.ports import (
     PartitionState,
     PollResult,
     Sink,
+    StoppableSource,
     WaitingSource,
 )
 from deformer_stream.runtime.recovery import Recovery
@@ -219,6 +220,8 @@ class Pipeline:
             stop: Set from outside to end the run after the current turn of the loop, for example by a signal handler.
         """
         self._last_summary = time.monotonic()
+        if isinstance(self.source, StoppableSource):
+            self.source.stop = stop
         self._show_models()
         while not stop.is_set() and (self.recovery.waiting_partitions or not self.source.is_exhausted):
             self._replace_model()

@@ -6,6 +6,7 @@ implementation.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -155,6 +156,17 @@ class WaitingSource(EventSource, Protocol):
     """
 
     on_wait: Callable[[], None]
+
+
+@runtime_checkable
+class StoppableSource(EventSource, Protocol):
+    """A source that gives up sooner during an outage if the process is to end.
+
+    Attributes:
+        stop: Set by the pipeline: the event that is set when the process is to end.
+    """
+
+    stop: threading.Event
 
 
 @runtime_checkable

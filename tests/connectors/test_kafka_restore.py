@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from connectors.kafka.client import RETRY_SECONDS
+from connectors.kafka.client import DELIVERY_SECONDS, RETRY_SECONDS
 from connectors.kafka.ports import CommittedOffset, TopicPartition
-from connectors.kafka.source import STARTS_PER_STEP, KafkaSource
+from connectors.kafka.source import STARTS_PER_STEP, STOP_SECONDS, KafkaSource
 from connectors.kafka.state import MAX_VISIBILITY_SECONDS, StateTopic
 from deformer_stream.errors import StateError, Unavailable
-from deformer_stream.runtime.ports import PartitionState
+from deformer_stream.runtime.ports import PartitionState, StoppableSource
 from tests.connectors.fake_kafka import Clock, FakeConsumer, FakeKafka
 
 PATIENCE = 120.0
@@ -70,6 +70,28 @@ def test_patience_of_a_restore_begins_with_its_first_failure(fake_kafka: FakeKaf
     clock.sleep(PATIENCE)
     with pytest.raises(Unavailable, match="no response"):
         source.poll(0.0)
+
+
+def test_a_process_that_is_to_end_does_not_retry_a_commit_for_its_patience(fake_kafka: FakeKafka, clock: Clock) -> None:
+    """A supervisor would kill it. Nothing is lost: the next run handles the messages again."""
+    fake_kafka.num_partitions = {"events": 1}
+    source = KafkaSource(fake_kafka.cluster, "events", "group", patience=1000.0)
+    assert isinstance(source, StoppableSource), "the pipelines give it the event"
+    (consumer,) = fake_kafka.consumers
+    consumer.give(TopicPartition("events", 0))
+    assert poll_restored(source) == [0]
+
+    def fail(name: str, tps: set[TopicPartition]) -> None:
+        if name == "commit":
+            clock.sleep(1.0)
+            if clock.now > stopped_at:
+                source.stop.set()
+            raise Unavailable("no response")
+
+    fake_kafka.before, stopped_at = fail, clock.now + 100.0
+    with pytest.raises(Unavailable, match="no response"):
+        source.commit()
+    assert 0 < clock.now - stopped_at < DELIVERY_SECONDS + STOP_SECONDS + 10
 
 
 def test_state_is_not_called_incomplete_after_an_outage(fake_kafka: FakeKafka, clock: Clock) -> None:
