@@ -463,7 +463,7 @@ def build_calibrate() -> click.Command:
             score_records,
             score_records_in_shards,
         )
-        from deformer_stream.cli.calibration_review import format_review, mark_kept_records
+        from deformer_stream.cli.calibration_review import format_review, mark_kept_records, number_records
         from deformer_stream.cli.config_report import align_columns
         from deformer_stream.cli.recalibration_report import write_recalibrated_model
         from deformer_stream.cli.seen_records import replace_calibration_records, select_new_records
@@ -492,14 +492,15 @@ def build_calibrate() -> click.Command:
         data_fingerprint = loaded.manifest["training"].get("fingerprint", "unknown")
         is_used, note = select_new_records(seen_records, records.fingerprints, settings.seen_records, data_fingerprint)
         notes = [note] if note else []
+        keys = number_records(records.record_ids)
         if settings.anomalous is not None:
-            is_kept, note = mark_kept_records(records.record_ids, settings.anomalous)
+            is_kept, note = mark_kept_records(keys, settings.anomalous)
             is_used = is_used & is_kept
             notes.append(note)
         record_ids = list(compress(records.record_ids, is_used))
         if settings.review is not None:
             max_statistics = records.max_statistics[is_used]
-            click.echo(format_review(record_ids, max_statistics, settings.review), nl=False)
+            click.echo(format_review(list(compress(keys, is_used)), max_statistics, settings.review), nl=False)
             click.echo(
                 f"listed {min(settings.review, len(record_ids))} of {len(record_ids)} records; no model was written: "
                 "write yes in the column anomalous of each anomaly, and run calibrate with --anomalous FILE instead",
