@@ -190,7 +190,8 @@ def train(
         seen_records = find_seen_records(
             data.schema,
             data.values,
-            is_training=np.isin(data.split, (Split.TRAIN, Split.VALIDATION)),
+            # Suspected anomalies are no new records: training left them out because of their values.
+            is_training=np.isin(data.split, (Split.TRAIN, Split.VALIDATION, Split.LEFT_OUT)),
             is_calibration=data.split == Split.CALIBRATION,
             earlier=_read_earlier_records(settings),
         )
