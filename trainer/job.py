@@ -704,7 +704,7 @@ def _leave_out_outliers(
     """
     if not settings.contamination:
         return data, 0
-    if num_references is None:
+    if not num_references:  # also if the interrupted run had no --contamination, which `restore` then refuses
         seconds = OUTLIER_SHARE * budget.remaining  # infinite without a limit
         num_references = choose_num_references(data, seconds, budget.clock)
     phase = Phase("finding suspected anomalies", len(data.split), clock=budget.clock, on_message=on_message)
