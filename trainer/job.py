@@ -190,7 +190,8 @@ def train(
         seen_records = find_seen_records(
             data.schema,
             data.values,
-            is_training=np.isin(data.split, (Split.TRAIN, Split.VALIDATION)),
+            # Suspected anomalies are no new records: training left them out because of their values.
+            is_training=np.isin(data.split, (Split.TRAIN, Split.VALIDATION, Split.LEFT_OUT)),
             is_calibration=data.split == Split.CALIBRATION,
             earlier=_read_earlier_records(settings),
         )
@@ -703,7 +704,7 @@ def _leave_out_outliers(
     """
     if not settings.contamination:
         return data, 0
-    if num_references is None:
+    if not num_references:  # also if the interrupted run had no --contamination, which `restore` then refuses
         seconds = OUTLIER_SHARE * budget.remaining  # infinite without a limit
         num_references = choose_num_references(data, seconds, budget.clock)
     phase = Phase("finding suspected anomalies", len(data.split), clock=budget.clock, on_message=on_message)

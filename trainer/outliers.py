@@ -47,7 +47,7 @@ ISOLATION_RATIO = 6.0
 """An unusual record is isolated if it is farther from ordinary records than these from each other by this factor."""
 
 NUM_NEIGHBORS = 5
-"""Number of nearest records over which these distances are averaged."""
+"""Number of nearest records over which these distances are averaged. The mean is at least `_compute_min_distances`."""
 
 NUM_COMPARED, MIN_UNUSUAL = 2000, 2 * NUM_NEIGHBORS
 """Number of random records among which nearest records are searched, and the smallest number of unusual records.
@@ -189,8 +189,11 @@ def find_suspects(
 
     def measure(examined: NDArray[np.int64], neighbors: NDArray[np.bool_]) -> Floats:
         """Return the mean distance of the examined records to the nearest ones of some of the compared records."""
+        minima = _compute_min_distances(data, examined)
         distances = _iterate_distances(data, examined, rows[compared])
-        return np.concatenate([_average_nearest(chunk_distances[:, neighbors]) for _, chunk_distances in distances])
+        return np.concatenate(
+            [_average_nearest(chunk_distances[:, neighbors], minima[chunk]) for chunk, chunk_distances in distances]
+        )
 
     ordinary = rows[compared[~is_unusual[compared]]]
     unusual = rows[is_unusual]
@@ -219,28 +222,49 @@ def _find_groups(data: PreparedTable, rows: NDArray[np.int64], is_unusual: NDArr
     """
     is_member = is_unusual.copy()
     unusual = np.flatnonzero(is_unusual)
+    minima = _compute_min_distances(data, rows[unusual])
     # At most NUM_COMPARED² distances.
     distances = np.concatenate(
         [chunk_distances for _, chunk_distances in _iterate_distances(data, rows[unusual], rows)]
     )
     while True:
         remains = is_member[unusual] & (
-            _average_nearest(distances[:, ~is_member]) > GROUP_RATIO * _average_nearest(distances[:, is_member])
+            _average_nearest(distances[:, ~is_member], minima)
+            > GROUP_RATIO * _average_nearest(distances[:, is_member], minima)
         )
         if (remains == is_member[unusual]).all():
             return is_member
         is_member[unusual] = remains
 
 
-def _average_nearest(distances: Floats) -> Floats:
+def _average_nearest(distances: Floats, minima: Floats) -> Floats:
     """Return the mean of the `NUM_NEIGHBORS` smallest distances in each row, (N,); infinite if there are fewer.
 
     Args:
         distances: (N, R) distances of N records to R others. A record has an infinite distance to itself.
+        minima: (N,) smallest mean of each record (`_compute_min_distances`).
     """
     if distances.shape[1] < NUM_NEIGHBORS:
         return np.full(len(distances), np.inf)
-    return np.asarray(np.partition(distances, NUM_NEIGHBORS - 1, 1)[:, :NUM_NEIGHBORS].mean(1))
+    return np.maximum(np.partition(distances, NUM_NEIGHBORS - 1, 1)[:, :NUM_NEIGHBORS].mean(1), minima)
+
+
+def _compute_min_distances(data: PreparedTable, rows: NDArray[np.int64]) -> Floats:
+    """Return the smallest distances from N records that count, (N,).
+
+    It is the distance to a record that differs in one label, or by one standard deviation in one measurement. Records
+    of labels or coarse numbers often equal each other. Without a minimum, their nearest distances would be 0, and each
+    rare combination of normal readings would be infinitely farther from the others.
+
+    Args:
+        data: The prepared table.
+        rows: (N,) row numbers of the records.
+    """
+
+    def count_readings(chunk: NDArray[np.int64]) -> Floats:
+        return (~np.isnan(data.values[chunk])).sum(1).astype(np.float64)
+
+    return np.asarray(1.0 / np.sqrt(np.maximum(_compute_in_chunks(count_readings, data, rows), 1.0)))
 
 
 def leave_out(data: PreparedTable, suspects: Suspects) -> PreparedTable:

@@ -586,6 +586,7 @@ def _describe_identity(settings: TrainConfig, data: PreparedTable, config: Model
         "records": len(data.split),  # fewer than those of the input if a time limit permitted only a sample
         "seed": settings.seed,
         "max_time": settings.max_time,  # a time limit changes the schedule
+        "contamination": settings.contamination or None,  # it determines which records are left out of training
         "preset": settings.preset,
         **asdict(config),
     }

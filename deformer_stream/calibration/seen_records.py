@@ -245,7 +245,8 @@ class SeenRecords:
     Attributes:
         training: The records that determined the weights, or the choice of the weights. There is one set for each
             table: a model that was adapted from another one (`--init-from`) has seen the records of both.
-        calibration: The records of the calibration in force, None if they are not known.
+        calibration: The records of the calibration in force, and those that a person removed from it as anomalies.
+            None if they are not known.
     """
 
     training: tuple[RecordSet, ...] = ()
@@ -321,7 +322,8 @@ def find_seen_records(
     Args:
         schema: The F features of the table.
         values: (N, F) normalised values and label codes, NaN if there is no reading. The matrix may be memory-mapped.
-        is_training: (N,) whether the record determined the weights or the choice of the weights.
+        is_training: (N,) whether the record determined the weights or the choice of the weights, or was left out of
+            both as a suspected anomaly.
         is_calibration: (N,) whether the record is for calibration.
         earlier: The sets of records that the old model was trained on, if it was adapted to the table.
     """

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -19,48 +20,73 @@ from numpy.typing import NDArray
 from deformer_stream.counts import format_count
 from deformer_stream.errors import ConfigError, InputError
 
-RECORD, ANOMALOUS = "record", "anomalous"
-"""Columns of the list that a person edits: the id of the record, and `CONFIRMED` if it is an anomaly."""
+RECORD, OCCURRENCE, ANOMALOUS = "record", "occurrence", "anomalous"
+"""Columns of the list that a person edits.
+
+They are the id of the record, its number among the records with this id, and `CONFIRMED` if it is an anomaly.
+"""
 
 CONFIRMED = "yes"
 
 
-def format_review(record_ids: Sequence[str], statistics: NDArray[np.float64], count: int) -> str:
-    """Return a CSV table of the calibration records with the largest statistics, the largest first.
+RecordKey = tuple[str, int]
+"""The id of a record, and its number, from 1, among the records of the input with this id."""
 
-    Its columns are the id of the record, its statistic, its p-value among the records, and an empty column in which a
-    person writes `CONFIRMED` if the record is an anomaly.
+
+def number_records(record_ids: Iterable[str]) -> list[RecordKey]:
+    """Return the keys of N records. Ids may repeat, for example if the same device completes several records.
 
     Args:
-        record_ids: The ids of N records.
+        record_ids: The ids of all records of the input. Records with the same id are in the order of closing.
+    """
+    counts: Counter[str] = Counter()
+    keys = []
+    for record_id in record_ids:
+        counts[record_id] += 1
+        keys.append((record_id, counts[record_id]))
+    return keys
+
+
+def format_review(keys: Sequence[RecordKey], statistics: NDArray[np.float64], count: int) -> str:
+    """Return a CSV table of the calibration records with the largest statistics, the largest first.
+
+    Its columns are the id of the record, its number among the records with this id, its statistic, its p-value among
+    the records, and an empty column in which a person writes `CONFIRMED` if the record is an anomaly.
+
+    Args:
+        keys: The keys of N records (`number_records`).
         statistics: (N,) their largest anomaly scores.
         count: Largest number of records to list.
     """
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow([RECORD, "statistic", "p_value", ANOMALOUS])
+    writer.writerow([RECORD, OCCURRENCE, "statistic", "p_value", ANOMALOUS])
     for index in np.argsort(-statistics, kind="stable")[:count].tolist():
         num_as_large = int((statistics >= statistics[index]).sum())
         p_value = num_as_large / (len(statistics) + 1)
-        writer.writerow([record_ids[index], f"{statistics[index]:.6g}", f"{p_value:.3g}", ""])
+        writer.writerow([*keys[index], f"{statistics[index]:.6g}", f"{p_value:.3g}", ""])
     return text.getvalue()
 
 
-def read_confirmed_ids(path: Path) -> set[str]:
-    """Return the ids of the records that a person has confirmed as anomalies in a list of `format_review`.
+def read_confirmed_records(path: Path) -> set[tuple[str, int | None]]:
+    """Return the keys of the records that a person has confirmed as anomalies in a list of `format_review`.
 
     Args:
         path: A CSV file with the columns `RECORD` and `ANOMALOUS`. Rows without `CONFIRMED` are ignored.
 
+    Returns:
+        The ids, each with its number among the records with this id; None if the file has no column `OCCURRENCE`.
+
     Raises:
-        ConfigError: The file cannot be read, or has other columns, or another word than `CONFIRMED` or "no".
+        ConfigError: The file cannot be read, or has other columns. Or it has another word than `CONFIRMED` or "no", or
+            a number that is not a positive integer.
     """
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
             rows = list(csv.DictReader(file))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise ConfigError(f"--anomalous {path} cannot be read: {error}") from error
-    confirmed = set()
+    confirmed: set[tuple[str, int | None]] = set()
     for number, row in enumerate(rows, 2):
         record, word = row.get(RECORD), row.get(ANOMALOUS)
         if record is None or word is None:
@@ -73,29 +99,44 @@ def read_confirmed_ids(path: Path) -> set[str]:
             raise ConfigError(
                 f"--anomalous {path}, line {number}: {word!r} in the column {ANOMALOUS}; write {CONFIRMED}, or nothing"
             )
+        occurrence = row.get(OCCURRENCE)
+        if occurrence is not None and not (occurrence.strip().isdecimal() and int(occurrence) > 0):
+            raise ConfigError(
+                f"--anomalous {path}, line {number}: {occurrence!r} in the column {OCCURRENCE}; leave the number as "
+                "calibrate --review has written it"
+            )
         if word == CONFIRMED:
-            confirmed.add(record)
+            confirmed.add((record, None if occurrence is None else int(occurrence)))
     return confirmed
 
 
-def mark_kept_records(record_ids: Sequence[str], path: Path) -> tuple[NDArray[np.bool_], str]:
+def mark_kept_records(keys: Sequence[RecordKey], path: Path) -> tuple[NDArray[np.bool_], str]:
     """Return which of N records are kept, (N,), and a clause for the user about those that were left out.
 
     Args:
-        record_ids: The ids of the N records.
-        path: The list with the confirmed anomalies (`read_confirmed_ids`).
+        keys: The keys of all N records of the input (`number_records`).
+        path: The list with the confirmed anomalies (`read_confirmed_records`).
 
     Raises:
         ConfigError: The list cannot be used.
-        InputError: A confirmed record is not among the N records, or none would be kept.
+        InputError: A confirmed record is not among the N records, or is not the only one with its id although the list
+            has no column `OCCURRENCE`. Or no record would be kept.
     """
-    confirmed = read_confirmed_ids(path)
-    if unknown := sorted(confirmed.difference(record_ids)):
+    known = set(keys)
+    confirmed: set[RecordKey] = set()
+    for record_id, occurrence in sorted(read_confirmed_records(path), key=lambda key: (key[0], key[1] or 0)):
+        if occurrence is None and (record_id, 2) in known:
+            raise InputError(
+                f"--anomalous {path} confirms {record_id[:40]!r}, but the input contains several records with this id: "
+                f"add the column {OCCURRENCE}, as calibrate --review writes it"
+            )
+        confirmed.add((record_id, occurrence or 1))
+    if unknown := sorted(confirmed - known):
         raise InputError(
             f"--anomalous {path} confirms {format_count(len(unknown), 'record')} that the input does not contain, such "
-            f"as {unknown[0][:40]!r}: give the same input to calibrate as with --review"
+            f"as {unknown[0][0][:40]!r}: give the same input to calibrate as with --review"
         )
-    is_kept = np.array([record not in confirmed for record in record_ids], bool)
+    is_kept = np.array([key not in confirmed for key in keys], bool)
     if not is_kept.any():
         raise InputError(f"--anomalous {path} confirms all records as anomalies, so none is left to calibrate with")
     return is_kept, f"left out: {format_count(int((~is_kept).sum()), 'confirmed record')}"

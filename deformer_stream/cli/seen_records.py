@@ -57,7 +57,8 @@ def replace_calibration_records(seen_records: SeenRecords | None, fingerprints: 
 
     Args:
         seen_records: The records that it had seen before, None if they are not known.
-        fingerprints: (N,) the fingerprints of the records of the new calibration.
+        fingerprints: (N,) the fingerprints of the records of the new calibration, and of the confirmed anomalies that
+            were removed from it. Otherwise only the anomalies would be new to the next calibration.
     """
     training = () if seen_records is None else seen_records.training
     return SeenRecords(training, RecordSet.from_fingerprints(fingerprints))

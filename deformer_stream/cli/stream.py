@@ -28,7 +28,7 @@ from deformer_stream.cli_utils import (
     reload_on_hangup,
     stop_on_signals,
 )
-from deformer_stream.errors import ConfigError
+from deformer_stream.errors import ConfigError, InputError
 from deformer_stream.runtime import process
 
 if TYPE_CHECKING:
@@ -463,7 +463,7 @@ def build_calibrate() -> click.Command:
             score_records,
             score_records_in_shards,
         )
-        from deformer_stream.cli.calibration_review import format_review, mark_kept_records
+        from deformer_stream.cli.calibration_review import format_review, mark_kept_records, number_records
         from deformer_stream.cli.config_report import align_columns
         from deformer_stream.cli.recalibration_report import write_recalibrated_model
         from deformer_stream.cli.seen_records import replace_calibration_records, select_new_records
@@ -490,16 +490,23 @@ def build_calibrate() -> click.Command:
             return INTERRUPTED_EXIT_CODE
         records = scored.records
         data_fingerprint = loaded.manifest["training"].get("fingerprint", "unknown")
-        is_used, note = select_new_records(seen_records, records.fingerprints, settings.seen_records, data_fingerprint)
+        is_new, note = select_new_records(seen_records, records.fingerprints, settings.seen_records, data_fingerprint)
         notes = [note] if note else []
+        is_used = is_new
+        keys = number_records(records.record_ids)
         if settings.anomalous is not None:
-            is_kept, note = mark_kept_records(records.record_ids, settings.anomalous)
-            is_used = is_used & is_kept
+            is_kept, note = mark_kept_records(keys, settings.anomalous)
+            is_used = is_new & is_kept
+            if not is_used.any():
+                raise InputError(
+                    "none of the records is left to calibrate with: each was seen by the model or is confirmed by "
+                    "--anomalous; add new records to the input"
+                )
             notes.append(note)
         record_ids = list(compress(records.record_ids, is_used))
         if settings.review is not None:
             max_statistics = records.max_statistics[is_used]
-            click.echo(format_review(record_ids, max_statistics, settings.review), nl=False)
+            click.echo(format_review(list(compress(keys, is_used)), max_statistics, settings.review), nl=False)
             click.echo(
                 f"listed {min(settings.review, len(record_ids))} of {len(record_ids)} records; no model was written: "
                 "write yes in the column anomalous of each anomaly, and run calibrate with --anomalous FILE instead",
@@ -520,7 +527,7 @@ def build_calibrate() -> click.Command:
         recalibration = recalibrate(
             loaded.calibration, statistics, settings.alpha, settings.group_by, settings.trim, settings.seed
         )
-        seen_records = replace_calibration_records(seen_records, records.fingerprints[is_used])
+        seen_records = replace_calibration_records(seen_records, records.fingerprints[is_new])
         today = datetime.now(UTC).date()
         fingerprint = write_recalibrated_model(recalibration, loaded, target, settings.alpha, seen_records, today)
         if incidents_before is not None:  # its history is kept; its segments belong to the calibration before

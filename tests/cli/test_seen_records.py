@@ -137,6 +137,30 @@ def test_drop_without_new_records_is_refused(cli: RunCommand, trained: tuple[Pat
     assert_command_failed(cli("calibrate", trained[1], *words), 3, "none of the records is known to be new")
 
 
+def test_confirmed_anomalies_are_not_new_to_the_next_calibration(
+    cli: RunCommand, trained: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """Otherwise the same command, repeated with drop, would calibrate with the anomalies alone."""
+    new, review, out = write(tmp_path / "new.parquet", make_table(120, 4)), tmp_path / "review.csv", tmp_path / "m"
+    listed = cli("calibrate", new, "--model", trained[0], "--out", out, "--review", 10)
+    assert listed.code == 0, listed.err
+    lines = listed.out.splitlines()
+    review.write_text("\n".join([lines[0], *(f"{line}yes" for line in lines[1:])]) + "\n")
+    first = cli("calibrate", new, "--model", trained[0], "--out", out, "--anomalous", review)
+    assert first.code == 0, first.err
+    assert len(model_store.read(out).calibration.scores) == 110
+    again = cli("calibrate", new, "--model", out, "--seen-records", "drop")
+    assert_command_failed(again, 3, "120 of 120 records", "none of the records is known to be new")
+
+
+def test_records_that_training_left_out_are_not_new(cli: RunCommand, tmp_path: Path) -> None:
+    table = write(tmp_path / "train.parquet", make_table(200, 5))
+    train([table], TrainConfig(out=tmp_path / "model", contamination=0.1, **OPTIONS))
+    assert model_store.read_manifest(tmp_path / "model")["training"]["rows"]["left_out"] > 10
+    result = cli("calibrate", table, "--model", tmp_path / "model", "--out", tmp_path / "m", "--seen-records", "drop")
+    assert_command_failed(result, 3, "200 of 200 records", "none of the records is known to be new")
+
+
 def test_allow_uses_all_records_and_says_what_is_lost(
     cli: RunCommand, trained: tuple[Path, Path], tmp_path: Path
 ) -> None:

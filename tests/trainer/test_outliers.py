@@ -164,6 +164,36 @@ def test_auto_leaves_nearly_nothing_out_of_a_clean_table(tmp_path: Path, rng: np
     assert count_found(prepare_numbers(tmp_path, draws[kind]()), 0)[1] < 0.04
 
 
+@pytest.mark.parametrize("kind", ["labels", "binary", "counts", "numbers and labels", "a rare mode", "one number"])
+def test_auto_leaves_nearly_nothing_out_of_clean_labels_and_coarse_numbers(
+    tmp_path: Path, rng: np.random.Generator, kind: str
+) -> None:
+    """Many of these records equal others, so distances to the nearest ones are 0. Rare combinations are normal."""
+    num_records = 4000
+    labels = {f"l{i}": rng.choice(["a", "b", "c"], num_records, p=[0.9, 0.08, 0.02]) for i in range(5)}
+    numbers = {f"x{i}": rng.normal(size=num_records) for i in range(3)}
+    columns = {
+        "labels": labels,
+        "binary": {f"l{i}": rng.choice(["a", "b"], num_records, p=[0.9, 0.1]) for i in range(8)},
+        "counts": {f"c{i}": 0.5 * rng.poisson(4, num_records) for i in range(4)},
+        "numbers and labels": {name: (labels | numbers)[name] for name in ("x0", "x1", "l0", "l1", "l2")},
+        "a rare mode": {**numbers, "mode": rng.choice(["on", "off"], num_records, p=[0.95, 0.05])},
+        "one number": {"x0": numbers["x0"]},
+    }
+    assert count_found(prepared(tmp_path, columns[kind]), 0)[1] < 0.01
+
+
+def test_auto_leaves_out_a_group_of_similar_anomalies_of_coarse_numbers(
+    tmp_path: Path, rng: np.random.Generator
+) -> None:
+    """The records of the group equal each other, and are apart by more than the smallest distance that counts."""
+    values = np.round(2.0 * rng.normal(size=(2000, 4))) / 2.0
+    values[:80] = 4.0
+    found, lost = count_found(prepare_numbers(tmp_path, values), 80)
+    assert found > 0.95
+    assert lost < 0.01
+
+
 def test_auto_finds_anomalies_by_labels_cyclic_and_missing_readings(tmp_path: Path, rng: np.random.Generator) -> None:
     columns = mixed(rng, 1000) | {"heading": rng.uniform(350, 370, 1000) % 360}
     columns["b"] = columns["b"].astype(np.float64)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from deformer_stream import model_store
+from deformer_stream.errors import ConfigError
 from tests.trainer.tables import correlated, write
 from trainer import checkpoint, gaussian_prior, planning
 from trainer.budget import TimeBudget, measure_seconds_per_record
@@ -114,6 +115,20 @@ def test_continued_run_keeps_its_preset(tmp_path: Path, table: Path, step_second
         chosen.append((state["identity"]["preset"], state["step"]))
         step_seconds["small"] = 0.001  # when the run is continued, there is time for the larger preset
     assert chosen == [("tiny", 1), ("tiny", 2)]
+
+
+@pytest.mark.parametrize(("before", "now"), [(0, "auto"), (0.05, "auto"), ("auto", 0), (0.05, 0.06)])
+def test_run_with_another_contamination_is_not_continued(
+    tmp_path: Path, table: Path, before: float | str, now: float | str
+) -> None:
+    """Other records would be left out of training, and those of the Gaussian prior would not be."""
+    options: dict[str, Any] = {"preset": "tiny", "epochs": 50, "batch": 64, "gaussians": 1}
+    settings = TrainConfig(out=tmp_path / "model", contamination=before, **options)  # type: ignore[arg-type]
+    with pytest.raises(Interrupted):  # after one step
+        train([table], settings, should_stop=lambda: True)
+    settings = TrainConfig(out=tmp_path / "model", contamination=now, resume=True, **options)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="contamination was"):
+        train([table], settings)
 
 
 def test_folds_use_the_preset_of_the_first_model(
