@@ -246,7 +246,8 @@ def _average_nearest(distances: Floats, minima: Floats) -> Floats:
     """
     if distances.shape[1] < NUM_NEIGHBORS:
         return np.full(len(distances), np.inf)
-    return np.maximum(np.partition(distances, NUM_NEIGHBORS - 1, 1)[:, :NUM_NEIGHBORS].mean(1), minima)
+    nearest = np.partition(distances, NUM_NEIGHBORS - 1, 1)[:, :NUM_NEIGHBORS]
+    return np.asarray(np.maximum(nearest.mean(1), minima))
 
 
 def _compute_min_distances(data: PreparedTable, rows: NDArray[np.int64]) -> Floats:
@@ -262,7 +263,7 @@ def _compute_min_distances(data: PreparedTable, rows: NDArray[np.int64]) -> Floa
     """
 
     def count_readings(chunk: NDArray[np.int64]) -> Floats:
-        return (~np.isnan(data.values[chunk])).sum(1).astype(np.float64)
+        return np.asarray((~np.isnan(data.values[chunk])).sum(1), np.float64)
 
     return np.asarray(1.0 / np.sqrt(np.maximum(_compute_in_chunks(count_readings, data, rows), 1.0)))
 
