@@ -134,6 +134,8 @@ class KafkaSource:
         self._unrestored: set[TopicPartition] = set()  # partitions that were assigned and are not restored yet
         self._pending_starts: dict[TopicPartition, PendingStart] = {}  # those whose saved state is being read
         self._read_states: dict[TopicPartition, SavedState | StateError] = {}  # those whose saved state was read
+        # Partitions whose committed offsets could not be requested; the next request is for others.
+        self._failed_starts: set[TopicPartition] = set()
         self._reader = None if state is None else state.open_reader()
         self._poll_patience = Patience(patience, "poll_failed_retrying")
         self._restore_patience = Patience(patience, "restore_failed_retrying")
@@ -469,14 +471,21 @@ class KafkaSource:
         self._add_state_partitions(max(tp.partition for tp in tps) + 1)
         committed: dict[TopicPartition, CommittedOffset | None] = {}
         failed_step: Sequence[TopicPartition] = ()
-        try:
-            for step in _divide(tps):
+        # A transaction that does not end hides the committed offsets of its partitions. A request for them can last for
+        # longer than this call may, so the partitions of failed requests come last.
+        if self._failed_starts.issuperset(tps):
+            self._failed_starts.clear()
+        others = [tp for tp in tps if tp not in self._failed_starts]
+        for step in [*_divide(others), *_divide([tp for tp in tps if tp in self._failed_starts])]:
+            try:
                 committed |= self._consumer.fetch_committed(step, client.REQUEST_SECONDS)
-                self.on_wait()
-                if time.monotonic() > deadline:
-                    break
-        except Unavailable:
-            failed_step = step
+                self._failed_starts.difference_update(step)
+            except Unavailable:
+                failed_step = step
+                self._failed_starts.update(step)
+            self.on_wait()
+            if time.monotonic() > deadline:
+                break
         if committed:
             self._find_starts_together(committed, restored)
         if failed_step:
@@ -912,6 +921,7 @@ class KafkaSource:
             self._read_states,
         )
         self._unrestored.difference_update(partitions)
+        self._failed_starts.difference_update(partitions)
         for tp in partitions:
             for value_by_partition in stored:
                 value_by_partition.pop(tp, None)

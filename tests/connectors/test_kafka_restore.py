@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from connectors.kafka.client import RETRY_SECONDS
+from connectors.kafka.client import REQUEST_SECONDS, RETRY_SECONDS
 from connectors.kafka.ports import CommittedOffset, TopicPartition
 from connectors.kafka.source import STARTS_PER_STEP, KafkaSource
 from connectors.kafka.state import MAX_VISIBILITY_SECONDS, StateTopic
@@ -135,6 +135,29 @@ def test_partition_whose_committed_offset_is_hidden_does_not_stop_the_restore_of
     assert poll_restored(source) == list(range(STARTS_PER_STEP))
     fake_kafka.before = answer
     assert poll_restored(source) == [STARTS_PER_STEP]
+
+
+@pytest.mark.parametrize("seconds", [0.0, REQUEST_SECONDS])
+def test_hidden_committed_offset_of_the_first_partition_does_not_stop_the_restore_of_later_ones(
+    fake_kafka: FakeKafka, clock: Clock, seconds: float
+) -> None:
+    """Also if the request for it takes all time that a poll may spend on restoring partitions."""
+    num_partitions = 3 * STARTS_PER_STEP + 1
+    for number in range(num_partitions):
+        save_state(fake_kafka, number)
+    source, _ = open_source(fake_kafka, num_partitions)
+    first = TopicPartition("events", 0)
+
+    def fail(name: str, tps: set[TopicPartition]) -> None:
+        if name == "fetch_committed" and first in tps:
+            clock.sleep(seconds)
+            raise Unavailable("no response")
+
+    answer, fake_kafka.before = fake_kafka.before, fail
+    restored = [number for _ in range(6) for number in poll_restored(source)]
+    assert sorted(restored) == list(range(STARTS_PER_STEP, num_partitions))
+    fake_kafka.before = answer
+    assert poll_restored(source) == list(range(STARTS_PER_STEP))
 
 
 def test_partitions_that_cannot_begin_are_restored_by_a_later_poll(fake_kafka: FakeKafka, clock: Clock) -> None:
