@@ -542,6 +542,8 @@ class KafkaSource:
         end_offsets = self._consumer.fetch_end_offsets(tps, client.REQUEST_SECONDS)
         with_state = self._find_with_state([tp for tp in tps if committed[tp] is None])
         for tp in tps:
+            if tp not in self._unrestored:  # a call that has failed halfway has begun it
+                continue
             is_new = tp.partition >= self._commits.num_partitions  # it was added after the group had begun
             policy: Literal["earliest", "latest"] = "earliest" if is_new else self._start
             offset = committed[tp]

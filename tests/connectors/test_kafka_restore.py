@@ -178,6 +178,19 @@ def test_partitions_that_cannot_begin_are_restored_by_a_later_poll(fake_kafka: F
     assert all(consumer.is_closed for consumer in fake_kafka.consumers[1:])
 
 
+def test_partition_is_begun_once_although_another_one_cannot_begin(fake_kafka: FakeKafka, clock: Clock) -> None:
+    num_partitions = STARTS_PER_STEP + 1
+    source, _ = open_source(fake_kafka, num_partitions)
+    failures = [Unavailable("no response")]
+
+    def fail(name: str, tps: set[TopicPartition]) -> None:
+        if name == "start" and TopicPartition("events", 5) in tps and failures:
+            raise failures.pop()
+
+    fake_kafka.before = fail
+    assert poll_restored(source) == list(range(num_partitions))
+
+
 def test_states_that_were_read_before_a_failed_request_are_returned(fake_kafka: FakeKafka, clock: Clock) -> None:
     for number in range(2):
         save_state(fake_kafka, number)
