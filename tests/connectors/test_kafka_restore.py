@@ -221,6 +221,31 @@ def test_connections_of_a_restore_are_closed_if_its_partitions_are_revoked(fake_
     assert reader.is_closed
 
 
+def test_partition_is_given_up_although_the_reader_of_its_state_cannot_stop_it(
+    fake_kafka: FakeKafka, clock: Clock
+) -> None:
+    """The client library calls the handler, which must not raise."""
+    for number in range(2):
+        save_state(fake_kafka, number)
+        fake_kafka.hidden[TopicPartition(STATE_TOPIC, number)] = 1
+    source, consumer = open_source(fake_kafka, 2)
+    assert poll_restored(source) == []
+    tp = TopicPartition("events", 0)
+
+    def fail(name: str, tps: set[TopicPartition]) -> None:
+        if name == "stop":
+            raise Unavailable("no response")
+
+    answer, fake_kafka.before = fake_kafka.before, fail
+    source.on_revoked(frozenset({tp}))
+    consumer.take(tp)
+    source.on_revoked_committed(None)
+    fake_kafka.hidden.clear()
+    assert poll_restored(source) == []
+    fake_kafka.before = answer
+    assert poll_restored(source) == [1]
+
+
 def test_progress_is_reported_while_partitions_are_added_to_the_state_topic(
     fake_kafka: FakeKafka, monkeypatch: pytest.MonkeyPatch
 ) -> None:
