@@ -49,7 +49,7 @@ STARTS_PER_STEP = 8
 each, one after the other, and `client.REQUEST_SECONDS` limits their sum."""
 
 RESTORE_SECONDS = 1.0
-"""Seconds that one poll may spend on restoring partitions; the next poll goes on."""
+"""Seconds that one poll may spend on restoring partitions; the next poll continues."""
 
 _VALID_TOPIC = re.compile(r"[A-Za-z0-9._-]{1,249}")
 
@@ -276,7 +276,7 @@ class KafkaSource:
         Call it only after the effects of all earlier polls (such as alerts) are written to the sinks. So if a partition
         is revoked during the call, the events of these polls are committed.
 
-        Assigned partitions are restored for at most `RESTORE_SECONDS` in one call; the next calls go on.
+        Assigned partitions are restored for at most `RESTORE_SECONDS` in one call; the next calls continue.
 
         Args:
             timeout: Maximum time to wait for events, in seconds.
@@ -440,7 +440,7 @@ class KafkaSource:
 
         Args:
             restored: A list to which the partitions that have begun are appended.
-            deadline: A time of `time.monotonic()` after which the next call goes on.
+            deadline: A time of `time.monotonic()` after which the next call continues.
         """
         if self._reader is None:
             return
@@ -463,7 +463,7 @@ class KafkaSource:
 
         Args:
             restored: A list to which the partitions that have begun are appended.
-            deadline: A time of `time.monotonic()` after which the next call goes on.
+            deadline: A time of `time.monotonic()` after which the next call continues.
         """
         tps = sorted(tp for tp in self._unrestored if tp not in self._pending_starts)
         if not tps:

@@ -58,7 +58,7 @@ dead process some time after its timeout.
 """
 
 MAX_SILENCE_SECONDS = 20.0
-"""Seconds between two responses of the brokers after which they count as having been away. They cannot end transactions
+"""Seconds between two responses of the brokers after which they count as unavailable. They cannot end transactions
 meanwhile."""
 
 STATE_TOPIC_SETTINGS = {
@@ -403,7 +403,7 @@ class StateReader:
         self._pending: dict[int, _PendingRead] = {}
         self._is_assigned = False  # whether the consumer reads all pending partitions
         self._removed: set[int] = set()  # partitions that the consumer still reads, although they are not pending
-        # Times of `time.monotonic()`: the last response of the brokers, and the first one after they were away.
+        # Times of `time.monotonic()`: the last response of the brokers, and the first one after they did not respond.
         self._responded_at = self._responding_since = -math.inf
 
     def add(self, partition: int, reference: StateReference) -> None:
