@@ -378,7 +378,10 @@ class KafkaPythonConsumer:
         # The message of the error, after a batch that cannot be decoded. kafka-python keeps what is left of the batch,
         # and would loop for ever in a later poll.
         self._unreadable_error = ""
-        self._may_store_error = False  # whether the last poll may have found such a batch after what it has returned
+        # Whether a poll may have found such a batch after what it has returned. The next poll raises its error, but
+        # kafka-python drops the error if the partition is paused by then, and would loop for ever after `resume`.
+        self._can_have_stored_error = False
+        self._must_pause = False  # whether partitions of `_stopped` are not paused yet
         self._unpositioned: set[TopicPartition] = set()  # assigned, but `start` was never called
         self._revocations: deque[_Revocation] = deque()  # commits of revoked partitions that the handler awaits
         self._session = options.session_seconds
@@ -416,6 +419,8 @@ class KafkaPythonConsumer:
         """Read the given partitions from the given offsets on."""
         with translate_errors(self._servers, "assigning partitions", ValueError, TypeError):
             self._consumer.assign(_to_client(start_offsets))
+            self._stopped.clear()
+            self._must_pause = False
             for tp, offset in start_offsets.items():
                 self._consumer.seek(KafkaTopicPartition(*tp), offset)
 
@@ -433,13 +438,20 @@ class KafkaPythonConsumer:
 
     def stop(self, tps: Iterable[TopicPartition]) -> None:
         """Stop reading partitions until `start` is called; its seek drops what was fetched of them."""
-        stopped = set(tps) & self.assignment
-        self._stopped |= stopped
-        self._consumer.pause(*_to_client(stopped))
+        self._stopped |= set(tps) & self.assignment
+        self._must_pause = True
+        if not self._can_have_stored_error:  # otherwise the next poll pauses them
+            self._pause_stopped()
+
+    def _pause_stopped(self) -> None:
+        """Pause the partitions that were stopped."""
+        if self._must_pause:
+            self._consumer.pause(*_to_client(self._stopped & self.assignment))
+            self._must_pause = False
 
     def poll(self, timeout: float) -> MessageColumns | None:
         """Return the messages that have arrived, see `ports.Consumer.poll`."""
-        fetched = self._fetch(timeout)
+        fetched = self._fetch_active(timeout)
         if not fetched:
             return None
         records = [record for part in fetched.values() for record in part]
@@ -464,28 +476,53 @@ class KafkaPythonConsumer:
                 record.value,
                 [(name, value or b"") for name, value in record.headers],
             )
-            for part in self._fetch(timeout).values()
+            for part in self._fetch_active(timeout).values()
             for record in part
         ]
 
     def serve_group(self, timeout: float) -> None:
         """Take part in a rebalance without returning messages."""
-        if self._may_store_error:
-            # kafka-python would drop the error of a batch that it cannot decode if the partition were paused, and later
-            # loop for ever. A poll for one message raises the error, or returns a message that is read again.
-            for tp, (record,) in self._fetch(0.0, 1).items():
-                if tp in self._consumer.assignment():
-                    self._consumer.seek(tp, record.offset)
+        deadline = time.monotonic() + timeout
+        if not self._can_pause(timeout):
+            return
+        self._pause_stopped()
         # kafka-python takes part in a rebalance only inside `poll`, which returns nothing of paused partitions.
         active = self.assignment - self._stopped
         self._consumer.pause(*_to_client(active))
         try:
-            if self._fetch(timeout):
+            if self._fetch(max(0.0, deadline - time.monotonic())):
                 raise InvariantViolated(
                     "kafka-python has returned messages of a paused partition; this is a bug, please report it"
                 )
         finally:
             self._consumer.resume(*_to_client(active & self.assignment - self._stopped))
+
+    def _can_pause(self, timeout: float) -> bool:
+        """Return whether partitions can be paused without losing an error that kafka-python stores.
+
+        If that is not known, a poll for one message raises the error, or returns a message that is read again. During a
+        rebalance it may do neither, and then it is not known yet.
+
+        Args:
+            timeout: Longest time to wait in seconds.
+
+        Raises:
+            Unavailable: The stored error: a batch of messages cannot be decoded.
+        """
+        if self._can_have_stored_error:
+            for tp, (record,) in self._fetch(timeout, 1).items():
+                if tp in self._consumer.assignment():
+                    self._consumer.seek(tp, record.offset)
+        return not self._can_have_stored_error
+
+    def _fetch_active(self, timeout: float) -> dict[Any, list[Any]]:
+        """Poll like `_fetch`, after pausing the partitions that were stopped; return nothing if that must wait."""
+        deadline = time.monotonic() + timeout
+        if self._must_pause:
+            if not self._can_pause(timeout):
+                return {}
+            self._pause_stopped()
+        return self._fetch(max(0.0, deadline - time.monotonic()))
 
     def _fetch(self, timeout: float, max_messages: int | None = None) -> dict[Any, list[Any]]:
         """Poll kafka-python's consumer, and return its records by partition.
@@ -505,12 +542,12 @@ class KafkaPythonConsumer:
         else:
             self._joining_since = None
         num_messages = self._poll_size.num_messages if max_messages is None else max_messages
-        self._may_store_error = False
         try:
             with translate_errors(self._servers, action):
                 fetched = dict(self._consumer.poll(timeout_ms=_to_milliseconds(timeout), max_records=num_messages))
         except DeformerError as error:
             if isinstance(error.__cause__, errors.OffsetOutOfRangeError):
+                self._can_have_stored_error = False  # kafka-python looks at a stored error first
                 (offsets,) = error.__cause__.args
                 by_partition = {TopicPartition(*tp): offset for tp, offset in offsets.items()}
                 raise OffsetOutOfRange(str(error), by_partition) from error
@@ -523,8 +560,11 @@ class KafkaPythonConsumer:
             raise make_error(client.UNEXPECTED_ERROR, self._servers, action, type(error).__name__) from error
         finally:
             self._finish_revocation()
-        # Before it has returned as many messages as requested, kafka-python has looked at what follows them.
-        self._may_store_error = 0 < sum(map(len, fetched.values())) < num_messages
+        num_fetched = sum(map(len, fetched.values()))
+        # A poll without messages may have ended before kafka-python has looked at a stored error.
+        if num_fetched:
+            # Before it has returned as many messages as requested, kafka-python has looked at what follows them.
+            self._can_have_stored_error = num_fetched < num_messages
         sizes = [len(record.value or b"") for part in fetched.values() for record in part]
         if max_messages is None:
             self._poll_size.observe(len(sizes), sum(sizes))
@@ -533,7 +573,7 @@ class KafkaPythonConsumer:
     def _note_unreadable(self, error: BaseException) -> DeformerError:
         """Return the exception for a batch that cannot be decoded, which all later polls raise, too."""
         places = []  # where the batch may be: kafka-python does not state it in a public attribute
-        for tp in sorted(self.assignment - self._stopped):
+        for tp in sorted(self.assignment if self._must_pause else self.assignment - self._stopped):
             with suppress(DeformerError):
                 position, end_offset = self.get_position(tp), self.get_known_end(tp)
                 if position is not None and (end_offset is None or position < end_offset):

@@ -113,7 +113,7 @@ class LibrdkafkaConsumer:
         self._started: set[TopicPartition] = set()
         self._positions: dict[TopicPartition, int] = {}
         # Where partitions must be read again, because messages of librdkafka were dropped.
-        self._must_restart: dict[TopicPartition, int] = {}
+        self._restart_offset_by_partition: dict[TopicPartition, int] = {}
         self._out_of_range: dict[TopicPartition, int] = {}
         self._read_error: DeformerError | None = None  # to be raised by the next poll
         self._handler: RebalanceHandler | None = None
@@ -170,7 +170,7 @@ class LibrdkafkaConsumer:
         self._assigned, self._started = set(start_offsets), set(start_offsets)
         self._positions = dict(start_offsets)
         self._out_of_range.clear()
-        self._must_restart.clear()
+        self._restart_offset_by_partition.clear()
 
     @property
     def assignment(self) -> frozenset[TopicPartition]:
@@ -193,7 +193,7 @@ class LibrdkafkaConsumer:
         self._started.add(tp)
         self._positions[tp] = offset
         self._out_of_range.pop(tp, None)
-        self._must_restart.pop(tp, None)
+        self._restart_offset_by_partition.pop(tp, None)
 
     def stop(self, tps: Iterable[TopicPartition]) -> None:
         """Stop reading partitions, and drop what was fetched of them, until `start` is called."""
@@ -202,7 +202,7 @@ class LibrdkafkaConsumer:
             self._client.pause([to_client_partition(tp) for tp in stopped])
         self._started.difference_update(stopped)
         for tp in stopped:
-            self._must_restart.pop(tp, None)
+            self._restart_offset_by_partition.pop(tp, None)
 
     def poll(self, timeout: float) -> MessageColumns | None:
         """Return the messages that have arrived, after at most `timeout` seconds; None if there are none."""
@@ -268,7 +268,7 @@ class LibrdkafkaConsumer:
                     messages += self._client.consume(self._poll_size.num_messages - 1, 0)
             if any(map(rd.Message.error, messages)):
                 messages = self._handle_events(messages)
-        if self._must_restart:
+        if self._restart_offset_by_partition:
             messages = [message for message in messages if not self._is_read_again(message)]
         if self._has_rebalanced:
             # Partitions may have been revoked after the first message was polled; the next owner reads these messages.
@@ -286,13 +286,14 @@ class LibrdkafkaConsumer:
         If the block raises, librdkafka may have returned messages that nobody has received. The next call then reads
         all partitions again from where the messages that were received end.
         """
-        for tp, offset in list(self._must_restart.items()):
+        for tp, offset in list(self._restart_offset_by_partition.items()):
             with suppress(Unavailable):  # its messages are then dropped, and the next call tries again
                 self.start(tp, offset)
         try:
             yield
         except BaseException:
-            self._must_restart = {tp: self._positions[tp] for tp in self._started} | self._must_restart
+            positions = {tp: self._positions[tp] for tp in self._started}
+            self._restart_offset_by_partition = positions | self._restart_offset_by_partition
             raise
 
     def _raise_read_errors(self) -> None:
@@ -322,7 +323,7 @@ class LibrdkafkaConsumer:
             tp = TopicPartition(str(event.topic()), event.partition() or 0)
             offset, code = int(event.offset() or 0), error.code()
             if code == KafkaError._PARTITION_EOF:
-                if tp in self._must_restart:
+                if tp in self._restart_offset_by_partition:
                     continue  # what comes before the end is read again
                 self._positions[tp] = max(self._positions.get(tp, 0), offset)
             elif code in (KafkaError._AUTO_OFFSET_RESET, KafkaError.OFFSET_OUT_OF_RANGE):
@@ -330,7 +331,7 @@ class LibrdkafkaConsumer:
             elif code in UNREADABLE_CODES:
                 # librdkafka continues after what it cannot read. The messages there must not be lost unnoticed.
                 if tp in self._started:
-                    self._must_restart.setdefault(tp, offset)
+                    self._restart_offset_by_partition.setdefault(tp, offset)
                 self._read_error = self._events.translate(
                     error, f"reading topic {tp.topic!r}, partition {tp.partition}, offset {offset}"
                 )
@@ -342,7 +343,7 @@ class LibrdkafkaConsumer:
 
     def _is_read_again(self, message: rd.Message) -> bool:
         """Return whether a message is read again later, because what comes before it was not returned."""
-        offset = self._must_restart.get(TopicPartition(str(message.topic()), message.partition() or 0))
+        offset = self._restart_offset_by_partition.get(TopicPartition(str(message.topic()), message.partition() or 0))
         return offset is not None and (message.offset() or 0) >= offset
 
     def serve_group(self, timeout: float) -> None:
@@ -566,7 +567,7 @@ class LibrdkafkaConsumer:
         for tp in tps:
             self._positions.pop(tp, None)
             self._out_of_range.pop(tp, None)
-            self._must_restart.pop(tp, None)
+            self._restart_offset_by_partition.pop(tp, None)
 
 
 class LibrdkafkaProducer:

@@ -50,7 +50,7 @@ STARTS_PER_STEP = 8
 each, one after the other, and `client.REQUEST_SECONDS` limits their sum."""
 
 RESTORE_SECONDS = 1.0
-"""Seconds that one poll may spend on restoring partitions; the next poll goes on."""
+"""Seconds that one poll may spend on restoring partitions; the next poll continues."""
 
 STOP_SECONDS = 10.0
 """Seconds for which a commit is retried if the process is to end. Supervisors kill a process that takes too long, with
@@ -142,6 +142,8 @@ class KafkaSource:
         self._unrestored: set[TopicPartition] = set()  # partitions that were assigned and are not restored yet
         self._pending_starts: dict[TopicPartition, PendingStart] = {}  # those whose saved state is being read
         self._read_states: dict[TopicPartition, SavedState | StateError] = {}  # those whose saved state was read
+        # Partitions whose committed offsets could not be requested; the next request is for others.
+        self._failed_starts: set[TopicPartition] = set()
         self._reader = None if state is None else state.open_reader()
         self._poll_patience = Patience(patience, "poll_failed_retrying")
         self._restore_patience = Patience(patience, "restore_failed_retrying")
@@ -282,7 +284,7 @@ class KafkaSource:
         Call it only after the effects of all earlier polls (such as alerts) are written to the sinks. So if a partition
         is revoked during the call, the events of these polls are committed.
 
-        Assigned partitions are restored for at most `RESTORE_SECONDS` in one call; the next calls go on.
+        Assigned partitions are restored for at most `RESTORE_SECONDS` in one call; the next calls continue.
 
         Args:
             timeout: Maximum time to wait for events, in seconds.
@@ -446,7 +448,7 @@ class KafkaSource:
 
         Args:
             restored: A list to which the partitions that have begun are appended.
-            deadline: A time of `time.monotonic()` after which the next call goes on.
+            deadline: A time of `time.monotonic()` after which the next call continues.
         """
         if self._reader is None:
             return
@@ -469,7 +471,7 @@ class KafkaSource:
 
         Args:
             restored: A list to which the partitions that have begun are appended.
-            deadline: A time of `time.monotonic()` after which the next call goes on.
+            deadline: A time of `time.monotonic()` after which the next call continues.
         """
         tps = sorted(tp for tp in self._unrestored if tp not in self._pending_starts)
         if not tps:
@@ -477,14 +479,21 @@ class KafkaSource:
         self._add_state_partitions(max(tp.partition for tp in tps) + 1)
         committed: dict[TopicPartition, CommittedOffset | None] = {}
         failed_step: Sequence[TopicPartition] = ()
-        try:
-            for step in _divide(tps):
+        # A transaction that does not end hides the committed offsets of its partitions. A request for them can last for
+        # longer than this call may, so the partitions of failed requests come last.
+        if self._failed_starts.issuperset(tps):
+            self._failed_starts.clear()
+        others = [tp for tp in tps if tp not in self._failed_starts]
+        for step in [*_divide(others), *_divide([tp for tp in tps if tp in self._failed_starts])]:
+            try:
                 committed |= self._consumer.fetch_committed(step, client.REQUEST_SECONDS)
-                self.on_wait()
-                if time.monotonic() > deadline:
-                    break
-        except Unavailable:
-            failed_step = step
+                self._failed_starts.difference_update(step)
+            except Unavailable:
+                failed_step = step
+                self._failed_starts.update(step)
+            self.on_wait()
+            if time.monotonic() > deadline:
+                break
         if committed:
             self._find_starts_together(committed, restored)
         if failed_step:
@@ -541,6 +550,8 @@ class KafkaSource:
         end_offsets = self._consumer.fetch_end_offsets(tps, client.REQUEST_SECONDS)
         with_state = self._find_with_state([tp for tp in tps if committed[tp] is None])
         for tp in tps:
+            if tp not in self._unrestored:  # a call that has failed halfway has begun it
+                continue
             is_new = tp.partition >= self._commits.num_partitions  # it was added after the group had begun
             policy: Literal["earliest", "latest"] = "earliest" if is_new else self._start
             offset = committed[tp]
@@ -924,6 +935,7 @@ class KafkaSource:
             self._read_states,
         )
         self._unrestored.difference_update(partitions)
+        self._failed_starts.difference_update(partitions)
         for tp in partitions:
             for value_by_partition in stored:
                 value_by_partition.pop(tp, None)

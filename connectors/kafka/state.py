@@ -58,7 +58,7 @@ dead process some time after its timeout.
 """
 
 MAX_SILENCE_SECONDS = 20.0
-"""Seconds between two responses of the brokers after which they count as having been away. They cannot end transactions
+"""Seconds between two responses of the brokers after which they count as unavailable. They cannot end transactions
 meanwhile."""
 
 STATE_TOPIC_SETTINGS = {
@@ -402,7 +402,8 @@ class StateReader:
         self._admin: Admin | None = None
         self._pending: dict[int, _PendingRead] = {}
         self._is_assigned = False  # whether the consumer reads all pending partitions
-        # Times of `time.monotonic()`: the last response of the brokers, and the first one after they were away.
+        self._removed: set[int] = set()  # partitions that the consumer still reads, although they are not pending
+        # Times of `time.monotonic()`: the last response of the brokers, and the first one after they did not respond.
         self._responded_at = self._responding_since = -math.inf
 
     def add(self, partition: int, reference: StateReference) -> None:
@@ -411,9 +412,9 @@ class StateReader:
         self._is_assigned = False
 
     def remove(self, partition: int) -> None:
-        """Stop reading the state of a partition."""
-        if self._pending.pop(partition, None) is not None and self._consumer is not None:
-            self._consumer.stop([TopicPartition(self._topic, partition)])
+        """Stop reading the state of a partition. This sends no request and raises nothing; the next `read` stops it."""
+        if self._pending.pop(partition, None) is not None:
+            self._removed.add(partition)
 
     def read(self, seconds: float, on_wait: Callable[[], None] = do_nothing) -> dict[int, SavedState | StateError]:
         """Read for at most `seconds` seconds, and return the states that are complete.
@@ -482,6 +483,9 @@ class StateReader:
                 {TopicPartition(self._topic, number): pending.next_offset for number, pending in self._pending.items()}
             )
             self._is_assigned = True
+        elif self._removed:
+            self._consumer.stop([TopicPartition(self._topic, number) for number in self._removed])
+        self._removed.clear()
         return self._consumer
 
     def _add_message(self, partition: int, offset: int, value: bytes | None, headers: Mapping[str, bytes]) -> None:

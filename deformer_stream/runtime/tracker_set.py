@@ -107,7 +107,7 @@ class TrackerSet:
         Returns:
             Whether the state was reached by the plans of all models. If not, `reconcile` must be called.
         """
-        agrees = {name: state.plan for name, state in state_by_name.items()} == {
+        is_same_plan = {name: state.plan for name, state in state_by_name.items()} == {
             name: plan.identity for name, plan in self._plan_by_name.items()
         }
         if state_by_name.keys() == {ONLY_MODEL} != self._plan_by_name.keys():
@@ -118,7 +118,7 @@ class TrackerSet:
         for name, tracker in self._tracker_by_name.items():
             if name in state_by_name:
                 tracker.import_state(state_by_name[name])
-        return agrees
+        return is_same_plan
 
     def reconcile(self, sent_by_id: Mapping[str, Incident], resolution: str) -> list[Incident]:
         """Return the messages after which the log of incidents agrees with the state, as `IncidentTracker.reconcile`.

@@ -124,7 +124,9 @@ class FakeConsumer:
         self._positions[tp] = offset
 
     def stop(self, tps: Iterable[TopicPartition]) -> None:
-        self._started -= set(tps)
+        stopped = set(tps)
+        self._kafka.before("stop", stopped)
+        self._started -= stopped
 
     def poll(self, timeout: float) -> MessageColumns | None:
         received = self.poll_messages(timeout)

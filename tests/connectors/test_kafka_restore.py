@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from connectors.kafka.client import DELIVERY_SECONDS, RETRY_SECONDS
+from connectors.kafka.client import DELIVERY_SECONDS, REQUEST_SECONDS, RETRY_SECONDS
 from connectors.kafka.ports import CommittedOffset, TopicPartition
 from connectors.kafka.source import STARTS_PER_STEP, STOP_SECONDS, KafkaSource
 from connectors.kafka.state import MAX_VISIBILITY_SECONDS, StateTopic
@@ -159,6 +159,29 @@ def test_partition_whose_committed_offset_is_hidden_does_not_stop_the_restore_of
     assert poll_restored(source) == [STARTS_PER_STEP]
 
 
+@pytest.mark.parametrize("seconds", [0.0, REQUEST_SECONDS])
+def test_hidden_committed_offset_of_the_first_partition_does_not_stop_the_restore_of_later_ones(
+    fake_kafka: FakeKafka, clock: Clock, seconds: float
+) -> None:
+    """Also if the request for it takes all time that a poll may spend on restoring partitions."""
+    num_partitions = 3 * STARTS_PER_STEP + 1
+    for number in range(num_partitions):
+        save_state(fake_kafka, number)
+    source, _ = open_source(fake_kafka, num_partitions)
+    first = TopicPartition("events", 0)
+
+    def fail(name: str, tps: set[TopicPartition]) -> None:
+        if name == "fetch_committed" and first in tps:
+            clock.sleep(seconds)
+            raise Unavailable("no response")
+
+    answer, fake_kafka.before = fake_kafka.before, fail
+    restored = [number for _ in range(6) for number in poll_restored(source)]
+    assert sorted(restored) == list(range(STARTS_PER_STEP, num_partitions))
+    fake_kafka.before = answer
+    assert poll_restored(source) == list(range(STARTS_PER_STEP))
+
+
 def test_partitions_that_cannot_begin_are_restored_by_a_later_poll(fake_kafka: FakeKafka, clock: Clock) -> None:
     for number in range(3):
         save_state(fake_kafka, number, b"state of %d" % number)
@@ -175,6 +198,19 @@ def test_partitions_that_cannot_begin_are_restored_by_a_later_poll(fake_kafka: F
     (restored,) = source.poll(0.0).restored_partitions
     assert (restored.partition, restored.snapshot) == (0, b"state of 0")
     assert all(consumer.is_closed for consumer in fake_kafka.consumers[1:])
+
+
+def test_partition_is_begun_once_although_another_one_cannot_begin(fake_kafka: FakeKafka, clock: Clock) -> None:
+    num_partitions = STARTS_PER_STEP + 1
+    source, _ = open_source(fake_kafka, num_partitions)
+    failures = [Unavailable("no response")]
+
+    def fail(name: str, tps: set[TopicPartition]) -> None:
+        if name == "start" and TopicPartition("events", 5) in tps and failures:
+            raise failures.pop()
+
+    fake_kafka.before = fail
+    assert poll_restored(source) == list(range(num_partitions))
 
 
 def test_states_that_were_read_before_a_failed_request_are_returned(fake_kafka: FakeKafka, clock: Clock) -> None:
@@ -205,6 +241,31 @@ def test_connections_of_a_restore_are_closed_if_its_partitions_are_revoked(fake_
     source.on_lost(frozenset({TopicPartition("events", 0)}))
     assert poll_restored(source) == []
     assert reader.is_closed
+
+
+def test_partition_is_given_up_although_the_reader_of_its_state_cannot_stop_it(
+    fake_kafka: FakeKafka, clock: Clock
+) -> None:
+    """The client library calls the handler, which must not raise."""
+    for number in range(2):
+        save_state(fake_kafka, number)
+        fake_kafka.hidden[TopicPartition(STATE_TOPIC, number)] = 1
+    source, consumer = open_source(fake_kafka, 2)
+    assert poll_restored(source) == []
+    tp = TopicPartition("events", 0)
+
+    def fail(name: str, tps: set[TopicPartition]) -> None:
+        if name == "stop":
+            raise Unavailable("no response")
+
+    answer, fake_kafka.before = fake_kafka.before, fail
+    source.on_revoked(frozenset({tp}))
+    consumer.take(tp)
+    source.on_revoked_committed(None)
+    fake_kafka.hidden.clear()
+    assert poll_restored(source) == []
+    fake_kafka.before = answer
+    assert poll_restored(source) == [1]
 
 
 def test_progress_is_reported_while_partitions_are_added_to_the_state_topic(
