@@ -51,6 +51,9 @@ from deformer_stream.runtime.tracker_set import TrackerSet, find_model_name
 PLAN_CHANGED, STATE_LOST = "plan-changed", "state-lost"
 """Why incidents are resolved that the tracker does not have: the plan has changed, or there is no saved state."""
 
+PLAN_RETRY_SECONDS = 30.0
+"""Seconds after which the plan of a model is looked for again if there was none."""
+
 BEHIND_MESSAGES = 1024
 """The loop is behind (throughput then has priority) if more messages than this are not yet read."""
 
@@ -130,7 +133,8 @@ class IncidentPipeline:
         self._schedule = CommitSchedule(commit_interval, now)
         self._partition_by_number: dict[int, _Partition] = {}
         # Names and fingerprints of models that are not those of the directories
-        self._unknown_models: set[tuple[str | None, str]] = set()
+        # When a plan is looked for again, by the name and the fingerprint of a model without a plan; monotonic seconds.
+        self._retry_at_by_model: dict[tuple[str | None, str], float] = {}
         self._has_logged_skipped = self._has_warned_of_suspects = False
         source.collect_state = self._prepare_handover
         if isinstance(source, WaitingSource):
@@ -284,17 +288,22 @@ class IncidentPipeline:
     def _check_model(self, batch: EvidenceBatch) -> bool:
         """Load a plan if none belongs to the model that has scored the records of a batch.
 
+        A model without a plan is reported once. Its plan is looked for again after `PLAN_RETRY_SECONDS`, because its
+        directory may be copied to this machine later than the consumer uses it.
+
         Returns:
             Whether a plan was replaced or added.
         """
         name, model = find_model_name(self._plan_by_name, batch), batch.model
         before = None if name is None else self._plan_by_name.get(name)
-        if (before is not None and before.model == model) or (name, model) in self._unknown_models:
+        retry_at = self._retry_at_by_model.get((name, model), 0.0)
+        if (before is not None and before.model == model) or retry_at > self._now():
             return False
         names = {"name": name} if name else {}
+        warn = self._log.debug if (name, model) in self._retry_at_by_model else self._log.warning
+        self._retry_at_by_model[name, model] = self._now() + PLAN_RETRY_SECONDS
         if name is None:
-            self._unknown_models.add((name, model))
-            self._log.warning(
+            warn(
                 "incident_model_unknown",
                 model=model,
                 message="the evidence names no model and has the fingerprint of none of --models, so its records make "
@@ -304,12 +313,10 @@ class IncidentPipeline:
         try:
             plan = self._load_plan(name)
         except DeformerError as error:  # the directory is being replaced, or its budget is out of reach
-            self._unknown_models.add((name, model))
-            self._log.warning("plan_not_loaded", **names, model=model, error=str(error))
+            warn("plan_not_loaded", **names, model=model, error=str(error))
             return False
         if plan.model != model:
-            self._unknown_models.add((name, model))
-            self._log.warning(
+            warn(
                 "incident_model_differs",
                 **names,
                 model=model,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -23,6 +24,7 @@ from deformer_stream.errors import ConfigError, StateError
 from deformer_stream.incidents.events import EvidenceBatch, Incident
 from deformer_stream.incidents.fleet import FleetRule
 from deformer_stream.incidents.tracker import IncidentTracker, TrackerOptions
+from deformer_stream.runtime import incident_pipeline
 from deformer_stream.runtime.detection_metrics import DetectionMetrics
 from deformer_stream.runtime.incident_pipeline import IncidentPipeline
 from deformer_stream.runtime.incident_plan import DetectionPlan, make_get_device
@@ -503,7 +505,10 @@ def test_a_change_of_the_model_is_committed_with_the_state_that_names_its_plan()
         assert group_by_id(broker) == group_by_id(whole), num_calls
 
 
-def test_model_that_the_directory_does_not_have_is_reported_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_model_that_the_directory_does_not_have_is_reported_once(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(incident_pipeline, "PLAN_RETRY_SECONDS", math.inf)
     log.configure(False)
     num_loads = 0
 
@@ -519,6 +524,24 @@ def test_model_that_the_directory_does_not_have_is_reported_once(capsys: pytest.
     assert num_loads == 3
     written = capsys.readouterr().err
     assert written.count("plan_not_loaded") == written.count("incident_model_differs") == 1
+
+
+def test_plan_of_a_model_that_arrives_later_is_found(capsys: pytest.CaptureFixture[str]) -> None:
+    """The folder of a model may be copied to this machine later than to that of the consumer."""
+    log.configure(False)
+    num_loads = 0
+
+    def load_plan() -> DetectionPlan:
+        nonlocal num_loads
+        num_loads += 1
+        plan = make_plan()
+        return replace(plan, model="later") if num_loads >= 4 else plan
+
+    run_once(make_broker([replace(batch, model="later") for batch in make_batches()]), load_plan=load_plan)
+    assert num_loads == 4  # none after the plan was found
+    written = capsys.readouterr().err
+    assert written.count("incident_model_differs") == 1
+    assert written.count("plan_changed") == 1
 
 
 def test_state_is_handed_over_with_a_revoked_partition(expected: dict[str, list[Incident]]) -> None:
