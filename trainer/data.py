@@ -27,7 +27,14 @@ from deformer_stream.model.time_slots import collapse_time_slots, expand_time_sl
 from deformer_stream.model.windows import Window, format_duration
 from deformer_stream.runtime.repeated_readings import compute_max_slots
 from deformer_stream.tables.table import TableOptions, describe_bad_rows, join_names
-from trainer.feature_kinds import ColumnStatistics, ExcludedColumn, check_old_feature, infer_feature, is_measured
+from trainer.feature_kinds import (
+    ColumnStatistics,
+    ExcludedColumn,
+    check_old_feature,
+    has_few_integers,
+    infer_feature,
+    is_measured,
+)
 from trainer.reading_time import MAX_SAMPLE_SHARE, MIN_SAMPLED_RECORDS, ReadingMonitor, ReadingTooSlow
 from trainer.settings import TrainConfig, parse_periods, split_names
 from trainer.slot_values import (
@@ -698,7 +705,9 @@ def choose_kinds(
     old_names = {feature.name for feature in old_features}
     # Each decision is a feature or, if the column cannot be a feature, an excluded column with the reason.
     decisions = []
-    measured = [column for column in statistics if is_measured(column, is_in_time_order)]
+    measured: list[ColumnStatistics] = []  # only needed to decide whether few integers are ordered
+    if any(map(has_few_integers, statistics)):
+        measured = [column for column in statistics if is_measured(column, is_in_time_order)]
     for column in statistics:
         if column.name not in old_names:
             is_context = column.name in options.context

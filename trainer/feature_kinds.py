@@ -337,6 +337,12 @@ class ColumnStatistics:
         return np.sort(self._sample)
 
 
+def has_few_integers(column: ColumnStatistics) -> bool:
+    """Return whether the numbers of a column are integers that are so few that they may be labels."""
+    counts = column.count_by_number
+    return column.is_integer and counts is not None and MIN_GRID_LEVELS <= len(counts) <= MAX_DISCRETE_NUMBERS
+
+
 def has_ordered_levels(column: ColumnStatistics, others: Iterable[ColumnStatistics]) -> bool:
     """Return whether the few distinct integers of a column are an ordered quantity, and not codes without an order.
 

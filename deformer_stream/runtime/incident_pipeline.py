@@ -132,7 +132,6 @@ class IncidentPipeline:
         self._max_wait, self._snapshot_interval, self._now = max_wait, snapshot_interval, now
         self._schedule = CommitSchedule(commit_interval, now)
         self._partition_by_number: dict[int, _Partition] = {}
-        # Names and fingerprints of models that are not those of the directories
         # When a plan is looked for again, by the name and the fingerprint of a model without a plan; monotonic seconds.
         self._retry_at_by_model: dict[tuple[str | None, str], float] = {}
         self._has_logged_skipped = self._has_warned_of_suspects = False
