@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from benchmarks.command import build_parser, describe_machine, format_today, publish_results, run_benchmark
 from benchmarks.icu import make_case, read_stays
+from benchmarks.irregular_alerts import Case
 from benchmarks.irregular_deformer import CommandDeformer
 from benchmarks.irregular_records import FAULT_KINDS, FIRST_TIME, FaultyReadings, Readings
 from benchmarks.tables import format_markdown_header, format_markdown_row, get_tables_folder, parse_seeds
@@ -119,16 +120,21 @@ def format_report(lines: list[dict[str, Any]], conditions: str) -> str:
     return "\n".join(text) + "\n"
 
 
+def train_detector(case: Case, seed: int, arguments: argparse.Namespace) -> Detector:
+    """Return a detector that the training command has fitted to the stays for training."""
+    deformer = CommandDeformer(arguments.max_time, seed, arguments.folder)
+    deformer.fit(case.train)
+    assert deformer.folder is not None
+    return load(deformer.folder / "model")
+
+
 def run(arguments: argparse.Namespace) -> None:
     """Train on each split, measure the explanations of each kind of fault, and publish the results."""
     stays, has_survived = read_stays(get_tables_folder().parent / "icu2012")
     lines: list[dict[str, Any]] = []
     for seed in parse_seeds(arguments.seeds):
         case = make_case(stays, has_survived, seed)
-        deformer = CommandDeformer(arguments.max_time, seed, arguments.folder)
-        deformer.fit(case.train)
-        assert deformer.folder is not None
-        detector = load(deformer.folder / "model")
+        detector = load(arguments.model) if arguments.model else train_detector(case, seed, arguments)
         for alpha in ALPHAS:
             for kind in FAULT_KINDS:
                 figures = measure_kind(case.faulty_by_name[kind], case.test, detector, alpha)
@@ -144,6 +150,7 @@ def main() -> None:
     """Run the program."""
     options = build_parser(__doc__, tables="", seeds="0", max_time="10m")
     options.add_argument("--folder", type=Path, help="folder for the model and the tables (default: a temporary one)")
+    options.add_argument("--model", help="measure this model in place of a new one; for the seed it was trained with")
     run_benchmark("irregular_attribution", run, options)
 
 

@@ -51,7 +51,7 @@ The tails of 172 such records found 19% of the shifted parameters of intensive-c
 28% (docs/experiments/27-steps-and-single-readings.md).
 """
 
-RECORDS_PER_PASS, READINGS_PER_PASS = 16, 200_000
+RECORDS_PER_PASS, READINGS_PER_PASS = 64, 200_000
 """Largest numbers of records that are scored together, and of their readings, unless a single record has more."""
 
 CHUNK_READINGS = 4096
