@@ -1,10 +1,12 @@
-"""Draw the batches of training steps, if that helps while the step before is computed."""
+"""Draw the batches of training steps, in advance if that helps: while the step before is computed."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
+
+import torch
 
 
 class BatchSource:
@@ -14,13 +16,13 @@ class BatchSource:
 
     Args:
         draw: Returns the batch of a step. It is only called in one thread at a time.
-        draws_ahead: Whether a thread draws the batch of the next step in advance. This pays off on a GPU, because the
-            processor is free while the GPU computes a step.
+        draws_ahead: Whether a thread draws the batch of the next step in advance. This is faster on a GPU, because the
+            processor is free while the GPU computes a step, and if drawing takes about as long as a step does.
     """
 
     def __init__(self, draw: Callable[[int], Any], draws_ahead: bool) -> None:
         self._draw = draw
-        self._executor = ThreadPoolExecutor(1, "draw batches") if draws_ahead else None
+        self._executor = ThreadPoolExecutor(1, "draw batches", _use_one_thread) if draws_ahead else None
         self._next: tuple[int, Future[Any]] | None = None  # a step, and the batch that is being drawn for it
 
     def get(self, step: int) -> Any:
@@ -39,3 +41,8 @@ class BatchSource:
         if self._executor is not None:
             self._executor.shutdown(cancel_futures=True)
             self._executor = None
+
+
+def _use_one_thread() -> None:
+    """Let PyTorch compute on the calling thread alone, because the other processors compute the step."""
+    torch.set_num_threads(1)

@@ -35,6 +35,7 @@ m, so labels weigh less by the share that is hidden.
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -46,6 +47,9 @@ from torch import Tensor
 
 from deformer_stream.model.bounded_context import ContextLimit
 from deformer_stream.model.deformer import DEformer
+from deformer_stream.model.gaussian_prior import PriorConditional
+from deformer_stream.model.gaussian_process import GaussianProcessPrior
+from deformer_stream.model.process_conditionals import apply_process
 from deformer_stream.ragged import ragged_indices
 from trainer.data import PreparedTable, Split, create_array_file
 from trainer.evaluate import evaluate_held_out
@@ -79,12 +83,16 @@ class Examples(Protocol):
         validation_indexes: Indexes of the validation examples.
         nats_factor: The loss times this factor is the mean −ln p, in nats, of what `evaluate` describes.
         num_orders: Number of passes of the network over each example in `evaluate`.
+        draws_ahead: Whether `draw` takes so long that a thread should draw the next batch during a step on the CPU.
     """
 
     train_indexes: Ints
     validation_indexes: Ints
     nats_factor: float
     num_orders: int
+
+    @property
+    def draws_ahead(self) -> bool: ...
 
     def draw(self, indexes: Ints, generator: torch.Generator) -> Any:
         """Return a batch of training examples on the CPU.
@@ -144,6 +152,7 @@ class RecordExamples:
         self.num_scored_features = int((~data.schema.is_context).sum())
         self.nats_factor = float(self.num_scored_features)
         self.num_orders = VALIDATION_ORDERS
+        self.draws_ahead = False
 
     def draw(self, indexes: Ints, generator: torch.Generator) -> tuple[OrderedSamples, Ints]:
         """Return records with noise, their readings in some order, and their row numbers (see `Examples`)."""
@@ -284,6 +293,7 @@ class BlockBatch:
         ages: (B, L) float64 seconds from the origin of the record.
         weights: (B, L) weight of each reading in the loss: 0 for readings of the context and for padding.
         readings: (B, L) index of each reading in the table.
+        prior: The distributions of the readings under the Gaussian process; None to let the network compute them.
     """
 
     features: Tensor
@@ -291,6 +301,7 @@ class BlockBatch:
     ages: Tensor
     weights: Tensor
     readings: Ints
+    prior: PriorConditional | None = None
 
     def __len__(self) -> int:
         """Return the number of blocks."""
@@ -299,7 +310,12 @@ class BlockBatch:
     def __getitem__(self, part: slice) -> BlockBatch:
         """Return the blocks of a slice of the batch."""
         return BlockBatch(
-            self.features[part], self.values[part], self.ages[part], self.weights[part], self.readings[part]
+            self.features[part],
+            self.values[part],
+            self.ages[part],
+            self.weights[part],
+            self.readings[part],
+            None if self.prior is None else self.prior[part],
         )
 
 
@@ -323,6 +339,7 @@ class BlockExamples:
         arrival_share: float = 1.0,
     ) -> None:
         self.table, self.blocks, self.arrival_share = table, blocks, arrival_share
+        self.process: GaussianProcessPrior | None = None
         self.train_indexes = self.select(Split.TRAIN)
         self.validation_indexes = self.select(Split.VALIDATION)
         self.noise = Noise.from_schema(table.schema, smoothing, forget)
@@ -330,6 +347,21 @@ class BlockExamples:
         self.nats_factor = 1.0
         self.num_orders = 1
         self.mean_block_readings = self._count_scored_readings() / max(len(self.train_indexes), 1)
+
+    def with_process(self, process: GaussianProcessPrior) -> BlockExamples:
+        """Return the same examples, of which `draw` computes the distributions under a Gaussian process, too.
+
+        Args:
+            process: The process of the network that is trained, on the CPU. It must not change any more.
+        """
+        examples = copy.copy(self)
+        examples.process = process
+        return examples
+
+    @property
+    def draws_ahead(self) -> bool:
+        """Whether to draw the next batch during a step: the process takes about as long as the network."""
+        return self.process is not None
 
     def select(self, part: Split) -> Ints:
         """Return the indexes of the blocks of the records in one part of the split, ascending."""
@@ -347,7 +379,12 @@ class BlockExamples:
 
     def draw(self, indexes: Ints, generator: torch.Generator) -> BlockBatch:
         """Return blocks with their contexts, some of them in random order, with noise (see `Examples`)."""
-        return self.gather(indexes, generator, self.noise, self.arrival_share)
+        batch = self.gather(indexes, generator, self.noise, self.arrival_share)
+        if self.process is None:
+            return batch
+        with torch.no_grad():
+            prior = apply_process(self.process, batch.features, batch.values, batch.ages)
+        return replace(batch, prior=prior)
 
     def gather(
         self, indexes: Ints, generator: torch.Generator, noise: Noise | None = None, arrival_share: float = 1.0
@@ -415,7 +452,7 @@ class BlockExamples:
             move_to_device(tensor, device) for tensor in (own.features, own.values, own.ages, own.weights)
         )
         with torch.autocast(device.type, torch.bfloat16, enabled=is_low_precision):
-            log_p = model.log_prob(features, values, ages=ages)
+            log_p = model.log_prob(features, values, own.prior, ages)
         return -(log_p * weights).sum() / (len(batch) * self.mean_block_readings)
 
     def evaluate(

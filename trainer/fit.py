@@ -320,7 +320,10 @@ class TrainingRun:
         if is_gpu and self._should_compile():
             # The layers of a network have the same code, so few variants are compiled.
             self.model.apply_layer = torch.compile(self.model.apply_layer)
-        with _deterministic_algorithms(self.model.device), closing(BatchSource(self._draw_batch, is_gpu)) as batches:
+        with (
+            _deterministic_algorithms(self.model.device),
+            closing(BatchSource(self._draw_batch, is_gpu or self.examples.draws_ahead)) as batches,
+        ):
             while not self.step or not (is_exhausted or self.progress >= 1.0 or self._is_too_late(step_seconds)):
                 step_started = self.budget.elapsed
                 self._train_step(batches.get(self.step))

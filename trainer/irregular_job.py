@@ -391,6 +391,8 @@ class _Job:
             attach_compiled_process(model.process, data.schema)
         model = model.to(model_store.resolve_device(settings.device))
         examples = self._create_examples(settings)
+        if model.process is not None and model.device.type == "cpu":
+            examples = examples.with_process(model.process)
         recipe = choose_irregular_recipe(settings, len(examples.train_indexes))
         recipe = recipe if batch is None else replace(recipe, batch=batch)
         identity: dict[str, Any] = {

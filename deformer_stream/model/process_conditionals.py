@@ -27,7 +27,7 @@ features of the schema.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 
 import torch
@@ -101,26 +101,50 @@ def condition_in_order(
     Returns:
         Distributions of shape (N, P).
     """
-    if not process.outlier_limit:
-        return _condition_part(process, features, values, ages, None)
-    # Padding may be at any position, but the positions of checks count the readings of a record alone. Otherwise its
-    # scores would depend on the records with which it is computed.
+    # Padding may be at any position. It is moved to the end, and left out where contexts are computed one by one.
+    # Otherwise the scores of a record would depend on the records with which it is computed.
     order = torch.argsort((features < 0).to(torch.int8), dim=1, stable=True)
     features, values, ages = (tensor.gather(1, order) for tensor in (features, values, ages))
-    parts = [
-        _condition_part(process, features[:, :stop], values[:, :stop], ages[:, :stop], start)[:, start:]
-        for start, stop in _iterate_checks(features.shape[1])
-    ]
-    joined = PriorConditional(*(torch.cat(tensors, 1) for tensors in zip(*(p.tensors for p in parts), strict=True)))
+    if features.device.type == "cpu":
+        # The matrices of one context fit into the cache of a processor, those of many do not.
+        num_readings = (features >= 0).sum(1).tolist()
+        contexts = [
+            _condition_contexts(process, *(tensor[i : i + 1, :width] for tensor in (features, values, ages)))
+            for i, width in enumerate(num_readings)
+        ]
+        joined = _pad_conditionals(contexts, features.shape[1])
+    else:
+        joined = _condition_contexts(process, features, values, ages)
     row = torch.arange(len(features), device=features.device).unsqueeze(1)
     return joined[row, torch.argsort(order, dim=1)]
 
 
+def _condition_contexts(
+    process: GaussianProcessPrior, features: Tensor, values: Tensor, ages: Tensor
+) -> PriorConditional:
+    """Return the result of `condition_in_order` for contexts whose padding is at the end."""
+    if not process.outlier_limit or not features.shape[1]:
+        return _condition_part(process, features, values, ages, None)
+    covariance = compute_covariance_matrices(process, features, ages)
+    parts = [
+        _condition_part(
+            process, features[:, :stop], values[:, :stop], ages[:, :stop], start, covariance[:, :stop, :stop]
+        )[:, start:]
+        for start, stop in _iterate_checks(features.shape[1])
+    ]
+    return PriorConditional(*(torch.cat(tensors, 1) for tensors in zip(*(part.tensors for part in parts), strict=True)))
+
+
 def _condition_part(
-    process: GaussianProcessPrior, features: Tensor, values: Tensor, ages: Tensor, num_known: int | None
+    process: GaussianProcessPrior,
+    features: Tensor,
+    values: Tensor,
+    ages: Tensor,
+    num_known: int | None,
+    covariance: Tensor | None = None,
 ) -> PriorConditional:
     """Return the distribution of each reading given all earlier ones, with the arguments of `ProcessContext`."""
-    context = ProcessContext(process, features, values, ages, num_known)
+    context = ProcessContext(process, features, values, ages, num_known, covariance)
     own = context.factor.diagonal(dim1=1, dim2=2)
     mean = process.means[context.codes] + context.residuals - own * context.solution
     # The additional noise of a reading is no part of its own distribution.
@@ -207,6 +231,21 @@ def make_prior_conditional(
     return PriorConditional(log_weights.to(dtype), means.to(dtype), scales.to(dtype), has_prior)
 
 
+def _pad_conditionals(conditionals: Sequence[PriorConditional], num_readings: int) -> PriorConditional:
+    """Return distributions of shape (N, num_readings) from N of shape (1, up to this number).
+
+    Padding is not contained in the process: means of 0 and standard deviations of 1.
+    """
+    padded = [
+        [
+            nn.functional.pad(tensor, (0, 0) * (tensor.dim() - 2) + (0, num_readings - tensor.shape[1]), value=value)
+            for tensor, value in zip(conditional.tensors, (0.0, 0.0, 1.0, 0.0), strict=True)
+        ]
+        for conditional in conditionals
+    ]
+    return PriorConditional(*(torch.cat(tensors) for tensors in zip(*padded, strict=True)))
+
+
 class ProcessContext:
     """Contexts of readings, with the Cholesky factors of their covariances.
 
@@ -217,6 +256,7 @@ class ProcessContext:
         ages: (N, P) float64 seconds since the origin of the record.
         num_known: If the process has an `outlier_limit`, outliers among this number of first readings are found by
             predictions from each other, and outliers among the others by predictions from these. None for all readings.
+        covariance: `compute_covariance_matrices` of the readings; computed by default.
 
     Attributes:
         process: The process.
@@ -236,15 +276,15 @@ class ProcessContext:
         values: Tensor,
         ages: Tensor,
         num_known: int | None = None,
+        covariance: Tensor | None = None,
     ) -> None:
         self.process, self.ages = process, ages
-        self.has_prior = process.is_linear[features]  # the index −1 selects the last entry, which is false
+        self.has_prior = find_linear(process, features)
         self.codes = features.clamp(min=0)
         self.residuals = self._compute_residuals(self.codes, values, self.has_prior)
-        covariance = self._compute_covariances(slice(None), self.codes, self.ages)
-        covariance = covariance * self.has_prior.unsqueeze(2)
-        noise = torch.where(self.has_prior, process.compute_noise_variances()[self.codes], 1.0)
-        self.covariance = covariance + torch.diag_embed(noise)
+        if covariance is None:
+            covariance = compute_covariance_matrices(process, features, ages)
+        self.covariance = covariance
         self.extra_noise = torch.zeros_like(self.residuals)
         if process.outlier_limit:
             # The noise of outliers is computed without gradients: the fit adapts to the readings that are left.
@@ -306,14 +346,8 @@ class ProcessContext:
         Returns:
             (M, K, P), 0 for readings of the context without prior.
         """
-        process = self.process
-        lag = (ages.unsqueeze(2) - self.ages[rows].unsqueeze(1)).abs()
-        covariance = torch.zeros_like(lag)
-        column = self.codes[rows].unsqueeze(1).expand_as(lag)
-        for matrix, scale in zip(process.compute_covariances(), process.scales, strict=True):
-            # Two selections have much faster gradients than one by two indexes.
-            covariance += matrix[codes].gather(2, column) * torch.exp(-lag / scale)
-        return covariance * self.has_prior[rows].unsqueeze(1)
+        columns = self.codes[rows], self.ages[rows]
+        return _compute_covariances(self.process, codes, ages, *columns) * self.has_prior[rows].unsqueeze(1)
 
     def condition(self, rows: Tensor, codes: Tensor, ages: Tensor, dtype: torch.dtype) -> PriorConditional:
         """Return the distributions of K targets, each given its context.
@@ -369,6 +403,50 @@ class ProcessContext:
         self.solution[rows, places] = (residuals - explained) / deviation
         self.residuals[rows, places], self.has_prior[rows, places] = residuals, has_prior
         self.codes[rows, places], self.ages[rows, places] = codes, ages
+
+
+def find_linear(process: GaussianProcessPrior, features: Tensor) -> Tensor:
+    """Return whether the process contains each reading, a bool tensor of the shape of its feature codes."""
+    return process.is_linear[features]  # the index −1 of padding selects the last entry, which is false
+
+
+def compute_covariance_matrices(process: GaussianProcessPrior, features: Tensor, ages: Tensor) -> Tensor:
+    """Return the covariances of the readings of contexts, with noise, (N, P, P).
+
+    Readings without prior are independent of the others and have variance 1. The additional noise of outliers is not
+    included.
+
+    Args:
+        process: The process.
+        features: (N, P) feature codes, −1 for padding.
+        ages: (N, P) float64 seconds since the origin of the record.
+    """
+    has_prior, codes = find_linear(process, features), features.clamp(min=0)
+    covariance = _compute_covariances(process, codes, ages, codes, ages)
+    covariance = covariance * has_prior.unsqueeze(1) * has_prior.unsqueeze(2)
+    noise = torch.where(has_prior, process.compute_noise_variances()[codes], 1.0)
+    return covariance + torch.diag_embed(noise)
+
+
+def _compute_covariances(
+    process: GaussianProcessPrior, codes: Tensor, ages: Tensor, column_codes: Tensor, column_ages: Tensor
+) -> Tensor:
+    """Return the covariances, without noise, of K readings with P other ones, (M, K, P), for M contexts.
+
+    Args:
+        process: The process.
+        codes: (M, K) feature codes.
+        ages: (M, K) float64 seconds since the origin of the record.
+        column_codes: (M, P) feature codes of the other readings.
+        column_ages: (M, P) their ages.
+    """
+    lag = (ages.unsqueeze(2) - column_ages.unsqueeze(1)).abs()
+    covariance = torch.zeros_like(lag)
+    column = column_codes.unsqueeze(1).expand_as(lag)
+    # Products with a number have faster gradients than quotients, and two selections than one by two indexes.
+    for matrix, rate in zip(process.compute_covariances(), -1.0 / process.scales, strict=True):
+        covariance += matrix[codes].gather(2, column) * torch.exp(lag * rate)
+    return covariance
 
 
 def pad_context(features: Tensor, values: Tensor, ages: Tensor, num_further: int) -> tuple[Tensor, Tensor, Tensor]:

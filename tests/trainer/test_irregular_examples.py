@@ -123,6 +123,34 @@ def test_examples_for_imputation_have_contexts_of_all_sizes(tmp_path: Path, tabl
     assert is_later.double().mean() > 0.2
 
 
+@pytest.mark.parametrize(("neighbors", "outlier_limit"), [(3, 0.0), (60, 0.0), (60, 3.0)])
+def test_batches_contain_the_predictions_that_the_network_would_compute(
+    tmp_path: Path, table: IrregularTable, neighbors: int, outlier_limit: float
+) -> None:
+    """The process of training examples is applied when they are drawn, with the same loss and the same gradients."""
+    examples = divided(tmp_path, table, 5, 8, arrival_share=0.5)
+    config = replace(CONFIG, neighbors=neighbors, outlier_limit=outlier_limit, context_recent=5, context_block=8)
+    model = DEformer(table.schema, config)
+    assert model.process is not None
+    fit_process(model.process, examples, 0, seconds=0.1)
+    own = examples.with_process(model.process)
+    assert own.draws_ahead
+    assert not examples.draws_ahead
+    losses, gradients = [], []
+    for source in (examples, own):
+        batch = source.draw(source.train_indexes[:12], create_generator(5))
+        assert (batch.prior is not None) == (source is own)
+        model.zero_grad()
+        loss = sum(source.compute_loss(model, batch, part, False) for part in (slice(5), slice(5, 12)))
+        assert isinstance(loss, torch.Tensor)
+        loss.backward()
+        losses.append(float(loss.detach()))
+        gradients.append([parameter.grad for parameter in model.parameters() if parameter.grad is not None])
+    assert losses[1] == pytest.approx(losses[0], abs=1e-6)
+    for first, second in zip(*gradients, strict=True):
+        torch.testing.assert_close(second, first)
+
+
 def test_size_of_an_example_does_not_grow_with_the_record(tmp_path: Path) -> None:
     columns = fleet(np.random.default_rng(1), 25, 10)
     for t in range(5000):  # one record is very long
