@@ -335,20 +335,6 @@ class ProcessContext:
         residuals = values.double() - self.process.means[codes]
         return torch.where(has_prior, residuals.clamp(-MAX_NEIGHBOR_VALUE, MAX_NEIGHBOR_VALUE), 0.0)
 
-    def _compute_covariances(self, rows: Tensor | slice, codes: Tensor, ages: Tensor) -> Tensor:
-        """Return the covariances, without noise, of further readings with those of contexts.
-
-        Args:
-            rows: The M contexts.
-            codes: (M, K) feature codes of the further readings.
-            ages: (M, K) their ages.
-
-        Returns:
-            (M, K, P), 0 for readings of the context without prior.
-        """
-        columns = self.codes[rows], self.ages[rows]
-        return _compute_covariances(self.process, codes, ages, *columns) * self.has_prior[rows].unsqueeze(1)
-
     def condition(self, rows: Tensor, codes: Tensor, ages: Tensor, dtype: torch.dtype) -> PriorConditional:
         """Return the distributions of K targets, each given its context.
 
@@ -369,8 +355,14 @@ class ProcessContext:
     def _condition(self, rows: Tensor, codes: Tensor, ages: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the mean and the standard deviation of K targets, (K,) each, and v, (K, P)."""
         process = self.process
-        cross = self._compute_covariances(rows, codes.unsqueeze(1), ages.unsqueeze(1))
-        v = torch.linalg.solve_triangular(self.factor[rows], cross.transpose(1, 2), upper=False)[..., 0]
+        v = torch.zeros(len(rows), self.codes.shape[1], dtype=torch.float64, device=rows.device)
+        # The targets of one context are solved together, so that its factor is read once.
+        for context in rows.unique().tolist():
+            own, one = (rows == context).nonzero()[:, 0], slice(context, context + 1)
+            columns = self.codes[one], self.ages[one]
+            cross = _compute_covariances(process, codes[own].unsqueeze(0), ages[own].unsqueeze(0), *columns)[0]
+            cross = cross * self.has_prior[one]
+            v[own] = torch.linalg.solve_triangular(self.factor[context], cross.T, upper=False).T
         variance = process.compute_covariances().diagonal(dim1=1, dim2=2).sum(0) + process.compute_noise_variances()
         noise = process.compute_noise_variances()[codes]
         mean = process.means[codes] + (v * self.solution[rows]).sum(-1)
@@ -422,7 +414,10 @@ def compute_covariance_matrices(process: GaussianProcessPrior, features: Tensor,
         ages: (N, P) float64 seconds since the origin of the record.
     """
     has_prior, codes = find_linear(process, features), features.clamp(min=0)
-    covariance = _compute_covariances(process, codes, ages, codes, ages)
+    # The matrices of one context fit into the cache of a processor, those of many do not.
+    num_contexts = 1 if features.device.type == "cpu" else len(features)
+    parts = zip(codes.split(num_contexts), ages.split(num_contexts), strict=True)
+    covariance = torch.cat([_compute_covariances(process, *part, *part) for part in parts])
     covariance = covariance * has_prior.unsqueeze(1) * has_prior.unsqueeze(2)
     noise = torch.where(has_prior, process.compute_noise_variances()[codes], 1.0)
     return covariance + torch.diag_embed(noise)
