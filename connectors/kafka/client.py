@@ -160,7 +160,7 @@ MECHANISM_REFUSED = Failure(
 NOT_AUTHORIZED = Failure(ConfigError, "this user is not authorized: grant the permission")
 INVALID_NAME = Failure(ConfigError, "the broker rejects the name or the setting: check --topic and --group")
 MESSAGE_TOO_LARGE = Failure(ConfigError, "a message is too large for its topic: raise the topic's max.message.bytes")
-VERSION_NOT_SUPPORTED = Failure(ConfigError, "the broker's version is not supported: Kafka 2.4 or newer is needed")
+VERSION_NOT_SUPPORTED = Failure(ConfigError, "the broker's version is not supported: Kafka 2.5 or newer is needed")
 GROUP_REFUSED = Failure(
     ConfigError,
     "the consumer group does not accept this member, because another program or an earlier version of this one is a "

@@ -111,13 +111,13 @@ EXAMPLES_BY_COMMAND: dict[str, tuple[tuple[str, str], ...]] = {
             "deformer-stream dead-letters show --topic sensors --reason unknown_feature --limit 5",
         ),
         (
-            "Send them again after a new model knows the feature; with --dry-run, they are only counted:",
+            "Send them again after a new model has the feature; with --dry-run, they are only counted:",
             "deformer-stream dead-letters replay --topic sensors --reason unknown_feature",
         ),
         (
             "Translate messages that bridge has refused with another pattern, and send their events to sensors:",
             "deformer-stream dead-letters replay --topic sensors --dead-letter-topic sensors-bridge-dead-letter "
-            "--pattern plant/{device}/{feature}/#",
+            "--pattern 'plant/{device}/{feature}/#'",
         ),
     ),
     "propose": (

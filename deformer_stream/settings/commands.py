@@ -132,9 +132,9 @@ class _AlertSettings(ScoringSettings):
     next_reading: int = Field(
         0,
         ge=0,
-        description="Name the feature to read next of open records: in their alerts, and of suspicious records that "
-        "have not alerted. At most this many records of a poll are ranked; each of them delays the alerts of the poll "
-        "by ten milliseconds or more. The choice must also be made in the calibration: calibrate --order next.",
+        description="Largest number of open records in a poll for which the features to read next are ranked: in their "
+        "alerts, or as suspicious records that have not alerted. Each record delays the alerts of the poll by ten "
+        "milliseconds or more. The choice must also be made in the calibration: calibrate --order next.",
     )
     suspicious: float = Field(
         0.2,
@@ -432,8 +432,8 @@ class ShardSettings(Settings):
     shard_by: Literal["records", "files"] = Field(
         "records",
         description="How shards are made. records writes the rows of each shard to a file first, by the hash of the "
-        "record, or of the device if records are time windows. files is for input of which each file holds whole "
-        "records, with --window all rows of its devices; it is not checked.",
+        "record, or of the device if records are time windows. files requires that each file holds whole records "
+        "(with --window, all rows of its devices), which is not checked.",
     )
     shards: int | None = Field(
         None, ge=1, le=10_000, description="Number of shards. Default: one for 64 MiB of input, 8 to 256."
@@ -551,7 +551,7 @@ class CalibrateSettings(InputSettings, ShardSettings):
         None,
         description="Order of the readings within a record. Default: the order of arrival. Rows of wide tables have "
         "no order of arrival and use the order in which the model was calibrated. next is for streams in which "
-        "suspicious records take the reading next that Scorer.next_readings ranks first.",
+        "the next reading of a suspicious record is the one that Scorer.next_readings ranks first.",
     )
     out: Path | None = Field(
         None, description="Directory for the model with its new calibration. Default: the old model is replaced."
@@ -595,7 +595,7 @@ class CalibrateSettings(InputSettings, ShardSettings):
         0.2,
         gt=0,
         le=1,
-        description="With --order next: largest p-value at which a record chooses its next reading. If readings are "
+        description="With --order next: largest p-value of a record whose next reading is chosen. If readings are "
         "chosen after an alert, as consume --next-reading suggests them, it is the alpha of that alert, and --alpha "
         "the next smaller one.",
     )

@@ -58,7 +58,7 @@ class TopicSettings(Settings):
         "levels before it are the device.",
     )
     time_unit: Literal["s", "ms", "us", "ns"] = Field(
-        "s", description="Unit of times that are numbers of a unit since 1970."
+        "s", description="Unit of times that are written as numbers since 1970."
     )
 
 

@@ -84,7 +84,7 @@ class OutputFormatSettings(RegistryAddressSettings):
 
     output_format: OutputFormatName = Field(
         "json",
-        description="Format of the messages that are written, without dead letters. avro needs --schema-registry, "
+        description="Format of the messages that are written, except dead letters. avro needs --schema-registry, "
         "where the schema of each topic is registered as TOPIC-value, and the extra avro.",
     )
 
