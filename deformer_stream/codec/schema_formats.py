@@ -10,22 +10,23 @@ The formats have libraries of their own, which are imported when the first messa
 
 from __future__ import annotations
 
+import errno
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, date, datetime, time
 from decimal import Decimal
-from io import BytesIO
-from typing import Any, Literal, cast
+from typing import Any, Literal
 from uuid import UUID
 
 import orjson
 
+from deformer_stream.codec.avro_schemas import make_avro_parser
 from deformer_stream.codec.payloads import Messages, UnreadablePayload
 from deformer_stream.codec.protobuf_schemas import make_protobuf_parser
 from deformer_stream.codec.validation import RejectionError, quote
 from deformer_stream.engine.events import RejectionReason
-from deformer_stream.errors import ConfigError, summarize_error
+from deformer_stream.errors import ConfigError, Unavailable, summarize_error
 from deformer_stream.extras import format_remedy, is_installed
 
 SchemaFormat = Literal["avro", "protobuf", "json-schema"]
@@ -39,6 +40,9 @@ _TYPE_BY_FORMAT: Mapping[str, str] = {"avro": "AVRO", "protobuf": "PROTOBUF", "j
 
 _PACKAGE_BY_FORMAT: Mapping[str, str] = {"avro": "fastavro", "protobuf": "grpc_tools"}
 """A module of the extra that a format needs, if it needs one."""
+
+_SHORTAGES = frozenset((errno.ENOSPC, errno.ENOMEM, errno.EAGAIN, errno.EMFILE, errno.ENFILE))
+"""Errors of the operating system that say nothing about a schema: no space, memory, processes or files are left."""
 
 Parser = Callable[[bytes], Any]
 """Converts what follows the header of a message to the values that `json.loads` returns, or to values of
@@ -131,6 +135,7 @@ class SchemaTranslator:
 
         Raises:
             RejectionError: The registry has no such schema, or it is of another format or not valid.
+            Unavailable: This machine has too little space, memory or processes to compile the schema.
         """
         parser = self._parser_by_id.get(schema_id)
         if parser is None:
@@ -141,7 +146,11 @@ class SchemaTranslator:
         return parser
 
     def _make_parser(self, schema_id: int, schema: RegisteredSchema) -> Parser | RejectionError:
-        """Return the parser of messages with a schema, or why they are rejected."""
+        """Return the parser of messages with a schema, or why they are rejected.
+
+        Raises:
+            Unavailable: This machine has too little space, memory or processes to compile the schema.
+        """
         if schema.type != _TYPE_BY_FORMAT[self._format]:
             return RejectionError(
                 RejectionReason.UNKNOWN_SCHEMA,
@@ -151,12 +160,18 @@ class SchemaTranslator:
         try:
             match self._format:
                 case "avro":
-                    return _make_avro_parser(schema)
+                    return make_avro_parser(schema.text, schema.references)
                 case "protobuf":
                     return make_protobuf_parser(schema.text, schema.references)
                 case "json-schema":
                     return orjson.loads
         except Exception as error:  # the libraries have no common base class of errors
+            if isinstance(error, OSError) and error.errno in _SHORTAGES:
+                # The schema may be valid. If it were refused, all its messages would be dead letters until a restart.
+                raise Unavailable(
+                    f"schema {schema_id} of the registry cannot be compiled ({error.strerror}): free memory, processes "
+                    "or space for temporary files, and start again"
+                ) from error
             return RejectionError(
                 RejectionReason.UNKNOWN_SCHEMA,
                 f"schema {schema_id} of the registry is not valid: {quote(summarize_error(error), 200)}",
@@ -214,30 +229,6 @@ def _to_json_type(value: Any) -> float | str:
         f"the message has a value of the type {type(value).__name__}, which no reading can have; send a number or a "
         "text",
     )
-
-
-def _make_avro_parser(schema: RegisteredSchema) -> Parser:
-    """Return the parser of messages with an Avro schema.
-
-    Raises:
-        Exception: The schema is not valid.
-    """
-    import fastavro
-
-    named_types: dict[str, Any] = {}
-    for text in schema.references.values():
-        fastavro.parse_schema(json.loads(text), named_schemas=named_types)
-    parsed = fastavro.parse_schema(json.loads(schema.text), named_schemas=named_types)
-
-    def parse(content: bytes) -> Any:
-        """Return the value of a message, whose whole content must be used."""
-        stream = BytesIO(content)
-        document = fastavro.schemaless_reader(stream, parsed, None)
-        if stream.tell() < len(content):
-            raise ValueError(f"{len(content) - stream.tell()} bytes follow its last field")
-        return document
-
-    return cast("Parser", parse)
 
 
 def frame(schema_id: int, content: bytes) -> bytes:

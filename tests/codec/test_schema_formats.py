@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import tracemalloc
@@ -23,7 +24,7 @@ from deformer_stream.codec import Codec
 from deformer_stream.codec.payloads import Messages
 from deformer_stream.codec.schema_formats import RegisteredSchema, SchemaFormat, SchemaTranslator, frame
 from deformer_stream.engine.events import EventBatch, Rejection, RejectionReason
-from deformer_stream.errors import ConfigError
+from deformer_stream.errors import ConfigError, Unavailable
 from tests.codec.test_arrow_messages import BROKER, SCHEMA, list_readings
 from tests.schema_registry import fetch_from, make_message_class
 
@@ -359,6 +360,22 @@ def test_schema_that_cannot_be_compiled_is_named(text: str, references: dict[str
     assert len(events) == 0
     assert rejection.reason is RejectionReason.UNKNOWN_SCHEMA
     assert word in rejection.detail
+
+
+def test_a_full_disk_is_no_fault_of_the_schema(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A schema that is refused once stays refused until the next start, and its messages are dead letters."""
+
+    def fail(*_: Any) -> bytes:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    codec = make_codec("protobuf", RegisteredSchema("PROTOBUF", PROTO, {}))
+    content = frame(1, b"\0" + b"\x0a\x01a" + b"\x12\x08Pressure")
+    with monkeypatch.context() as full:
+        full.setattr("deformer_stream.codec.protobuf_schemas.compile_schema", fail)
+        with pytest.raises(Unavailable, match=r"schema 1 .*No space left"):
+            decode(codec, content)
+    events, rejections = decode(codec, content)
+    assert (len(events), rejections) == (1, [])
 
 
 # --- JSON Schema ------------------------------------------------------------------------------------------------------

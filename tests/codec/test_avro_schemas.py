@@ -1,0 +1,97 @@
+"""Tests that no message of a registered Avro schema ends the process, fills the memory or blocks the stream."""
+
+from __future__ import annotations
+
+import json
+from decimal import Decimal
+from io import BytesIO
+from typing import Any
+
+import fastavro
+import pytest
+
+from deformer_stream.codec.avro_schemas import MAX_DECIMAL_BYTES, make_avro_parser
+from deformer_stream.engine.events import RejectionReason
+from tests.codec.test_schema_formats import avro, decode, frame, make_codec, write_avro
+
+EMPTY: dict[str, Any] = {
+    "type": "record",
+    "name": "Empty",
+    "fields": [{"name": "x", "type": {"type": "fixed", "name": "Nothing", "size": 0}}, {"name": "y", "type": "null"}],
+}
+
+
+def make_record(name: str, field_type: Any) -> dict[str, Any]:
+    """Return a record with one field."""
+    return {"type": "record", "name": name, "fields": [{"name": "values", "type": field_type}]}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        make_record("List", ["null", "List"]),
+        make_record("Tree", {"type": "array", "items": "Tree"}),
+        make_record("Tree", {"type": "map", "values": ["double", "Tree"]}),
+        make_record("Same", "Same"),
+        make_record("Outer", make_record("Inner", ["null", "Outer"])),
+    ],
+)
+def test_a_type_that_contains_itself_is_refused(schema: dict[str, Any]) -> None:
+    """The compiled reader calls itself for each level of a message, and the stack of a thread is limited."""
+    message = frame(1, b"\x02" * 200_000 + b"\0")
+    events, (rejection,) = decode(make_codec("avro", avro(schema)), message)
+    assert len(events) == 0
+    assert rejection.reason is RejectionReason.UNKNOWN_SCHEMA
+    assert "contains itself" in rejection.detail
+
+
+def test_a_type_that_contains_itself_by_a_reference_is_refused() -> None:
+    reference = json.dumps(make_record("List", ["null", "List"]))
+    with pytest.raises(ValueError, match="List contains itself"):
+        make_avro_parser(json.dumps(make_record("Event", "List")), {"List": reference})
+
+
+@pytest.mark.parametrize("items", ["null", EMPTY, {"type": "fixed", "name": "F", "size": 0}])
+def test_an_array_whose_items_take_no_bytes_is_refused(items: Any) -> None:
+    """Otherwise a message of ten bytes could have 2^60 items."""
+    schema = make_record("Event", {"type": "array", "items": items})
+    _, (rejection,) = decode(make_codec("avro", avro(schema)), frame(1, b"\xfe\xff\xff\x07\0"))
+    assert rejection.reason is RejectionReason.UNKNOWN_SCHEMA
+    assert "items take no bytes" in rejection.detail
+
+
+def test_types_that_are_used_twice_and_arrays_of_small_items_are_read() -> None:
+    schema = {
+        "type": "record",
+        "name": "Event",
+        "fields": [
+            {"name": "first", "type": EMPTY},
+            {"name": "second", "type": "Empty"},
+            {"name": "flags", "type": {"type": "array", "items": ["null", "boolean"]}},
+            {"name": "maps", "type": {"type": "array", "items": {"type": "map", "values": "Empty"}}},
+            {"name": "modes", "type": {"type": "array", "items": {"type": "enum", "name": "M", "symbols": ["a"]}}},
+        ],
+    }
+    empty = {"x": b"", "y": None}
+    document = {"first": empty, "second": empty, "flags": [None, True], "maps": [{"k": empty}, {}], "modes": ["a", "a"]}
+    assert make_avro_parser(json.dumps(schema), {})(write_avro(schema, document)) == document
+
+
+@pytest.mark.parametrize("is_fixed", [False, True])
+def test_a_decimal_number_has_a_limited_size(is_fixed: bool) -> None:
+    """Its conversion takes a time that grows with the square of the size: minutes for a message of 1 MiB."""
+    size = 5_000
+    kind = {"type": "fixed", "name": "Number", "size": size} if is_fixed else {"type": "bytes"}
+    schema = make_record("Event", {**kind, "logicalType": "decimal", "precision": 10, "scale": 2})
+    raw = make_record("Event", kind)  # without the logical type, so that bytes can be written
+    _, (rejection,) = decode(make_codec("avro", avro(schema)), frame(1, write_avro(raw, {"values": b"w" * size})))
+    assert rejection.reason is RejectionReason.NOT_JSON
+    assert f"at most {MAX_DECIMAL_BYTES}" in rejection.detail
+
+
+def test_decimal_numbers_of_databases_are_read() -> None:
+    kind = {"type": "bytes", "logicalType": "decimal", "precision": 76, "scale": 38}
+    stream = BytesIO()
+    fastavro.schemaless_writer(stream, fastavro.parse_schema(make_record("Event", kind)), {"values": Decimal("9" * 38)})
+    parse = make_avro_parser(json.dumps(make_record("Event", kind)), {})
+    assert parse(stream.getvalue()) == {"values": Decimal("9" * 38)}
