@@ -34,6 +34,10 @@ UNKNOWN_SECONDS = 30.0
 MAX_UNKNOWN_IDS = 10_000
 """Number of ids without a usable schema that are remembered."""
 
+MAX_SCHEMA_ID = 2**31 - 1
+"""Largest id of a registry. Damaged messages can state a larger one, and registries refuse such a request in other ways
+than that for an unknown id."""
+
 MAX_REFERENCES = 1000
 """Largest number of schemas that a schema may refer to, directly or indirectly."""
 
@@ -120,14 +124,14 @@ class SchemaRegistry:
             ConfigError: The registry refuses the login or the request.
             Unavailable: The registry does not respond within the patience.
         """
+        unknown = f"the schema registry has no schema with id {schema_id}: check --schema-registry, or register it"
+        if schema_id > MAX_SCHEMA_ID:
+            raise RejectionError(RejectionReason.UNKNOWN_SCHEMA, unknown)
         next_request, problem = self._unusable_by_id.get(schema_id, (0.0, ""))
         if time.monotonic() < next_request:
             raise RejectionError(RejectionReason.UNKNOWN_SCHEMA, problem)
         try:
-            answer = self._request_schema(
-                f"/schemas/ids/{schema_id}",
-                f"the schema registry has no schema with id {schema_id}: check --schema-registry, or register it",
-            )
+            answer = self._request_schema(f"/schemas/ids/{schema_id}", unknown)
             references: dict[str, str] = {}
             self._add_references(schema_id, answer, references, set())
         except RejectionError as error:

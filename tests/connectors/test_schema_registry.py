@@ -148,6 +148,17 @@ def test_unknown_id_has_no_schema(client: SchemaRegistry) -> None:
     assert error.value.reason is RejectionReason.UNKNOWN_SCHEMA
 
 
+@pytest.mark.parametrize("schema_id", [2**31, 2**32 - 1])
+def test_id_that_no_registry_has_is_not_requested(fake: FakeRegistry, schema_id: int) -> None:
+    """A registry may answer such a request like a wrong address, for which the command would end."""
+    client = SchemaRegistry(RegistryAddress(fake.url), 5.0)
+    with pytest.raises(RejectionError, match=f"no schema with id {schema_id}") as error:
+        client.fetch(schema_id)
+    assert error.value.reason is RejectionReason.UNKNOWN_SCHEMA
+    assert fake.requests == []
+    client.close()
+
+
 def test_unknown_id_is_not_requested_again_at_once(fake: FakeRegistry, monkeypatch: pytest.MonkeyPatch) -> None:
     client = SchemaRegistry(RegistryAddress(fake.url), 5.0)
     for _ in range(2):
