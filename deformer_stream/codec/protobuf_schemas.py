@@ -73,16 +73,17 @@ def compile_schema(text: str, references: Mapping[str, str]) -> bytes:
         folder = Path(name)
         for file, content in {**references, _FILE: text}.items():
             relative = PurePosixPath(file)
-            if relative.is_absolute() or ".." in relative.parts:
+            if relative.is_absolute() or ".." in relative.parts or not {"\\", ":"}.isdisjoint(file):  # also of Windows
                 raise ValueError(f"the name of the import {file!r} leaves its folder")
             (folder / relative).parent.mkdir(parents=True, exist_ok=True)
-            (folder / relative).write_text(content)
+            (folder / relative).write_text(content, encoding="utf-8")
         output = folder / "descriptors"
+        # The folder holds files whose names and contents others have registered, such as grpc_tools/protoc.py. Python
+        # must not import from it, so it is not the current folder, and -P excludes the current folder from the search.
         # The module adds the folder with the files of Google, such as timestamp.proto.
-        command = [sys.executable, "-m", "grpc_tools.protoc", f"-I{folder}", "--include_imports"]
+        command = [sys.executable, "-P", "-m", "grpc_tools.protoc", f"-I{folder}", "--include_imports"]
         result = subprocess.run(  # noqa: S603 - the text is a file, not a part of the command
-            [*command, f"--descriptor_set_out={output}", _FILE],
-            cwd=folder,
+            [*command, f"--descriptor_set_out={output}", str(folder / _FILE)],
             capture_output=True,
             text=True,
             timeout=COMPILE_SECONDS,

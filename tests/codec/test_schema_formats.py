@@ -5,12 +5,14 @@ from __future__ import annotations
 import errno
 import json
 import math
+import os
 import tracemalloc
 import uuid
 from collections.abc import Callable, Mapping
 from datetime import UTC, date, datetime
 from decimal import Decimal
 from io import BytesIO
+from pathlib import Path
 from typing import Any
 
 import fastavro
@@ -345,12 +347,28 @@ def test_imports_of_protobuf_are_compiled() -> None:
     ]
 
 
+@pytest.mark.parametrize("name", ["grpc_tools/__init__.py", "grpc_tools/protoc.py", "grpc_tools.py", "runpy.py"])
+def test_a_schema_with_the_name_of_a_module_is_not_executed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """The text is valid Protobuf, and Python would execute it. Producers may register schemas, and run no code."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((".", "")))
+    marker = tmp_path / "executed"
+    reference = f'syntax = "proto3" // open({str(marker)!r}, "w")\n"";\n'
+    codec = make_codec("protobuf", RegisteredSchema("PROTOBUF", PROTO, {name: reference}))
+    events, rejections = decode(codec, frame(1, b"\0" + b"\x0a\x01a" + b"\x12\x08Pressure"))
+    assert not marker.exists()
+    assert (len(events), rejections) == (1, [])
+
+
 @pytest.mark.parametrize(
     ("text", "references", "word"),
     [
         ("message {", {}, "Expected"),
         ('syntax = "proto3"; import "missing.proto";', {}, "missing.proto"),
         (PROTO, {"../escape.proto": ""}, "leaves its folder"),
+        (PROTO, {"c:/escape.proto": ""}, "leaves its folder"),
+        (PROTO, {"..\\escape.proto": ""}, "leaves its folder"),
     ],
 )
 def test_schema_that_cannot_be_compiled_is_named(text: str, references: dict[str, str], word: str) -> None:
