@@ -3,10 +3,10 @@
     record | feature | value | time            long layout: one reading per row; the time may be omitted, as in JSON
     record | time | Pressure | Current | …     wide layout: one record per row; null means "will not be observed"
 
-Messages are untrusted. Decoding never raises, and its memory is proportional to the size of the message. Compressed
-streams, columns of unexpected types and streams with too many rows are rejected before they are read. (Producers can
-still use Kafka's own compression, which has limits of its own.) All other streams are validated by Arrow before any
-value is used.
+Messages are untrusted. Decoding never raises, and its memory is limited. Compressed streams, columns of unexpected
+types, streams with too many rows and long texts that many cells share are rejected before they are read. (Producers
+can still use Kafka's own compression, which has limits of its own.) All other streams are validated by Arrow before
+any value is used.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from deformer_stream.codec.columns import (
     convert_times_of_day,
     encode_distinct,
     is_scalar,
+    is_text,
     is_time_of_day,
     parse_labels,
     parse_numbers,
@@ -41,6 +42,10 @@ from deformer_stream.model.schema import Schema
 MAX_READINGS = 65_536
 """Maximum number of readings of one message. In long layout each row is a reading. In wide layout (one record per row,
 one column per feature) each cell is a reading."""
+
+MAX_TEXT_BYTES = 64 * 2**20
+"""Largest size of the texts of a message if each cell has a copy of its own. The cells of dictionaries and of views can
+share a text, so that a small message could become large."""
 
 MAX_SPLIT_BYTES = 64 * 2**20
 """Largest size of the rows of a message after they were divided by their models. Each model gets the whole dictionary
@@ -153,7 +158,7 @@ class ArrowDecoder:
         # One thread only: starting more would take longer than reading one message.
         options = pa.ipc.IpcReadOptions(included_fields=column_indices, use_threads=False)
         record_batches: list[pa.RecordBatch] = []
-        num_readings = 0
+        num_readings = num_text_bytes = 0
         for record_batch in pa.ipc.open_stream(data, options=options):
             # In wide layout each cell counts as a reading, also an id or a time: the limit needs no exact number. A row
             # counts at least once, so that the number is 0 only if the stream has no rows.
@@ -167,6 +172,8 @@ class ArrowDecoder:
                     "message",
                 )
             record_batch.validate(full=True)  # the bytes are untrusted: offsets and lengths may point outside of them
+            num_text_bytes += sum(_count_shared_text_bytes(column) for column in record_batch.columns)
+            _reject_large_texts(num_text_bytes)
             record_batches.append(record_batch)
         if not num_readings:
             raise RejectionError(RejectionReason.MISSING_FIELD, "the Arrow stream has no rows; send at least one")
@@ -390,13 +397,14 @@ def _split_stream(
     index_by_name = {name: i for i, name in enumerate(schema.names)}  # a later column replaces an earlier one
     if column_name not in index_by_name:
         return {choose(None): None}
-    column_type = schema.types[index_by_name[column_name]]
+    model_index = index_by_name[column_name]
+    column_type = schema.types[model_index]
     if not is_scalar(column_type):
         raise RejectionError(
             RejectionReason.WRONG_TYPE,
             f"column {quote(column_name)} has the type {quote(str(column_type))}; send text or whole numbers",
         )
-    num_rows = num_bytes = 0
+    num_rows = num_bytes = num_text_bytes = 0
     batches_by_model: dict[str, list[pa.RecordBatch]] = {}
     for batch in pa.ipc.open_stream(data, options=pa.ipc.IpcReadOptions(use_threads=False)):
         num_rows += batch.num_rows
@@ -406,7 +414,11 @@ def _split_stream(
                 f"the message has more than {MAX_READINGS} rows, the maximum that is accepted; split the message",
             )
         batch.validate(full=True)  # the bytes are untrusted: offsets and lengths may point outside of them
-        value_index, values = encode_distinct(batch.column(index_by_name[column_name]))
+        # Views become dictionaries if the batch is divided. The dictionaries of other columns stay as they are.
+        copied = [column for i, column in enumerate(batch.columns) if i == model_index or _is_view(column.type)]
+        num_text_bytes += sum(map(_count_shared_text_bytes, copied))
+        _reject_large_texts(num_text_bytes)
+        value_index, values = encode_distinct(batch.column(model_index))
         values.append(None)  # null cells have the index after the last distinct value
         name_by_index = {i: choose(values[i]) for i in np.unique(value_index).tolist()}
         names = dict.fromkeys(name_by_index.values())
@@ -445,11 +457,51 @@ def _encode_if_indivisible(column: pa.Array) -> pa.Array:
         rows = np.arange(column.offset, column.offset + len(column))
         run_index = np.searchsorted(column.run_ends.to_numpy(), rows, side="right")
         return pa.DictionaryArray.from_arrays(pa.array(run_index, pa.int32()), column.values)
-    if not types.is_string_view(column.type) and not types.is_binary_view(column.type):
+    if not _is_view(column.type):
         return column
     value_index, values = encode_distinct(column)  # null cells have the index after the last distinct value
     indices = pa.array(value_index, pa.int32(), mask=value_index >= len(values))
     return pa.DictionaryArray.from_arrays(indices, pa.array(values or [""]))
+
+
+def _is_view(column_type: pa.DataType) -> bool:
+    """Return whether the cells of a column of this type are views of texts or of bytes."""
+    return bool(pa.types.is_string_view(column_type) or pa.types.is_binary_view(column_type))
+
+
+def _count_shared_text_bytes(column: pa.Array) -> int:
+    """Return the size that the texts of a column have in total if each cell gets a copy of its own.
+
+    0 for columns whose cells share no text.
+    """
+    if pa.types.is_dictionary(column.type):
+        values = column.dictionary
+        if not is_text(values.type):
+            return 0
+        lengths = _list_lengths(values) if _is_view(values.type) else pc.binary_length(values).fill_null(0).to_numpy()
+        indices = column.indices.cast(pa.int64()).fill_null(len(lengths)).to_numpy()
+        return int(np.append(lengths, 0)[indices].sum(dtype=np.int64))
+    return int(_list_lengths(column).sum(dtype=np.int64)) if _is_view(column.type) else 0
+
+
+def _list_lengths(views: pa.Array) -> NDArray[np.int32]:
+    """Return the number of bytes of each of N views as an array (N,); 0 for null."""
+    if not len(views):
+        return np.zeros(0, np.int32)
+    # A view has 16 bytes, of which the first four are the length.
+    end = views.offset + len(views)
+    lengths = np.frombuffer(views.buffers()[1], np.int32, count=4 * end).reshape(end, 4)[views.offset :, 0]
+    return np.where(views.is_valid().to_numpy(zero_copy_only=False), lengths, 0)
+
+
+def _reject_large_texts(num_bytes: int) -> None:
+    """Raise `RejectionError` if texts have more than `MAX_TEXT_BYTES` when each cell has a copy of its own."""
+    if num_bytes > MAX_TEXT_BYTES:
+        raise RejectionError(
+            RejectionReason.TOO_LARGE,
+            f"the message has texts of more than {MAX_TEXT_BYTES} bytes if dictionaries are resolved; send shorter "
+            "texts, or split the message",
+        )
 
 
 def _write_stream(batches: list[pa.RecordBatch]) -> bytes:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import struct
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -227,6 +229,45 @@ def test_row_without_record_and_key_is_rejected() -> None:
     table = make_stream({"feature": ["Pressure"] * 3, "value": [1.0, 2.0, 3.0]})
     assert decode_rejected(table, key=None).num_readings == 3
     assert decode_rejected(table, key=b"\xff").reason is RejectionReason.MISSING_FIELD
+
+
+def make_dictionary(num_rows: int, text: str) -> pa.Array:
+    """Return a column whose cells share a text, as a dictionary."""
+    return pa.DictionaryArray.from_arrays(pa.array(np.zeros(num_rows, np.int8)), pa.array([text]))
+
+
+def make_views(num_rows: int, text: str) -> pa.Array:
+    """Return a column of different views of a text: from each of its first characters to the end, or nearly."""
+    views = b"".join(struct.pack("<i4sii", len(text) - num_rows, b"xxxx", 0, start) for start in range(num_rows))
+    return pa.Array.from_buffers(pa.string_view(), num_rows, [None, pa.py_buffer(views), pa.py_buffer(text.encode())])
+
+
+@pytest.mark.parametrize("column", ["record", "device", "feature", "value", "label", "time"])
+@pytest.mark.parametrize("make_column", [make_dictionary, make_views])
+def test_long_text_that_many_cells_share_is_rejected_without_copies(
+    column: str, make_column: Callable[[int, str], pa.Array]
+) -> None:
+    """A message of a megabyte would take two gigabytes."""
+    num_rows = 2_000
+    columns = {
+        "record": pa.array(["a"] * num_rows),
+        "feature": pa.array(["Pressure"] * num_rows),
+        "value": pa.array([1.0] * num_rows),
+        column: make_column(num_rows, "x" * 900_000),
+    }
+    rejection = decode_rejected(make_stream(columns), codec=Codec(SCHEMA, window_assigner=WindowAssigner(60_000_000)))
+    assert rejection.reason is RejectionReason.TOO_LARGE
+    assert "texts of more than" in rejection.detail
+
+
+def test_short_texts_that_many_cells_share_are_read() -> None:
+    num_rows = 30_000
+    texts = pa.array(["a" * 900, None, "b" * 900])
+    record = pa.DictionaryArray.from_arrays(pa.array(np.arange(num_rows) % 3, pa.int8()), texts)
+    columns = {"record": record, "Pressure": pa.array(np.ones(num_rows))}
+    batch, (rejection,) = decode(make_stream(columns), key=None)
+    assert len(batch) + rejection.num_readings == num_rows
+    assert set(batch.record_ids) == {"a" * 900, "b" * 900}
 
 
 def test_compression_bomb_is_rejected_without_expansion() -> None:

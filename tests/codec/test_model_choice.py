@@ -16,7 +16,7 @@ from deformer_stream.codec.payloads import LongRows, Messages, Payload, Unreadab
 from deformer_stream.engine.events import NO_TIME, EventBatch, Rejection, RejectionReason
 from deformer_stream.errors import InputError
 from deformer_stream.model.schema import Feature, Schema
-from tests.codec.test_arrow_messages import make_stream
+from tests.codec.test_arrow_messages import make_stream, make_views
 
 PUMP = Schema((Feature("flow", "continuous"), Feature("power", "continuous")))
 FAN = Schema((Feature("power", "continuous"), Feature("speed", "continuous")))
@@ -175,6 +175,21 @@ def test_dictionaries_that_make_a_small_arrow_stream_large_are_refused(monkeypat
     events, rejections = decode(make_codecs(), make_messages(few, many))
     assert {index for index, *_ in events} == {0}
     assert [(r.message_index, str(r.reason)) for r in rejections if "divided" in r.detail] == [(1, "too_large")]
+
+
+@pytest.mark.parametrize("name", ["type", "site"])
+def test_long_text_that_many_views_share_is_not_copied_when_rows_are_divided(name: str) -> None:
+    """A message of a megabyte would take two gigabytes, also by a column that no model reads."""
+    num_rows = 2_000
+    columns = {
+        "type": pa.array(["pump", "fan"] * (num_rows // 2)),
+        "record": ["a"] * num_rows,
+        "power": [1.0] * num_rows,
+    }
+    stream = make_stream({**columns, name: make_views(num_rows, "x" * 900_000)})
+    events, (rejection,) = decode(make_codecs(), make_messages(stream))
+    assert (events, str(rejection.reason)) == ([], "too_large")
+    assert "texts of more than" in rejection.detail
 
 
 @pytest.mark.parametrize(
