@@ -454,6 +454,9 @@ def test_invalid_rates_are_rejected(clean_environment: pytest.MonkeyPatch, rate:
         ("\x00", ["cannot be read"]),
         ("[[consume]]\nalpha = 0.1", ["[consume]"]),
         ("sasl-password = 12345678", ["--sasl-password"]),
+        ("schema-registry-password = 12345678", ["--schema-registry-password"]),
+        ("source-password = 12345678", ["--source-password"]),
+        ("device = 'x://me:12345678@host'", ["--device x://host"]),
     ],
 )
 def test_invalid_configuration_files_are_rejected(

@@ -6,9 +6,9 @@ import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any
 
-from pydantic import SecretStr, TypeAdapter, ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from deformer_stream.errors import ConfigError
 from deformer_stream.settings import (
@@ -17,9 +17,11 @@ from deformer_stream.settings import (
     explain_error,
     find_value,
     format_default,
+    is_secret,
     to_flag,
 )
 from deformer_stream.settings.kafka import parse_client_options
+from deformer_stream.settings.logins import remove_login
 
 MASK = "**********"
 """The text that is shown in place of a password."""
@@ -71,9 +73,7 @@ def _format_option(cls: type[Settings], field: str, value: Any, origin: str) -> 
         )
         text = "{ " + ", ".join(entries) + " }"
     else:
-        # A URL may contain a login: scheme://user:password@host.
-        without_login = re.sub("//[^/]*@", f"//{MASK}@", str(value))
-        text = json.dumps(without_login, ensure_ascii=False)
+        text = json.dumps(remove_login(str(value), MASK), ensure_ascii=False)
     return f"{key} = {text}" + ("" if origin == "default" else f"   # from {origin}")
 
 
@@ -87,11 +87,10 @@ def _mask_secret(cls: type[Settings], field: str, value: Any) -> str | None:
         field: Name of the field.
         value: Value before validation.
     """
-    annotation: Any = cls.model_fields[field].annotation
     if field == "client_option":
         # The names are shown, but any of the values may be a secret.
         return "\n".join(f"{name}={MASK}" for name in parse_client_options(value)) or None
-    if SecretStr in (annotation, *get_args(annotation)):
+    if is_secret(cls, field):
         return MASK
     if field == "webhook":
         # Whoever knows the path of a webhook can often send to it.

@@ -34,6 +34,7 @@ from deformer_stream.incidents.events import Incident
 from deformer_stream.model_manifest import count_calibration_records, read_manifest
 from deformer_stream.page.store import IncidentFilter, IncidentStore, LabelCounts
 from deformer_stream.page.texts import DAY, Clock
+from deformer_stream.settings.logins import remove_login
 
 METRICS_SECONDS = 5.0
 """Time for which metrics of other processes are kept, so that several browsers do not multiply the requests."""
@@ -121,7 +122,7 @@ class ProcessState:
     """A process of which the page reads the metrics.
 
     Attributes:
-        url: Address of the metrics.
+        url: Address of the metrics, without a login.
         error: Why they cannot be read, "" if they can.
         model: Fingerprint of the model in use, "" if unknown.
         lag: Number of messages that are not processed yet, None if unknown.
@@ -324,16 +325,23 @@ def _describe_entry(entry: LogEntry, clock: Clock) -> str:
 
 
 def read_process(url: str) -> ProcessState:
-    """Return the state of a process, read from its metrics within a few seconds."""
+    """Return the state of a process, read from its metrics within a few seconds.
+
+    Args:
+        url: Address of the metrics. Its login, if it has one, is not shown to the people who open the page.
+    """
+    shown_url = remove_login(url)
     try:
         text = _fetch(url)
+    except httpx.HTTPStatusError as error:  # its text contains the address
+        return ProcessState(shown_url, error=f"its metrics cannot be read (HTTP status {error.response.status_code})")
     except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
-        return ProcessState(url, error=f"its metrics cannot be read ({str(error) or type(error).__name__})")
+        return ProcessState(shown_url, error=f"its metrics cannot be read ({str(error) or type(error).__name__})")
     try:
         values = parse_metrics(text)
     except ValueError:
-        return ProcessState(url, error="what it sends is not the text of Prometheus metrics")
-    return summarize_process(url, values)
+        return ProcessState(shown_url, error="what it sends is not the text of Prometheus metrics")
+    return summarize_process(shown_url, values)
 
 
 def _fetch(url: str) -> str:

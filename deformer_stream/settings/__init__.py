@@ -45,6 +45,7 @@ from deformer_stream.settings.loading import (
     find_default_config,
     find_value,
     format_default,
+    is_secret,
     load_settings,
 )
 from deformer_stream.settings.option_groups import OptionGroups
@@ -83,6 +84,7 @@ __all__ = [
     "find_default_config",
     "find_value",
     "format_default",
+    "is_secret",
     "load_settings",
     "text_default",
     "to_flag",

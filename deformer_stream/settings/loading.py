@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin
 
 import click
-from pydantic import BeforeValidator, ValidationError
+from pydantic import BeforeValidator, SecretStr, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, EnvSettingsSource, TomlConfigSettingsSource
 
@@ -27,13 +27,11 @@ from deformer_stream.settings.base import (
 )
 from deformer_stream.settings.by_command import SETTINGS_BY_COMMAND
 from deformer_stream.settings.kafka import parse_client_options
+from deformer_stream.settings.logins import remove_login
 from deformer_stream.settings.option_groups import GENERAL_HEADING, arrange_by_heading
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
-
-SECRET_FIELDS = ("sasl_password", "client_option", "notify")
-"""Names of the options whose values are not repeated in messages, because they are secrets or may hold some."""
 
 TRAIN_TABLE = "train"
 """Name of the table with the options of `deformer-train`, in a configuration file that all commands share."""
@@ -70,17 +68,29 @@ def load_settings(
     try:
         return cls(**value_by_input)
     except ValidationError as error:
-        raise ConfigError(_format_error(error.errors()[0], command)) from None
+        raise ConfigError(_format_error(cls, error.errors()[0], command)) from None
     finally:
         FILE_SOURCE.reset(token)
 
 
-def _format_error(error: Mapping[str, Any], command: str) -> str:
+def is_secret(cls: type[BaseSettings], field: str) -> bool:
+    """Return whether the value of an option is a secret, or a mapping whose values may be secrets.
+
+    Args:
+        cls: The settings class.
+        field: Name of the field.
+    """
+    annotation: Any = cls.model_fields[field].annotation if field in cls.model_fields else None
+    return SecretStr in (annotation, *get_args(annotation))
+
+
+def _format_error(cls: type[BaseSettings], error: Mapping[str, Any], command: str) -> str:
     """Return the error message for an option without a valid value, or for options that contradict each other.
 
     It names the flag, the environment variable and the key of the TOML file, with the value unless it is a password.
 
     Args:
+        cls: The settings class.
         error: An item of pydantic's `ValidationError.errors()`.
         command: Name of the command.
     """
@@ -94,13 +104,13 @@ def _format_error(error: Mapping[str, Any], command: str) -> str:
     value = error["input"]
     # Repeat the value only if it is short, harmless in a terminal and no password.
     is_quoted = (
-        field not in SECRET_FIELDS
+        not is_secret(cls, field)
         and error["type"] != "missing"
         and isinstance(value, str | int | float)
         and str(value).isprintable()
         and 0 < len(str(value)) <= MAX_QUOTED_CHARACTERS
     )
-    quoted = f" {value}" if is_quoted else ""
+    quoted = f" {remove_login(str(value))}" if is_quoted else ""
     return f"{to_flag(field)}{quoted} ({names}): {explain_error(error)}; see --help"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from pydantic import SecretStr
@@ -44,6 +45,16 @@ def check_login(
         )
     if has_password and encrypted_address is not None:
         raise ValueError(f"{flag} would send the password without encryption; write {encrypted_address}…")
+
+
+def remove_login(text: str, mask: str = "") -> str:
+    """Return a text without the logins of addresses in it, such as scheme://user:password@host.
+
+    Args:
+        text: The text, such as an address.
+        mask: What is put in place of a login; nothing by default, also without the "@".
+    """
+    return re.sub("//[^/]*@", f"//{mask}@" if mask else "//", text)
 
 
 def read_password(flag: str, password: SecretStr | None, password_file: Path | None) -> str | None:

@@ -109,7 +109,7 @@ class MetricsHandler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """Send the body."""
-        self.send_response(200)
+        self.send_response(404 if "missing" in self.path else 200)
         self.end_headers()
         self.wfile.write(self.server.body)  # type: ignore[attr-defined]
 
@@ -159,6 +159,16 @@ def test_a_process_that_cannot_be_reached_is_an_error_on_the_page(url: str) -> N
     page = make_site([make_incident(1)], metrics_urls=(url,)).get("/health")
     assert page.status_code == 200
     assert "its metrics cannot be read" in page.text
+
+
+def test_the_login_of_an_address_of_metrics_is_not_shown(metrics_server: Any) -> None:
+    """Everybody who may label incidents sees the page, and may not know the login of the metrics."""
+    address = metrics_server.url.replace("//", "//me:hunter2@")
+    urls = (address, f"{address}/missing", "http://me:hunter2@127.0.0.1:9")
+    page = make_site([make_incident(1)], metrics_urls=urls).get("/health").text
+    assert f"<bdi>{metrics_server.url}/metrics</bdi>" in page
+    assert "HTTP status 404" in page
+    assert "hunter2" not in page
 
 
 def test_the_model_and_its_incident_calibration_are_shown(tmp_path: Path) -> None:
