@@ -53,6 +53,8 @@ from deformer_stream.runtime.incident_ports import FeedbackLog
 
 MAX_PASSWORD_CHECKS = 2
 """Maximum number of passwords that are checked at the same time. Each check takes 32 MiB of memory and a core."""
+BODY_SECONDS = 30.0
+"""Time within which a form must arrive."""
 STATIC_SECONDS = 365 * 24 * 3600
 """Time for which browsers keep static files. Their address contains a digest, so a new release is loaded at once."""
 CONTENT_TYPE_BY_SUFFIX = {
@@ -495,6 +497,8 @@ class Page:
 
     async def log_in(self, request: Request) -> Response:
         """Check a token or a password, and begin a session."""
+        if not self.options.credentials.is_required:
+            return RedirectResponse(self.make_url("/"), 303)
         form = await _read_form(request)
         client = request.client.host if request.client else ""
         name, password = form.get("user", "").strip(), form.get("password", "")
@@ -510,13 +514,13 @@ class Page:
         return response
 
     async def log_out(self, request: Request) -> Response:
-        """End the session in the browser."""
+        """End the session."""
         session = self.get_session(request)
         form = await _read_form(request)
         if not self.signer.check_form_token(session, form.get("token", "")):
             raise HTTPException(403, "The page was too old. Load it again, then log out.")
         response = RedirectResponse(self.make_url("/login"), 303)
-        self.signer.delete(response.headers)
+        self.signer.end(response.headers, session)
         return response
 
     # For programs
@@ -588,7 +592,10 @@ class Page:
     def handle_login_needed(self, request: Request, error: Exception) -> Response:
         """Send a browser to the login."""
         # For a part of a page, the person is led back to the page that the browser shows.
-        shown = urlsplit(request.headers.get("hx-current-url") or request.url.path).path
+        try:
+            shown = urlsplit(request.headers.get("hx-current-url") or request.url.path).path
+        except ValueError:  # the header is no address
+            shown = "/"
         path = _clean_path(shown.removeprefix(self.prefix))
         query = "" if path == "/" or request.method != "GET" else f"next={quote(path, safe='')}"
         target = self.make_url("/login", query)
@@ -681,12 +688,16 @@ async def _read_form(request: Request) -> dict[str, str]:
     """Return the fields of a form, of each the last value.
 
     Raises:
-        HTTPException: The body is not a form.
+        HTTPException: The body is not a form, or does not arrive in time.
     """
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type != "application/x-www-form-urlencoded":
         raise HTTPException(415, "The request is not a form.")
-    body = await request.body()
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            body = await request.body()
+    except TimeoutError:
+        raise HTTPException(408, "The form did not arrive in time. Send it again.") from None
     try:
         fields = parse_qs(body.decode("ascii"), keep_blank_values=True, errors="strict", max_num_fields=20)
     except ValueError:  # also of texts that are not UTF-8

@@ -64,6 +64,8 @@ MAX_FAILURES, FAILURE_SECONDS = 10, 300.0
 """After this many wrong passwords of a client within this time, further ones are refused."""
 MAX_CLIENTS = 10_000
 """Maximum number of clients whose wrong passwords are counted."""
+MAX_ENDED_SESSIONS = 10_000
+"""Maximum number of sessions of which it is stored that they have ended."""
 MAX_SECRET_BYTES = 1024
 MIN_TOKEN_CHARS = 16
 
@@ -267,7 +269,8 @@ class Session:
 class SessionSigner:
     """Makes and checks the cookies of sessions and the tokens of forms.
 
-    The key is drawn at the start of the program, so a restart ends all sessions.
+    The key is drawn at the start of the program, so a restart ends all sessions. The ids of ended sessions are stored,
+    because an answer that is on its way to another tab when a person logs out contains the cookie again.
 
     Args:
         cookie_name: Name of the cookie.
@@ -281,9 +284,10 @@ class SessionSigner:
         self._is_secure, self._path = is_secure, path
         self._sessions = URLSafeTimedSerializer(key, salt="session")
         self._forms = URLSafeSerializer(key, salt="form")
+        self._ended_ids: OrderedDict[str, None] = OrderedDict()
 
     def read(self, request: Request) -> Session | None:
-        """Return the session of a request, None if its cookie is missing, forged or too old."""
+        """Return the session of a request; None if its cookie is missing, forged or too old, or if it has ended."""
         cookie = request.cookies.get(self.cookie_name)
         if cookie is None:
             return None
@@ -291,7 +295,8 @@ class SessionSigner:
             content = self._sessions.loads(cookie, max_age=SESSION_SECONDS)
         except BadSignature:
             return None
-        return Session(str(content["id"]), str(content["user"]))
+        session = Session(str(content["id"]), str(content["user"]))
+        return None if session.id in self._ended_ids else session
 
     def make(self, user: str) -> Session:
         """Return a new session of a person who has logged in."""
@@ -302,8 +307,11 @@ class SessionSigner:
         value = self._sessions.dumps({"id": session.id, "user": session.user})
         headers.append("set-cookie", self._format_cookie(str(value), SESSION_SECONDS))
 
-    def delete(self, headers: MutableHeaders) -> None:
-        """Remove the cookie of a session from the browser."""
+    def end(self, headers: MutableHeaders, session: Session) -> None:
+        """End a session, and remove its cookie from the browser."""
+        self._ended_ids[session.id] = None
+        while len(self._ended_ids) > MAX_ENDED_SESSIONS:
+            self._ended_ids.popitem(last=False)
         headers.append("set-cookie", self._format_cookie("", 0))
 
     def _format_cookie(self, value: str, max_age: int) -> str:

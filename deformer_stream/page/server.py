@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import threading
 from dataclasses import dataclass, field
 
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from deformer_stream.errors import ConfigError
 from deformer_stream.page.app import Page, make_app
@@ -14,6 +16,11 @@ from deformer_stream.page.app import Page, make_app
 STOP_SECONDS = 3
 """Time for which requests may still run after the page was stopped."""
 MAX_CONCURRENT_REQUESTS = 500
+"""Maximum number of connections. Others get the status 503."""
+KEEP_ALIVE_SECONDS = 10
+"""Time without a request after which a connection is closed."""
+REQUEST_SECONDS = 30.0
+"""Time within which a request must begin, and its head must arrive."""
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -42,6 +49,33 @@ def bind(host: str, port: int) -> socket.socket:
     return listener
 
 
+class PageProtocol(H11Protocol):
+    """A connection that is closed if no request arrives for a while.
+
+    uvicorn itself waits for the first request, and for the rest of a head that has begun, without a limit of time. Such
+    connections, which browsers open in advance and networks lose, would add up to the maximum number.
+    """
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as in uvicorn
+        """Begin to watch the connection."""
+        super().connection_made(transport)
+        self.loop.call_later(REQUEST_SECONDS, self._close_if_unused, None)
+
+    def _close_if_unused(self, last_request: object) -> None:
+        """Close the connection if no request was answered since the last call, and look again later otherwise.
+
+        Args:
+            last_request: The last request at the last call, None if there was none.
+        """
+        if self.transport.is_closing():
+            return
+        is_waiting = self.cycle is None or self.cycle.response_complete
+        if is_waiting and self.cycle is last_request:
+            self.transport.close()
+        else:
+            self.loop.call_later(REQUEST_SECONDS, self._close_if_unused, self.cycle)
+
+
 @dataclass
 class PageServer:
     """The HTTP server of a page, in a thread of its own.
@@ -62,8 +96,8 @@ class PageServer:
             access_log=False,  # one line for each request of each browser would hide other lines
             server_header=False,
             ws="none",
-            http="h11",
-            timeout_keep_alive=10,
+            http=PageProtocol,
+            timeout_keep_alive=KEEP_ALIVE_SECONDS,
             timeout_graceful_shutdown=STOP_SECONDS,
             limit_concurrency=MAX_CONCURRENT_REQUESTS,
             proxy_headers=False,

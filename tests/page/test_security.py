@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from starlette.datastructures import Headers
+from starlette.datastructures import Headers, MutableHeaders
 
 from deformer_stream.errors import ConfigError
 from deformer_stream.page import security
@@ -16,6 +16,7 @@ from deformer_stream.page.security import (
     MAX_FAILURES,
     Credentials,
     LoginLimiter,
+    Session,
     check_address,
     hash_password,
     is_same_origin,
@@ -310,6 +311,13 @@ def test_htmx_is_sent_to_the_login_instead_of_a_fragment() -> None:
     answer = site.get(f"/incidents/{incident.id}", headers={"HX-Request": "true"})
     assert answer.status_code == 401
     assert answer.headers["hx-redirect"] == f"/login?next=%2Fincidents%2F{incident.id}"
+    answer = site.get("/", headers={"HX-Request": "true", "HX-Current-URL": "http://[no-address"})
+    assert (answer.status_code, answer.headers["hx-redirect"]) == (401, "/login")
+
+
+def test_without_a_login_its_form_leads_to_the_incidents() -> None:
+    answer = make_site().post("/login", {"user": "anna", "password": "guess"})
+    assert (answer.status_code, answer.headers["location"]) == (303, "/")
 
 
 def test_a_person_with_the_token_labels_under_the_name_that_was_entered() -> None:
@@ -339,6 +347,26 @@ def test_a_person_can_log_out() -> None:
     assert site.get("/").status_code == 200
     assert site.post("/logout", {"token": token}).status_code == 303
     assert site.get("/").status_code == 303
+
+
+def test_a_session_stays_ended_although_an_answer_to_an_earlier_request_arrives_later() -> None:
+    """Each page contains the cookie with a new time, and another tab may have requested one just before."""
+    site, _ = make_site_with_login()
+    log_in(site)
+    earlier = site.get("/")
+    site.post("/logout", {"token": find_token(earlier.text)})
+    cookie = earlier.headers["set-cookie"].partition(";")[0]
+    assert site.get("/", headers={"Cookie": cookie}).status_code == 303
+    log_in(site)
+    assert site.get("/").status_code == 200
+
+
+def test_the_number_of_ended_sessions_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(security, "MAX_ENDED_SESSIONS", 3)
+    signer = security.SessionSigner("page", is_secure=False)
+    for number in range(5):
+        signer.end(MutableHeaders(), Session(str(number)))
+    assert list(signer._ended_ids) == ["2", "3", "4"]
 
 
 def test_the_token_of_a_form_is_bound_to_its_session() -> None:

@@ -1,0 +1,78 @@
+"""Tests of the HTTP server with real connections: those without a request, and forms that never arrive."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+from deformer_stream.page import app, server
+from deformer_stream.page.server import PageServer, bind
+from tests.incidents.examples import make_incident
+from tests.page.pages import make_site
+
+LONG_SECONDS = 120.0
+"""Longer than any wait of these tests, also on a machine with much other work."""
+
+
+@pytest.fixture
+def running(monkeypatch: pytest.MonkeyPatch) -> Iterator[PageServer]:
+    """A page that waits for requests and forms for a short time."""
+    monkeypatch.setattr(server, "REQUEST_SECONDS", 0.2)
+    monkeypatch.setattr(app, "BODY_SECONDS", 0.2)
+    listener = bind("127.0.0.1", 0)
+    page_server = PageServer(make_site([make_incident(1)]).page, listener)
+    page_server.start()
+    yield page_server
+    page_server.stop()
+    listener.close()
+
+
+def connect(running: PageServer) -> socket.socket:
+    """Return a connection to a page."""
+    return socket.create_connection(running.listener.getsockname()[:2], timeout=LONG_SECONDS)
+
+
+def read_until(connection: socket.socket, end: bytes) -> bytes:
+    """Return what arrives until it contains `end`, or until the connection is closed if `end` is empty."""
+    received = b""
+    while (not end or end not in received) and (chunk := connection.recv(4096)):
+        received += chunk
+    return received
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n"])
+def test_a_connection_without_a_whole_request_is_closed(running: PageServer, sent: bytes) -> None:
+    with connect(running) as connection:
+        connection.sendall(sent)
+        assert connection.recv(1) == b""
+
+
+def test_a_head_that_follows_a_request_and_never_ends_is_given_up(running: PageServer) -> None:
+    """The time-out of uvicorn between two requests ends with the first byte of the second one."""
+    request = b"GET /healthz HTTP/1.1\r\nHost: 127.0.0.1\r\n"
+    with connect(running) as connection:
+        connection.sendall(request + b"\r\n" + request)
+        assert read_until(connection, b"").count(b"HTTP/1.1 200") == 1
+
+
+def test_a_form_that_never_arrives_is_refused(running: PageServer) -> None:
+    head = (
+        b"POST /maintenance HTTP/1.1\r\nHost: 127.0.0.1\r\nSec-Fetch-Site: same-origin\r\n"
+        b"Content-Type: application/x-www-form-urlencoded\r\nContent-Length: 100\r\n\r\n"
+    )
+    with connect(running) as connection:
+        connection.sendall(head + b"device=")
+        assert connection.recv(4096).startswith(b"HTTP/1.1 408 ")
+
+
+def test_a_connection_that_is_in_use_stays(running: PageServer) -> None:
+    """Notices are sent for hours over one connection."""
+    request = b"GET /events?since=x HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
+    with connect(running) as connection, connect(running) as unused:
+        connection.sendall(request)
+        assert b"event: change" in read_until(connection, b"event: change")
+        assert unused.recv(1) == b""  # so that the time has passed
+        running.page.store.add_incidents([make_incident(2)])
+        assert b"event: change" in read_until(connection, b"event: change")
