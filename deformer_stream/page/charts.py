@@ -7,6 +7,7 @@ text keeps its size. Paths have coordinates from 0 to 1000 in both directions.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -234,6 +235,8 @@ def _make_scale(values: Sequence[float]) -> _Scale | None:
     span = high - low
     if not math.isfinite(span):
         return None
+    if span < sys.float_info.min:  # a fraction of it could be 0; integers that were read as float64 are so small
+        span = 0.0
     margin = 0.06 * span if span else max(abs(low) * 0.05, 0.5)
     bottom = low if low == 0 else low - margin  # an axis that starts at 0 needs no margin there
     scale = _Scale(bottom, high + margin)

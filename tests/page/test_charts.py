@@ -122,6 +122,17 @@ def test_readings_are_marked_as_outside_or_within_their_expected_range() -> None
     assert "1 of 2 readings outside" in chart.description
 
 
+@pytest.mark.parametrize("largest", [5e-324, 1e-323, 1e-310, 2.3e-308])
+def test_readings_near_the_smallest_number_are_shown(largest: float) -> None:
+    """An integer that a device sends as if it were float64 is such a number."""
+    readings = SuspectReadings((NOW, NOW + SECOND), (0.0, largest), (None, 4.0), (None, 6.0))
+    for shown in (readings, replace(readings, lows=(None, None), highs=(None, None))):
+        chart = draw_readings("flow", shown, None, CLOCK)
+        assert chart is not None
+        assert len(chart.marks) == 2
+        assert chart.ticks
+
+
 def test_labels_have_no_chart() -> None:
     readings = SuspectReadings((NOW,), (None,), (None,), (None,))
     assert draw_readings("mode", readings, None, CLOCK) is None
