@@ -22,16 +22,16 @@ def configure(debug: bool = False, *, only_warnings: bool = False) -> None:
         only_warnings: Without `debug`, drop events below the level "warning", for processes beside the main one.
     """
     level = logging.DEBUG if debug else logging.WARNING if only_warnings else logging.INFO
-    renderer = (
-        structlog.dev.ConsoleRenderer(colors=True) if sys.stderr.isatty() else structlog.processors.JSONRenderer()
-    )
+    renderers: list[structlog.typing.Processor] = [structlog.processors.JSONRenderer()]
+    if sys.stderr.isatty():
+        renderers = [_escape_texts, structlog.dev.ConsoleRenderer(colors=True)]
     structlog.configure(
         processors=[
             _name_logger,
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
             structlog.processors.StackInfoRenderer(),
-            renderer,
+            *renderers,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(level),
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
@@ -70,3 +70,25 @@ def _name_logger(
     if "component" in fields:
         fields["logger"] = fields.pop("component")
     return fields
+
+
+def _escape_texts(
+    _logger: structlog.typing.WrappedLogger, _method: str, fields: structlog.typing.EventDict
+) -> structlog.typing.EventDict:
+    """Escape what a terminal would interpret in the texts of a log line, such as in an id that a device has sent.
+
+    This is a processor of structlog, as `_name_logger`. JSON needs none, because it escapes such characters itself.
+
+    Args:
+        _logger: The logger; not used.
+        _method: The name of the logging method; not used.
+        fields: The keys and values of the log line.
+    """
+    return {name: _escape(value) if isinstance(value, str) else value for name, value in fields.items()}
+
+
+def _escape(text: str) -> str:
+    """Return a text with escape sequences in place of characters that cannot be printed."""
+    if text.isprintable():
+        return text
+    return "".join(character if character.isprintable() else ascii(character)[1:-1] for character in text)
