@@ -220,13 +220,6 @@ def test_model_with_other_windows_is_rejected(loaded: Artifact, tmp_path: Path) 
     assert {alert.model for alert in sink.alerts} == {loaded.fingerprint}
 
 
-def test_wall_clock_never_runs_backwards(monkeypatch: pytest.MonkeyPatch) -> None:
-    times = iter([5_000, 9_000, 2_000, 10_000])
-    monkeypatch.setattr("deformer_stream.runtime.timing.time.time_ns", lambda: next(times))
-    clock = WallClock()
-    assert [clock.at(np.empty(0, np.int64)) for _ in range(4)] == [5, 9, 9, 10]
-
-
 def test_event_clock_follows_the_latest_event() -> None:
     clock = EventClock()
     batches = ([], [NO_TIME], [5, 3], [4, NO_TIME], [7])
