@@ -180,8 +180,8 @@ class OpcuaSource:
             except ConfigError as error:
                 self._error = error
                 return
-            except OSError as error:  # also time-outs
-                reason = str(error) or type(error).__name__
+            except Exception as error:  # asyncua raises anything for an answer that it cannot decode
+                reason = str(error) if isinstance(error, OSError) and str(error) else repr(error)
                 if self._is_connected:
                     away_since = time.monotonic()
                     log.get_logger("opcua").warning("connection_lost", server=self._options.url, reason=reason)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import datetime
 import json
+import struct
 import threading
 import time
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from asyncua import Server, ua
+from asyncua import Client, Server, ua
 from asyncua.common.utils import ServiceError
 from asyncua.crypto.permission_rules import User, UserRole
 from cryptography import x509
@@ -195,6 +196,23 @@ def test_changes_of_variables(server: SimulatedServer, names_node: bool) -> None
     assert all(abs(at - time.time()) < 600 for _, _, at in first)
     server.write("Flow", 2.5)
     assert receive(source, 1)[0][:2] == ("Pump7/Flow", 2.5)
+    source.close()
+
+
+def test_an_unexpected_error_of_the_library_ends_the_connection_and_not_the_source(
+    server: SimulatedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise the thread would end, and the source would count as connected for ever, without any reading."""
+    source = OpcuaSource(OpcuaOptions(server.url, sampling_interval=0.05))
+    receive(source, 3)
+
+    async def fail(_: Client) -> None:
+        monkeypatch.undo()
+        raise struct.error("unpack requires a buffer of 4 bytes")
+
+    monkeypatch.setattr(Client, "check_connection", fail)
+    receive(source, 3)  # the first values of the second subscription
+    assert source.num_connections == 2
     source.close()
 
 
