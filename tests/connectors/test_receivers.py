@@ -118,6 +118,7 @@ def test_refusals(server: ReceivingServer, open_sender: Callable[[float], HttpSe
         ("0", 0.0),
         ("Wed, 21 Oct 2015 07:28:00 GMT", 0.0),
         ("soon", None),
+        ("Wed, 21 Oct 99999999999999999999 07:28:00 GMT", None),
         ("-5", None),
         ("", None),
     ],
