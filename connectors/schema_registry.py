@@ -41,6 +41,9 @@ than that for an unknown id."""
 MAX_REFERENCES = 1000
 """Largest number of schemas that a schema may refer to, directly or indirectly."""
 
+MAX_REFERENCE_DEPTH = 50
+"""Largest number of schemas that refer to each other in a chain, because each one is requested within a nested call."""
+
 _HEADERS = {
     "Accept": "application/vnd.schemaregistry.v1+json",
     "Content-Type": "application/vnd.schemaregistry.v1+json",
@@ -181,10 +184,11 @@ class SchemaRegistry:
             name = str(reference["name"])
             if name in references or name in open_names:
                 continue
-            if len(references) + len(open_names) >= MAX_REFERENCES:
+            if len(references) + len(open_names) >= MAX_REFERENCES or len(open_names) >= MAX_REFERENCE_DEPTH:
                 raise RejectionError(
                     RejectionReason.UNKNOWN_SCHEMA,
-                    f"schema {schema_id} of the registry refers to more than {MAX_REFERENCES} schemas: use fewer",
+                    f"schema {schema_id} of the registry refers to more than {MAX_REFERENCES} schemas, or to a chain "
+                    f"of more than {MAX_REFERENCE_DEPTH}: use fewer",
                 )
             subject, version = quote(str(reference["subject"]), safe=""), reference["version"]
             found = self._request_schema(

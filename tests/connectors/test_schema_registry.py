@@ -201,6 +201,18 @@ def test_schema_whose_references_are_unknown_or_too_many_is_rejected(
     client.close()
 
 
+def test_chain_of_references_is_limited(fake: FakeRegistry) -> None:
+    """Its schemas are requested by nested calls, whose number Python limits; the error would end the command."""
+    for number in range(1200):
+        references = {f"r{number - 1}": f"s{number - 1}"} if number else {}
+        last = fake.add('{"type": "string"}', subject=f"s{number}", **references)
+    client = SchemaRegistry(RegistryAddress(fake.url), 5.0)
+    with pytest.raises(RejectionError, match="a chain of more than 50"):
+        client.fetch(last)
+    assert len(client.fetch(50).references) == 49
+    client.close()
+
+
 def test_references_come_after_what_they_refer_to(fake: FakeRegistry) -> None:
     fake.add('{"type": "enum", "name": "C", "symbols": ["x"]}', subject="c")
     fake.add('{"type": "record", "name": "B", "fields": []}', subject="b", C="c")
