@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import tempfile
+import secrets
 from pathlib import Path
 
 from deformer_stream.errors import map_write_errors
@@ -19,15 +19,15 @@ def replace_file(path: Path, content: bytes) -> None:
     Raises:
         Unavailable: Writing fails, for example because the disk is full. An existing file is unchanged.
     """
+    # Unlike the functions of `tempfile`, `open` gives the permissions that the umask of the user states.
+    temporary = path.parent / f".{path.name}.{secrets.token_hex(8)}"
     with map_write_errors(path):
-        descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
         try:
-            with os.fdopen(descriptor, "wb") as file:
+            with temporary.open("xb") as file:
                 file.write(content)
                 file.flush()
                 os.fsync(file.fileno())
-            Path(temporary).chmod(0o644)  # mkstemp allows only the owner to read
-            os.replace(temporary, path)
+            temporary.replace(path)
         except BaseException:
-            Path(temporary).unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
             raise

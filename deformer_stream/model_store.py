@@ -21,8 +21,8 @@ import hashlib
 import json
 import math
 import os
+import secrets
 import shutil
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -226,14 +226,15 @@ def write_files(directory: Path, contents: Mapping[str, bytes]) -> None:
     check_output_directory(directory)
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
+        # Unlike `tempfile.mkdtemp`, `mkdir` gives the permissions that the umask of the user states.
+        temporary = directory.parent / f".{directory.name}.{secrets.token_hex(8)}"
+        temporary.mkdir()
     except OSError as error:
         raise ConfigError(
             f"the model directory {directory} cannot be created ({error.strerror}): name another directory"
         ) from error
     try:
         with map_write_errors(directory):
-            temporary.chmod(0o755)  # mkdtemp allows only the owner to read
             for name, content in contents.items():
                 _write_and_sync(temporary / name, content)
             _sync_directory(temporary)

@@ -21,6 +21,7 @@ import torch
 from deformer_stream import model_manifest, model_store
 from deformer_stream.calibration.conformal import Calibration
 from deformer_stream.calibration.cusum import CusumScale
+from deformer_stream.durable_file import replace_file
 from deformer_stream.errors import ArtifactError, ConfigError, Unavailable
 from deformer_stream.model.deformer import DEformer
 from deformer_stream.model.reading_times import ReadingTimes
@@ -35,6 +36,20 @@ Manifest = dict[str, Any]
 def directory(model_dir: Path, tmp_path: Path) -> Path:
     """Return a copy of a model directory, which a test may damage."""
     return Path(shutil.copytree(model_dir, tmp_path / "model"))
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o077, 0o700), (0o022, 0o755)])
+def test_the_umask_decides_who_may_read_a_model(tmp_path: Path, umask: int, mode: int) -> None:
+    """A model directory holds training records, which can be those of patients."""
+    before = os.umask(umask)
+    try:
+        directory = write_model(tmp_path / "model")
+        replace_file(directory / "incidents.json", b"{}")
+    finally:
+        os.umask(before)
+    assert directory.stat().st_mode & 0o777 == mode
+    assert {path.stat().st_mode & 0o777 for path in directory.iterdir()} == {mode & 0o666}
+    assert list(tmp_path.iterdir()) == [directory]
 
 
 def assert_read_fails(directory: Path, *phrases: str) -> str:
