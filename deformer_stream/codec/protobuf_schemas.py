@@ -16,6 +16,10 @@ from typing import Any
 COMPILE_SECONDS = 60.0
 """Seconds after which the compilation of a schema has failed."""
 
+MAX_ITEMS = 65_536
+"""Largest number of items that the lists and maps of a message have in total. An empty item takes two bytes, and can
+have any number of fields with defaults."""
+
 _FILE = "registered_schema.proto"
 _WRAPPERS = frozenset(
     f"google.protobuf.{kind}Value"
@@ -45,7 +49,7 @@ def make_protobuf_parser(text: str, references: Mapping[str, str]) -> Callable[[
         pool.Add(file)
     schema = pool.FindFileByName(_FILE)
     types = list(schema.message_types_by_name.values())
-    readers: dict[str, Read] = {}
+    readers = _Readers()
     parser_by_path: dict[tuple[int, ...], tuple[Any, Read]] = {}
 
     def parse(content: bytes) -> dict[str, Any]:
@@ -56,8 +60,9 @@ def make_protobuf_parser(text: str, references: Mapping[str, str]) -> Callable[[
             for index in path[1:]:
                 descriptor = descriptor.nested_types[index]
             message_class = message_factory.GetMessageClass(descriptor)
-            parser_by_path[path] = message_class.FromString, _make_reader(descriptor, readers)
+            parser_by_path[path] = message_class.FromString, readers.make_reader(descriptor)
         from_bytes, list_fields = parser_by_path[path]
+        readers.num_items = 0
         return list_fields(from_bytes(content[start:]))
 
     return parse
@@ -139,66 +144,86 @@ Read = Callable[[Any], dict[str, Any]]
 """Returns the fields of a message by name, as values of JSON."""
 
 
-def _make_reader(descriptor: Any, readers: dict[str, Read]) -> Callable[[Any], dict[str, Any]]:
-    """Return a function from a message to its fields by name.
+class _Readers:
+    """Functions from messages to their fields.
 
-    A field that states its presence (a message, `optional`, `oneof`) is left out if it is missing. Any other field that
-    is missing has its default, such as 0, because the message does not say whether it was sent. The entries of a map
-    are sorted: they have no order, and scores must not depend on that of the library.
-
-    Args:
-        descriptor: The type of the message.
-        readers: The functions of the types that were seen before, by full name. A type may contain itself.
+    Attributes:
+        num_items: Number of items of the lists and maps of the present message that were converted so far.
     """
-    if descriptor.full_name in readers:
-        return readers[descriptor.full_name]
-    plan: list[tuple[str, bool, Convert | None]] = []
 
-    def read(message: Any) -> dict[str, Any]:
-        """Return the fields of a message."""
-        return {
-            name: getattr(message, name) if convert is None else convert(getattr(message, name))
-            for name, has_presence, convert in plan
-            if not has_presence or message.HasField(name)
+    def __init__(self) -> None:
+        self.num_items = 0
+        self._reader_by_type: dict[str, Read] = {}  # by full name; a type may contain itself
+
+    def make_reader(self, descriptor: Any) -> Read:
+        """Return a function from a message to its fields by name.
+
+        A field that states its presence (a message, `optional`, `oneof`) is left out if it is missing. Any other field
+        that is missing has its default, such as 0, because the message does not say whether it was sent. The entries of
+        a map are sorted: they have no order, and scores must not depend on that of the library.
+
+        Args:
+            descriptor: The type of the message.
+        """
+        known = self._reader_by_type.get(descriptor.full_name)
+        if known is not None:
+            return known
+        plan: list[tuple[str, bool, Convert | None]] = []
+
+        def read(message: Any) -> dict[str, Any]:
+            """Return the fields of a message."""
+            return {
+                name: getattr(message, name) if convert is None else convert(getattr(message, name))
+                for name, has_presence, convert in plan
+                if not has_presence or message.HasField(name)
+            }
+
+        self._reader_by_type[descriptor.full_name] = read
+        plan += [(field.name, field.has_presence, self._make_field_converter(field)) for field in descriptor.fields]
+        return read
+
+    def _make_field_converter(self, field: Any) -> Convert | None:
+        """Return the function that converts a field with all its values; None if the value stays as it is."""
+        kind = field.message_type
+        if kind is not None and kind.GetOptions().map_entry:
+            convert_entry = self._make_converter(kind.fields_by_name["value"]) or _keep
+            return lambda entries: {key: convert_entry(entries[key]) for key in sorted(self._count(entries))}
+        convert = self._make_converter(field)
+        if field.is_repeated:
+            convert_item = convert or _keep
+            return lambda items: [convert_item(item) for item in self._count(items)]
+        return convert
+
+    def _make_converter(self, field: Any) -> Convert | None:
+        """Return the function that converts one value of a field; None if it stays as it is.
+
+        An enumerated value becomes its name, a timestamp a number of seconds, another message its fields.
+        """
+        if field.enum_type is not None:
+            name_by_number = {number: value.name for number, value in field.enum_type.values_by_number.items()}
+            return lambda number: name_by_number.get(number, number)
+        if field.message_type is None:
+            return None
+        name = field.message_type.full_name
+        if name in _WRAPPERS:
+            return lambda wrapper: wrapper.value
+        known: dict[str, Convert] = {
+            "google.protobuf.Timestamp": lambda time: time.seconds + time.nanos / 1e9,
+            "google.protobuf.Struct": _convert_struct,
+            "google.protobuf.Value": _convert_struct_value,
         }
+        return known.get(name) or self.make_reader(field.message_type)
 
-    readers[descriptor.full_name] = read
-    plan += [(field.name, field.has_presence, _make_field_converter(field, readers)) for field in descriptor.fields]
-    return read
+    def _count(self, items: Any) -> Any:
+        """Return items of a list or a map after counting them.
 
-
-def _make_field_converter(field: Any, readers: dict[str, Read]) -> Convert | None:
-    """Return the function that converts a field with all its values; None if the value stays as it is."""
-    kind = field.message_type
-    if kind is not None and kind.GetOptions().map_entry:
-        convert_entry = _make_converter(kind.fields_by_name["value"], readers) or _keep
-        return lambda entries: {key: convert_entry(entries[key]) for key in sorted(entries)}
-    convert = _make_converter(field, readers)
-    if field.is_repeated:
-        convert_item = convert or _keep
-        return lambda items: [convert_item(item) for item in items]
-    return convert
-
-
-def _make_converter(field: Any, readers: dict[str, Read]) -> Convert | None:
-    """Return the function that converts one value of a field; None if it stays as it is.
-
-    An enumerated value becomes its name, a timestamp a number of seconds, another message its fields.
-    """
-    if field.enum_type is not None:
-        name_by_number = {number: value.name for number, value in field.enum_type.values_by_number.items()}
-        return lambda number: name_by_number.get(number, number)
-    if field.message_type is None:
-        return None
-    name = field.message_type.full_name
-    if name in _WRAPPERS:
-        return lambda wrapper: wrapper.value
-    known: dict[str, Convert] = {
-        "google.protobuf.Timestamp": lambda time: time.seconds + time.nanos / 1e9,
-        "google.protobuf.Struct": _convert_struct,
-        "google.protobuf.Value": _convert_struct_value,
-    }
-    return known.get(name) or _make_reader(field.message_type, readers)
+        Raises:
+            ValueError: The message has more than `MAX_ITEMS`.
+        """
+        self.num_items += len(items)
+        if self.num_items > MAX_ITEMS:
+            raise ValueError(f"its lists and maps have more than {MAX_ITEMS} items: send smaller messages")
+        return items
 
 
 def _keep(value: Any) -> Any:

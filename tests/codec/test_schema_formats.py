@@ -334,6 +334,24 @@ def test_path_that_is_not_valid_is_rejected(make_message: Callable[..., Any], pa
     assert "schema 1" in rejection.detail
 
 
+def test_lists_of_protobuf_have_a_limited_number_of_items() -> None:
+    """An empty item takes two bytes, and becomes an object with all fields: gigabytes for a message of 1 MiB."""
+    fields = " ".join(f"double f{number} = {number};" for number in range(1, 101))
+    text = f"""syntax = "proto3"; message Item {{ {fields} }} message Items {{ repeated Item items = 1; }}
+    message Event {{ string record = 1; map<string, double> values = 2; repeated Items more = 3; }}"""
+    codec = make_codec("protobuf", RegisteredSchema("PROTOBUF", text, {}))
+    reading = b"\x02\x04" + b"\x0a\x01a" + b"\x12\x13\x0a\x08Pressure\x11" + np.array([1.0]).tobytes()
+    items = b"\x1a\xc8\x01" + b"\x0a\x00" * 100
+    events, rejections = decode(codec, frame(1, reading + items), frame(1, reading + items * 1000), frame(1, reading))
+    assert [(record, feature, index) for record, feature, _, _, index, _ in list_readings(events)] == [
+        ("a", "Pressure", 0),
+        ("a", "Pressure", 2),
+    ]
+    (rejection,) = rejections
+    assert rejection.reason is RejectionReason.NOT_JSON
+    assert "more than 65536 items" in rejection.detail
+
+
 def test_imports_of_protobuf_are_compiled() -> None:
     common = 'syntax = "proto3"; package common; message Values { double Pressure = 1; }'
     text = 'syntax = "proto3"; import "plant/common.proto"; message R { string record = 1; common.Values values = 2; }'
