@@ -18,7 +18,7 @@ TARGETS = (
     *("one_message", "messages", "arrow_messages", "registry_messages", "long_tables", "wide_tables"),
     *("model_directories", "saved_states", "model_choices", "evidence", "incident_states", "incident_calibrations"),
     *("input_urls", "conditions", "condition_grammar", "model_sets", "compressed_files", "bridge_payloads"),
-    "sparkplug_payloads",
+    *("sparkplug_payloads", "avro_schemas"),
 )
 MEMORY_MIB, SLOW_SECONDS = 3000, 120
 

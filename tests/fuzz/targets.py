@@ -125,6 +125,42 @@ def registry_messages(data: bytes) -> None:
     invariants.assert_messages_independent(make_registry_codec(formats[first % 3]), poll)
 
 
+def avro_schemas(data: bytes) -> None:
+    """Use the bytes as random numbers that choose an Avro schema, whose types may contain themselves, and a message."""
+    r = hostile.FedRandom(data)
+    names: list[str] = []
+
+    def draw_type(depth: int) -> object:
+        """Return a type; below a few levels a basic type or the name of a record, which may be an enclosing one."""
+        act = r.randrange(9) if depth < 4 else r.randrange(3)
+        if act == 0 and names:
+            return r.choice(names)
+        if act < 3:
+            return r.choice(["null", "double", "string", "bytes", "long", "boolean"])
+        if act == 3:
+            return {"type": "bytes", "logicalType": "decimal", "precision": 1 + r.randrange(40), "scale": 0}
+        if act == 4:
+            return {"type": "array", "items": draw_type(depth + 1)}
+        if act == 5:
+            return {"type": "map", "values": draw_type(depth + 1)}
+        if act == 6:
+            return ["null", draw_type(depth + 1)]
+        return draw_record(depth + 1)
+
+    def draw_record(depth: int) -> object:
+        name = f"R{len(names)}"
+        names.append(name)
+        fields = [{"name": f"f{index}", "type": draw_type(depth)} for index in range(r.randrange(4))]
+        return {"type": "record", "name": name, "fields": fields}
+
+    schema = RegisteredSchema("AVRO", json.dumps(draw_record(0)), {})
+    codec = Codec(SCHEMA, translator=SchemaTranslator("avro", fetch_from(schema), 65_536))
+    content = r.choice([r.randbytes(r.randrange(64)), b"\x02" * 50_000, b"\xfe\xff\xff\xff\x0f" * 20])
+    numbers = np.zeros(1, np.int64)
+    poll = Messages("fuzz", [None], [frame(1, content)], numbers, numbers.astype(np.int32), numbers)
+    invariants.assert_messages_independent(codec, poll)
+
+
 def long_tables(data: bytes) -> None:
     """Use the bytes as the random numbers that choose a table in long layout."""
     r = hostile.FedRandom(data)
@@ -443,6 +479,7 @@ TARGETS: dict[str, Target] = {
             messages,
             arrow_messages,
             registry_messages,
+            avro_schemas,
             long_tables,
             wide_tables,
             model_directories,
