@@ -357,7 +357,7 @@ class ProcessContext:
         process = self.process
         v = torch.zeros(len(rows), self.codes.shape[1], dtype=torch.float64, device=rows.device)
         # The targets of one context are solved together, so that its factor is read once.
-        for context in rows.unique().tolist():
+        for context in torch.unique(rows).tolist():
             own, one = (rows == context).nonzero()[:, 0], slice(context, context + 1)
             columns = self.codes[one], self.ages[one]
             cross = _compute_covariances(process, codes[own].unsqueeze(0), ages[own].unsqueeze(0), *columns)[0]
@@ -416,7 +416,7 @@ def compute_covariance_matrices(process: GaussianProcessPrior, features: Tensor,
     has_prior, codes = find_linear(process, features), features.clamp(min=0)
     # The matrices of one context fit into the cache of a processor, those of many do not.
     num_contexts = 1 if features.device.type == "cpu" else len(features)
-    parts = zip(codes.split(num_contexts), ages.split(num_contexts), strict=True)
+    parts = zip(torch.split(codes, num_contexts), torch.split(ages, num_contexts), strict=True)
     covariance = torch.cat([_compute_covariances(process, *part, *part) for part in parts])
     covariance = covariance * has_prior.unsqueeze(1) * has_prior.unsqueeze(2)
     noise = torch.where(has_prior, process.compute_noise_variances()[codes], 1.0)
