@@ -181,6 +181,12 @@ class SchemaRegistry:
             RejectionError: There are too many references, or the registry does not have one of them.
         """
         for reference in answer.get("references") or ():
+            if not isinstance(reference, dict) or not {"name", "subject", "version"} <= set(reference):
+                raise RejectionError(
+                    RejectionReason.UNKNOWN_SCHEMA,
+                    f"schema {schema_id} of the registry has a reference without name, subject or version: register it "
+                    "again",
+                )
             name = str(reference["name"])
             if name in references or name in open_names:
                 continue

@@ -22,7 +22,11 @@ def configure(debug: bool = False, *, only_warnings: bool = False) -> None:
         only_warnings: Without `debug`, drop events below the level "warning", for processes beside the main one.
     """
     level = logging.DEBUG if debug else logging.WARNING if only_warnings else logging.INFO
-    renderers: list[structlog.typing.Processor] = [structlog.processors.JSONRenderer()]
+    # The renderer for terminals writes exceptions itself.
+    renderers: list[structlog.typing.Processor] = [
+        structlog.processors.format_exc_info,
+        structlog.processors.JSONRenderer(),
+    ]
     if sys.stderr.isatty():
         renderers = [_escape_texts, structlog.dev.ConsoleRenderer(colors=True)]
     structlog.configure(

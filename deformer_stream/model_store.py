@@ -374,6 +374,8 @@ def _read_faults(directory: Path, manifest: dict[str, Any], schema: Schema) -> F
         return None
     try:
         size = int(manifest["faults"]["file"]["size"])
+        if size < 0:
+            raise ValueError(f"the size of {FAULTS} is negative")
     except _INCONSISTENCY_ERRORS as error:
         raise ArtifactError(f"{directory / MANIFEST} is damaged ({_to_printable_line(error)}): {REMEDY}") from None
     return _parse_faults(manifest, read_at_most(directory / FAULTS, size), directory, schema)

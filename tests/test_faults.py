@@ -27,6 +27,7 @@ from deformer_stream.kernels.cpu import CpuKernels
 from deformer_stream.runtime.reload import ModelReloader
 from tests.engine.random_models import draw_records, normalise_values
 from tests.faults import SHIFT_BY_FAULT, draw_fault, write_labelled, write_linear_model
+from tests.test_model_store import forge_manifest
 from trainer.faults import learn_faults
 from trainer.settings import TrainConfig
 
@@ -231,7 +232,7 @@ def test_a_record_without_a_known_reading_is_refused(taught: Path) -> None:
         deformer_stream.load(taught).classify({"other": 1.0})
 
 
-@pytest.mark.parametrize("damage", ["cut", "altered", "missing", "inputs", "features", "folds"])
+@pytest.mark.parametrize("damage", ["cut", "altered", "missing", "size", "inputs", "features", "folds"])
 def test_a_damaged_classifier_is_refused_by_name(taught: Path, tmp_path: Path, damage: str) -> None:
     directory = Path(shutil.copytree(taught, tmp_path / "model"))
     path = directory / model_store.FAULTS
@@ -242,6 +243,8 @@ def test_a_damaged_classifier_is_refused_by_name(taught: Path, tmp_path: Path, d
         path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     elif damage == "missing":
         path.unlink()
+    elif damage == "size":
+        forge_manifest(directory, lambda manifest: manifest["faults"]["file"].update(size=-5))
     else:
         classifier = model_store.read(directory).fault_classifier
         assert classifier is not None

@@ -51,3 +51,17 @@ def test_json_lines_have_all_texts_unchanged(monkeypatch: pytest.MonkeyPatch) ->
     assert line.isprintable()
     document = json.loads(line)
     assert (document["record"], document["logger"], document["level"]) == (HOSTILE, "page", "info")
+
+
+def test_json_lines_contain_the_traceback_of_an_exception(monkeypatch: pytest.MonkeyPatch) -> None:
+    output = io.StringIO()
+    monkeypatch.setattr("sys.stderr", output)
+    log.configure()
+    try:
+        raise ValueError("the log cannot be read")
+    except ValueError:
+        log.get_logger("page").exception("log_reader_failed")
+    line = json.loads(output.getvalue())
+    assert line["event"] == "log_reader_failed"
+    assert line["exception"].startswith("Traceback")
+    assert line["exception"].endswith("ValueError: the log cannot be read")

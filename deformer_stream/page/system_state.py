@@ -194,7 +194,7 @@ class SystemState:
         if self._model is None:
             return None
         paths = (self._model / "manifest.json", self._model / INCIDENTS_FILE)
-        changed_at = tuple(path.stat().st_mtime_ns if path.exists() else 0 for path in paths)
+        changed_at = tuple(_find_change(path) for path in paths)
         with self._lock:
             if changed_at not in self._summary_by_change:
                 self._summary_by_change = {changed_at: _read_model(self._model)}
@@ -257,6 +257,14 @@ def make_rate(budget: IncidentBudget, counts: LabelCounts, span: int) -> Realise
 def _bound_rate(count: int, periods: float) -> tuple[float, float]:
     """Return the confidence interval of a rate per period."""
     return bound_realised_rate(count, periods, CONFIDENCE)
+
+
+def _find_change(path: Path) -> int:
+    """Return when a file was changed, in nanoseconds since 1970; 0 without a file, as while a model is replaced."""
+    try:
+        return path.stat().st_mtime_ns
+    except OSError:
+        return 0
 
 
 def _read_model(directory: Path) -> ModelSummary:

@@ -213,6 +213,18 @@ def test_chain_of_references_is_limited(fake: FakeRegistry) -> None:
     client.close()
 
 
+def test_reference_without_a_version_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The registry's answer is damaged, so that the schema cannot be read; other schemas can."""
+    client = SchemaRegistry(RegistryAddress("http://registry.invalid"), 5.0)
+    answer = {"schema": AVRO, "references": [{"name": "B", "subject": "b"}]}
+    monkeypatch.setattr(client, "_request", lambda *given, **options: answer)
+    with pytest.raises(
+        RejectionError, match="schema 7 of the registry has a reference without name, subject or version"
+    ):
+        client.fetch(7)
+    client.close()
+
+
 def test_references_come_after_what_they_refer_to(fake: FakeRegistry) -> None:
     fake.add('{"type": "enum", "name": "C", "symbols": ["x"]}', subject="c")
     fake.add('{"type": "record", "name": "B", "fields": []}', subject="b", C="c")
