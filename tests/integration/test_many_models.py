@@ -37,7 +37,8 @@ def make_options(cluster: Cluster, name: str, folder: Path) -> list[object]:
     return [
         *("--topic", name, "--group", name, "--bootstrap-servers", cluster.bootstrap, "--models", folder),
         *("--alpha", ALPHA, "--alerts", "", "--record-timeout", "1d", "--explanations", "fast"),
-        *("--snapshot-interval", "1s", "--max-poll-records", "200"),
+        # After a kill, the next process gets the partitions when the session of the killed one has timed out.
+        *("--snapshot-interval", "1s", "--max-poll-records", "200", "--session-timeout", "6s"),
     ]
 
 
