@@ -456,38 +456,3 @@ def test_warnings_of_training_are_warnings_of_python(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(job, "train", train_badly)
     with pytest.warns(UserWarning, match="the model has hardly learned"):
         deformer_stream.train(draw_linear_records(60, 1), preset="tiny", epochs=1)
-
-
-def test_strict_type_check_of_a_program_passes(tmp_path: Path) -> None:
-    from mypy import api
-
-    program = tmp_path / "program.py"
-    program.write_text(
-        """
-import numpy as np
-import polars as pl
-import deformer_stream
-from deformer_stream import Detector, Imputation, RecordScores, Scorer, Update
-
-detector: Detector = deformer_stream.load("model")
-trained: Detector = deformer_stream.train(pl.DataFrame({"x": [1.0]}), max_time="1m")
-frame = pl.DataFrame({"x": [1.0]})
-scores: pl.DataFrame = detector.score(frame)
-listed: RecordScores = detector.score([{"x": 1.0}, {"x": None, "state": "run"}])
-one: RecordScores = detector.score({"x": 1.0})
-array: RecordScores = detector.score(np.ones((2, 1)), columns=["x"])
-filled: pl.DataFrame = detector.impute(frame, bounds=True)
-imputed: dict[str, Imputation] = detector.impute({"x": 1.0})
-low: float = detector.quantiles({"x": 1.0}, [0.05])["x"][0]
-drawn: pl.DataFrame = detector.complete(frame, draws=3)
-name: str = detector.explain({"x": 1.0})[0].feature
-names: list[str] = [item.feature for row in detector.explain([{"x": 1.0}]) for item in row]
-scorer: Scorer = detector.scorer(alpha=[0.01, 0.001])
-update: Update = scorer.update("pump-1", "x", 1.0)
-detector.save("copy")
-"""
-    )
-    output, errors, status = api.run(
-        ["--strict", "--no-incremental", "--cache-dir", str(tmp_path / "cache"), str(program)]
-    )
-    assert status == 0, output + errors
