@@ -18,7 +18,7 @@ PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 4 --dist loadfile
 # The tests start many programs. Without files of bytecode, each of them would compile the modules of the checkout again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help docs demo demo-page kernels test test-librdkafka test-ray test-kernels wheel test-wheel test-aarch64 test-lowest test-newest sbom first-hours lint check format bench bench-gpu bench-quality bench-incidents chaos chaos-incidents test-outage fuzz kafka kafka-jars test-programs deploy-tools test-deploy clean
+.PHONY: help docs demo demo-page kernels test test-long test-librdkafka test-ray test-kernels wheel test-wheel test-aarch64 test-lowest test-newest sbom first-hours lint check format bench bench-gpu bench-quality bench-incidents chaos chaos-incidents test-outage fuzz kafka kafka-jars test-programs deploy-tools test-deploy clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -80,8 +80,11 @@ kernels: $(VENV)/.run ## compile the C kernels of this checkout again, after the
 	@test -f $(CSRC)/build.ninja || { $(call install,.,--no-deps); }
 	@$(TOOLS) cmake --build $(CSRC)
 
-test: $(VENV)/.dev kernels kafka-jars test-programs ## run all tests, against a real Apache Kafka (WORKERS=0: in one process)
-	$(PYTEST)
+test: $(VENV)/.dev kernels kafka-jars test-programs ## run the tests, against a real Apache Kafka (WORKERS=0: in one process)
+	$(PYTEST) -m "not long"
+
+test-long: $(VENV)/.dev kernels kafka-jars test-programs ## run all tests with all examples of properties, both client libraries, and long runs (an hour)
+	DEFORMER_TEST_LONG=1 $(PYTEST)
 
 test-librdkafka: $(VENV)/.dev kernels kafka-jars test-programs ## run the tests of Kafka that CI runs with kafka-python only with librdkafka, too
 	DEFORMER_TEST_CLIENT=librdkafka $(PYTEST) -m kafka tests/connectors tests/contracts tests/integration
@@ -135,7 +138,7 @@ $(PYTHON) -m venv --clear build/venv-$(1)
 $(TOOLS) DEFORMER_PURE_WHEEL=1 $(BIN)/python -m build --no-isolation --wheel --outdir build/wheel-$(1)
 build/venv-$(1)/bin/python -m pip install -q --disable-pip-version-check $(2) \
   "$$(ls build/wheel-$(1)/*.whl | tail -1)[dev]"
-build/venv-$(1)/bin/python -m pytest -q -n $(WORKERS) --dist loadfile -m "not kafka and not slow and not data and not browser"
+build/venv-$(1)/bin/python -m pytest -q -n $(WORKERS) --dist loadfile -m "not kafka and not slow and not long and not data and not browser"
 endef
 
 sbom: $(VENV)/.build wheel ## write dist/sbom.cdx.json, the list of the installed dependencies in CycloneDX
@@ -153,10 +156,11 @@ lint: $(VENV)/.dev ## check format, lint rules, types and import rules
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/mypy tests/typed_program.py
 	$(BIN)/lint-imports
 
 check: lint kernels ## run lint and the fast tests
-	$(PYTEST) -q -m "not kafka and not slow and not data and not browser"
+	$(PYTEST) -q -m "not kafka and not slow and not long and not data and not browser"
 
 format: $(VENV)/.dev ## format the code
 	$(BIN)/ruff format .
@@ -206,7 +210,7 @@ fuzz: $(VENV)/.fuzz ## fuzz the decoders for FUZZ_SECONDS per target (Linux), th
 	$(BIN)/python -m tests.fuzz --seconds $(FUZZ_SECONDS)
 	$(BIN)/python -m tests.fuzz.million --messages 1000000
 
-chaos: $(VENV)/.dev kafka-jars ## kill, move and cut off consumers; fail if anything is lost or doubled (CHAOS=small: two minutes; CLIENT=librdkafka: the other client)
+chaos: $(VENV)/.dev kafka-jars ## kill, move and cut off consumers; fail if anything is lost or doubled (CHAOS=small: two minutes, CHAOS=tiny: one minute; CLIENT=librdkafka: the other client)
 	$(BIN)/python -m tests.chaos --size $(CHAOS) --client $(CLIENT)
 
 chaos-incidents: $(VENV)/.dev kafka-jars ## kill the process that makes incidents twenty times; fail if any incident differs

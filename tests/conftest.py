@@ -24,6 +24,7 @@ from hypothesis import HealthCheck, settings
 
 from deformer_stream.kernels import library
 from deformer_stream.runtime.process import limit_thread_spinning
+from tests.effort import num_examples
 
 if TYPE_CHECKING:
     from connectors.kafka.ports import ClientLibrary, KafkaCluster
@@ -34,7 +35,11 @@ limit_thread_spinning()
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # The duration of an example depends on the load of the machine, so it decides no test. CI repeats the same examples.
 settings.register_profile(
-    "invariants", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize="CI" in os.environ
+    "invariants",
+    max_examples=num_examples(100),
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+    derandomize="CI" in os.environ,
 )
 settings.load_profile("invariants")
 # A shell ignores SIGINT in commands that it starts in the background, and programs inherit that. Tests send SIGINT.
@@ -52,14 +57,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Spread the files with tests of Kafka evenly over a run of several processes (`make test`).
 
     These tests mostly wait and others compute, so that the processors are idle if all processes run such files at once.
+    Files with slow tests come first, so that no process is left with one of them at the end.
     """
     if "PYTEST_XDIST_WORKER" not in os.environ:
         return
     files = {path: list(group) for path, group in itertools.groupby(items, lambda item: item.path)}
-    uses_kafka = {path: any(item.get_closest_marker("kafka") for item in group) for path, group in files.items()}
+
+    def has_marker(path: Path, name: str) -> bool:
+        return any(item.get_closest_marker(name) for item in files[path])
+
     positions: dict[Path, float] = {}
-    for kind in (True, False):
-        paths = [path for path in files if uses_kafka[path] == kind]
+    for uses_kafka in (True, False):
+        paths = [path for path in files if has_marker(path, "kafka") == uses_kafka]
+        paths.sort(key=lambda path: not has_marker(path, "slow"))
         positions |= {path: i / len(paths) for i, path in enumerate(paths)}
     items[:] = [item for path in sorted(files, key=positions.__getitem__) for item in files[path]]
 

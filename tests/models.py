@@ -6,6 +6,8 @@ need a model that has learned something: `train_linear_model` learns y = 2x + 1 
 
 from __future__ import annotations
 
+from copy import deepcopy
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -71,8 +73,13 @@ def draw_linear_records(n: int, seed: int) -> NDArray[np.float64]:
     return np.stack([x, 2 * x + 1 + 0.1 * rng.normal(size=n), (x > 0).astype(float)], 1)
 
 
-def train_linear_model(steps: int = 250) -> DEformer:
-    """Return a model that was trained on `draw_linear_records` for a few seconds."""
+def train_linear_model() -> DEformer:
+    """Return a model that was trained on `draw_linear_records` for a few seconds, once in a process."""
+    return deepcopy(_train_linear_model())
+
+
+@cache
+def _train_linear_model(steps: int = 250) -> DEformer:
     torch.manual_seed(0)
     schema = Schema(
         (

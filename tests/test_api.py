@@ -29,6 +29,7 @@ from deformer_stream.engine.events import Effects, EventBatch, Rejection
 from deformer_stream.errors import AlphaOutOfReachWarning, ArtifactError, ConfigError, InputError
 from deformer_stream.library.records import NOT_CONVERTED, encode_json, make_messages
 from deformer_stream.model.schema import Feature, Schema
+from tests.effort import num_examples
 from tests.models import SCHEMA, draw_linear_records, draw_rows, train_linear_model, write_model
 
 ALPHA = 0.3
@@ -256,7 +257,7 @@ def describe(result: tuple[EventBatch, list[Rejection]]) -> tuple[Any, ...]:
     return events, batch.unseen_labels, rejections
 
 
-@settings(max_examples=400)
+@settings(max_examples=num_examples(400))
 @given(
     record=scalars,
     feature=st.sampled_from([*SCHEMA.names, "unknown"]) | scalars,

@@ -24,6 +24,7 @@ from deformer_stream.calibration.drift_state import FeatureShift
 from deformer_stream.engine.engine import Engine, Limits
 from deformer_stream.engine.events import CloseReason, Decisions
 from deformer_stream.engine.record_scores import average_neg_log_p_by_feature
+from tests.effort import num_examples
 from tests.engine.restarts import Event, make_batch, make_calibrated_model
 
 Floats = NDArray[np.float64]
@@ -137,7 +138,7 @@ def test_smaller_statistics_are_not_drift() -> None:
     assert monitor.compute_log10_wealth()[0] < 0
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=num_examples(60), deadline=None)
 @given(st.integers(0, 2**32 - 1), st.lists(st.integers(1, 60), min_size=1, max_size=6), st.integers(1, 40))
 def test_restoring_after_each_batch_changes_nothing(
     seed: int, batch_sizes: Sequence[int], num_calibration: int
@@ -202,7 +203,7 @@ def test_shifted_features_are_sorted_by_increase() -> None:
 
 def make_engine(level: float | None, limits: Limits | None = None) -> Engine:
     """Return an engine that monitors drift with this alarm level."""
-    return Engine(*make_calibrated_model(), "model-0", 0.3, limits, level)
+    return Engine(*make_calibrated_model(), "model-0", 0.3, limits, level, "fast")
 
 
 def make_record(record_id: str, value: float, partition: int = 0, is_complete: bool = True) -> list[Event]:

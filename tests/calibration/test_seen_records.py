@@ -18,6 +18,7 @@ from deformer_stream.calibration.seen_records import (
     find_seen_records,
 )
 from deformer_stream.model.schema import Feature, Schema
+from tests.effort import num_examples
 
 SCHEMA = Schema(
     (
@@ -130,7 +131,7 @@ def test_more_records_than_fingerprints_are_sampled(monkeypatch: pytest.MonkeyPa
     assert SeenRecords((records,)).check(new).is_new.all(), "without seen records, all are used"
 
 
-@settings(max_examples=20)
+@settings(max_examples=num_examples(20))
 @given(st.integers(1, 60), st.integers(1, 60))
 def test_new_records_are_never_reported_without_a_coincidence(num_training: int, num_new: int) -> None:
     seen = SeenRecords((RecordSet.from_fingerprints(draw_fingerprints(num_training, 0)),))

@@ -24,6 +24,7 @@ from deformer_stream.model.deformer import DEformer
 from deformer_stream.model.schema import Schema
 from deformer_stream.model.windows import PerSlot, Window
 from tests.codec.test_json_messages import make_messages
+from tests.effort import num_examples
 from tests.engine.random_models import make_model
 from tests.model.test_time_slots import CONFIG
 from tests.models import TRAINING_SUMMARY, make_calibration
@@ -163,7 +164,7 @@ def loaded(trained: Path) -> deformer_stream.Detector:
 WINDOW = [event for event in draw_event_series(20, seed=4) if event["time"] < 60]
 
 
-@settings(max_examples=20)
+@settings(max_examples=num_examples(20))
 @given(order=st.permutations(range(len(WINDOW))))
 def test_readings_of_a_window_can_arrive_in_any_order(order: list[int], loaded: deformer_stream.Detector) -> None:
     """Within the grace period each reading is in its time slot, whatever the order of arrival.

@@ -44,6 +44,7 @@ from deformer_stream.engine.snapshot import (
     WaitingReadings,
 )
 from deformer_stream.errors import StateError
+from tests.effort import num_examples
 from tests.engine.restarts import assert_same_snapshot
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -205,13 +206,13 @@ def draw_snapshots(draw: st.DrawFn) -> Snapshot:
     )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=num_examples(150), deadline=None)
 @given(snapshot=draw_snapshots())
 def test_decoded_snapshot_equals_encoded_snapshot(snapshot: Snapshot) -> None:
     assert_same_snapshot(decode_snapshot(encode_snapshot(snapshot)), snapshot)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=num_examples(100), deadline=None)
 @given(
     closed=st.lists(texts),
     alerted=st.dictionaries(texts, st.builds(AlertState, st.integers(0, 2**31 - 1), st.floats(0, 0.999))),
@@ -376,7 +377,7 @@ def test_truncated_state_is_rejected(kind: str) -> None:
         assert_rejected(decode, data[:size], "cut short")
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=num_examples(200), deadline=None)
 @given(kind=st.sampled_from(sorted(KINDS)), place=st.integers(0, 10**6), flip=st.integers(1, 255))
 def test_altered_state_is_rejected(kind: str, place: int, flip: int) -> None:
     decode, data = KINDS[kind]
@@ -384,7 +385,7 @@ def test_altered_state_is_rejected(kind: str, place: int, flip: int) -> None:
     assert_rejected(decode, data[:place] + bytes([data[place] ^ flip]) + data[place + 1 :], "")
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=num_examples(100), deadline=None)
 @given(kind=st.sampled_from(sorted(KINDS)), data=st.binary(max_size=300))
 def test_random_bytes_are_rejected(kind: str, data: bytes) -> None:
     decode = KINDS[kind][0]

@@ -147,7 +147,7 @@ def test_stream_scores_equal_log_prob(change: dict[str, Any], cache_bytes: int, 
         conditionals = model.conditionals(torch.from_numpy(codes), torch.from_numpy(values))
         centered_nll = conditionals.score(torch.from_numpy(values))[1].numpy()
     centered_nll = np.where((codes >= 0) & ~SCHEMA.is_context[codes], centered_nll, 0.0).sum(1)
-    engine = Engine(model, calibration, "fp", 0.05, Limits(cache_bytes=cache_bytes))
+    engine = Engine(model, calibration, "fp", 0.05, Limits(cache_bytes=cache_bytes), effort="fast")
     collected = run_stream(codes, raw, engine, seed=2, max_batch=max_batch)
     assert engine.num_cache_rebuilds > 0 if cache_bytes < ENOUGH_CACHE_BYTES else engine.num_cache_rebuilds == 0
     for r in range(NUM_RECORDS):
@@ -180,8 +180,8 @@ def test_scores_do_not_depend_on_other_records_in_a_batch() -> None:
     """A record has the same scores alone and among others."""
     model, calibration = build_model()
     codes, raw = draw_records(SCHEMA, NUM_RECORDS, seed=3)
-    among_others = run_stream(codes, raw, Engine(model, calibration, "fp", 0.05), 1, 500)
-    alone = run_stream(codes, raw, Engine(model, calibration, "fp", 0.05), 2, 3, only={7})
+    among_others = run_stream(codes, raw, Engine(model, calibration, "fp", 0.05, effort="fast"), 1, 500)
+    alone = run_stream(codes, raw, Engine(model, calibration, "fp", 0.05, effort="fast"), 2, 3, only={7})
     np.testing.assert_allclose(among_others.readings["7"], alone.readings["7"], atol=1e-9, equal_nan=True)
     assert among_others.closed["7"][-1] == alone.closed["7"][-1]
 
@@ -285,17 +285,17 @@ def test_alert_holds_readings_and_expected_ranges() -> None:
     assert label.expected.median in ("idle", "run", "boost")
 
 
-@pytest.mark.parametrize("max_batch", [1, 40, 5000])
-def test_several_alphas_alert_like_separate_engines(max_batch: int) -> None:
+@pytest.mark.parametrize(("max_batch", "num_records"), [(1, 40), (40, NUM_RECORDS), (5000, NUM_RECORDS)])
+def test_several_alphas_alert_like_separate_engines(max_batch: int, num_records: int) -> None:
     """Only the severity differs, which is counted from the largest alpha."""
     model, calibration = build_model()
-    codes, raw = draw_records(SCHEMA, NUM_RECORDS, seed=1, missing_share=0.2)
+    codes, raw = draw_records(SCHEMA, num_records, seed=1, missing_share=0.2)
     raw[::6] = np.where(SCHEMA.is_discrete[codes[::6]], raw[::6], 3 * raw[::6])
     alphas = (0.01, 0.2, 0.05)
-    together = run_stream(codes, raw, Engine(model, calibration, "fp", alphas), seed=2, max_batch=max_batch)
-    alone = [
-        run_stream(codes, raw, Engine(model, calibration, "fp", alpha), seed=2, max_batch=max_batch) for alpha in alphas
-    ]
+    together, *alone = (
+        run_stream(codes, raw, Engine(model, calibration, "fp", levels, effort="fast"), seed=2, max_batch=max_batch)
+        for levels in (alphas, *alphas)
+    )
     assert {(record, alpha) for record, alpha in together.alert_by_level} == {
         key for one in alone for key in one.alert_by_level
     }

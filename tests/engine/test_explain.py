@@ -28,6 +28,7 @@ from deformer_stream.engine.order_trees import build_order_tree
 from deformer_stream.engine.torch_conditionals import compute_tree_conditionals
 from deformer_stream.model.deformer import DEformer, ModelConfig, to_tensor
 from deformer_stream.model.schema import Feature, Schema
+from tests.effort import num_examples
 from tests.engine.random_models import configs, draw_records, make_model, normalise_values, schemas
 from tests.models import draw_linear_records, train_linear_model
 
@@ -74,7 +75,7 @@ def index_by_feature(explanation: Explanation) -> dict[str, Contribution]:
     return {part.feature: part for part in explanation.contributions}
 
 
-@settings(max_examples=60)
+@settings(max_examples=num_examples(60))
 @given(st.integers(0, 5), st.integers(0, 20), st.integers(0, 3), st.booleans())
 def test_tree_contains_the_orders_that_were_requested(
     num_given: int, num_items: int, num_extra: int, is_mirrored: bool
@@ -110,7 +111,7 @@ def test_tree_nodes_are_in_depth_first_order(num_given: int, num_items: int, num
         assert np.flatnonzero(is_ancestor).tolist() == current_path[:-1]
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=num_examples(20), deadline=None)
 @given(schemas(max_features=7), configs, st.integers(0, 99), st.booleans())
 def test_tree_conditionals_equal_those_of_single_orders(
     schema: Schema, config: ModelConfig, seed: int, is_mirrored: bool
@@ -129,7 +130,7 @@ def test_tree_conditionals_equal_those_of_single_orders(
             torch.testing.assert_close(by_node[:, nodes], expected, rtol=1e-8, atol=1e-8)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=num_examples(15), deadline=None)
 @given(schemas(max_features=8, context=True), configs, st.integers(0, 99), st.sampled_from([never_alert, always_alert]))
 def test_explanations_are_complete_and_independent_of_the_batch(
     schema: Schema, config: ModelConfig, seed: int, alert_rule: AlertRule

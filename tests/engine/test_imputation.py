@@ -15,6 +15,7 @@ from deformer_stream.engine import imputation
 from deformer_stream.kernels.torch_kv_cache import TorchKVCache
 from deformer_stream.model.deformer import DEformer, ModelConfig
 from deformer_stream.model.schema import LINEAR_LIMIT, Feature, Schema
+from tests.effort import num_examples
 from tests.engine.random_models import configs, make_model, schemas
 from tests.models import CONFIG, SCHEMA, draw_linear_records, make_small_model, train_linear_model
 
@@ -44,7 +45,7 @@ def draw_incomplete_records(schema: Schema, n: int, seed: int, missing_share: fl
     return values
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=num_examples(25), deadline=None)
 @given(schemas(max_features=8, context=True), configs, st.sampled_from([0.0, 0.3, 0.7, 1.0]), st.integers(0, 99))
 def test_imputed_values_equal_those_of_the_uncached_path(
     schema: Schema, config: ModelConfig, missing_share: float, seed: int
@@ -170,7 +171,7 @@ def test_single_draw_follows_its_conditional_distribution(linear: DEformer) -> N
     assert np.abs(u - np.linspace(0, 1, 2000)).max() < KOLMOGOROV_SMIRNOV_BOUND / np.sqrt(2000)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=num_examples(15), deadline=None)
 @given(schemas(max_features=8, context=True), configs, st.sampled_from([0.0, 0.4, 1.0]), st.integers(0, 99))
 def test_completions_are_complete_and_within_bounds(
     schema: Schema, config: ModelConfig, missing_share: float, seed: int
@@ -201,7 +202,7 @@ def test_sampled_records_follow_the_linear_relation(linear: DEformer) -> None:
     assert set(sign) == {0.0, 1.0}
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=num_examples(15), deadline=None)
 @given(schemas(max_features=8, context=True), configs, st.integers(0, 99))
 def test_sampled_records_are_complete_and_have_known_labels(schema: Schema, config: ModelConfig, seed: int) -> None:
     model = make_model(schema, config, seed)

@@ -25,6 +25,7 @@ from deformer_stream.kernels.library import load_library
 from deformer_stream.model.deformer import DEformer, ModelConfig
 from deformer_stream.model.reading_times import ReadingTimes
 from deformer_stream.model.schema import Feature, Schema
+from tests.effort import num_examples
 from tests.engine.irregular_streams import MINUTE, make_engine
 from tests.engine.irregular_streams import make_model as make_random_model
 from tests.engine.test_irregular_records import make_batch
@@ -197,7 +198,7 @@ def test_attributions_add_up_to_the_negative_log_density_of_the_context(seed: in
         assert abs(part.leave_one_out - by_time[part.time]) < 0.1 * (1 + abs(by_time[part.time]))
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=num_examples(10), deadline=None)
 @given(seed=st.integers(0, 99), num_readings=st.integers(2, 9))
 def test_attributions_add_up_to_the_mean_over_orders_of_any_network(seed: int, num_readings: int) -> None:
     model = make_random_model(seed % 3)
@@ -359,7 +360,7 @@ def test_orders_of_a_chain_tree_keep_chains_together(num_given: int, lengths: li
             assert set(np.flatnonzero(tree.ancestor_mask[node])) == set(path[:k].tolist())
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=num_examples(15), deadline=None)
 @given(seed=st.integers(0, 99), lengths=st.lists(st.integers(1, 3), min_size=1, max_size=4), is_chain=st.booleans())
 def test_tree_conditionals_of_irregular_readings_equal_those_of_each_order(
     seed: int, lengths: list[int], is_chain: bool

@@ -26,6 +26,7 @@ from deformer_stream.engine.reading_log import ReadingLog
 from deformer_stream.engine.record_contexts import ContextWalk, RecordContexts
 from deformer_stream.errors import ConfigError
 from deformer_stream.model.bounded_context import ContextLimit, select_contexts
+from tests.effort import num_examples
 from tests.engine.irregular_streams import (
     ALPHA,
     LIMIT,
@@ -94,7 +95,7 @@ def score(engine: Engine, readings: list[Reading], cuts: list[int]) -> dict[str,
     return scores
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=num_examples(25), deadline=None)
 @given(
     data=st.data(),
     seed=seeds,
@@ -118,7 +119,7 @@ def test_scores_equal_log_prob_of_each_block_with_its_context(
         np.testing.assert_allclose(actual, expected, rtol=1e-9, atol=1e-9)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=num_examples(60), deadline=None)
 @given(seed=seeds, recent=st.integers(0, 12), block=st.integers(1, 9))
 def test_the_log_has_the_context_and_the_block_of_the_next_reading(seed: int, recent: int, block: int) -> None:
     """A walk over the blocks of a batch and the readings that are kept after it agree with the model's definition."""
@@ -206,7 +207,7 @@ def find_duplicates(readings: list[Reading], limit: ContextLimit) -> list[int]:
     return duplicates
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=num_examples(150), deadline=None)
 @given(
     seed=seeds,
     limit=st.sampled_from([LIMIT, ContextLimit(0, 1), ContextLimit(0, 6), ContextLimit(9, 2), ContextLimit(2, 50)]),

@@ -17,6 +17,7 @@ from deformer_stream.engine.events import NO_TIME, CloseReason
 from deformer_stream.engine.snapshot import EventTimes, Snapshot, Vocabulary
 from deformer_stream.errors import StateError
 from deformer_stream.model.bounded_context import ContextLimit
+from tests.effort import num_examples
 from tests.engine import restarts
 from tests.engine.irregular_streams import (
     ALPHA,
@@ -57,7 +58,7 @@ def encode_and_decode(snapshot: Snapshot) -> Snapshot:
     return decode_snapshot(encode_snapshot(snapshot))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=num_examples(60), deadline=None)
 @given(polls=irregular_streams(), bounds=limits, until=st.integers(0, 99), snapshot_polls=snapshot_polls)
 def test_restart_anywhere_gives_the_same_effects(
     polls: list[Poll], bounds: Limits, until: int, snapshot_polls: Sequence[int]
@@ -77,7 +78,7 @@ def test_restart_anywhere_gives_the_same_effects(
 
 
 @pytest.mark.parametrize("is_compiled", [False, True])
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
+@settings(max_examples=num_examples(25), deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
 @given(polls=streams_of_long_records(), data=st.data(), cache_bytes=st.sampled_from([0, 2**20]))
 def test_restart_after_readings_were_dropped_gives_the_same_effects(
     is_compiled: bool, polls: list[Poll], data: st.DataObject, cache_bytes: int
@@ -98,7 +99,7 @@ def test_restart_after_readings_were_dropped_gives_the_same_effects(
     assert_same_effects(resumed.finish(), uninterrupted.finish(), 1e-9)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=num_examples(30), deadline=None)
 @given(polls=irregular_streams(), partition=st.integers(0, NUM_PARTITIONS - 1), cache_bytes=st.sampled_from([0, 2**20]))
 def test_partition_depends_on_its_own_log_only(polls: list[Poll], partition: int, cache_bytes: int) -> None:
     bounds = Limits(record_timeout=5, cache_bytes=cache_bytes)
@@ -110,7 +111,7 @@ def test_partition_depends_on_its_own_log_only(polls: list[Poll], partition: int
     assert_same_snapshot(together.snapshot(partition, now), alone.snapshot(partition, now), 1e-9)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=num_examples(30), deadline=None)
 @given(polls=irregular_streams(), data=st.data())
 def test_the_division_into_polls_changes_no_score_and_no_alert(polls: list[Poll], data: st.DataObject) -> None:
     events = [event for poll in polls for event in poll.events]

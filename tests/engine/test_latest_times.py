@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from deformer_stream.codec.state import decode_snapshot, encode_snapshot
 from deformer_stream.engine.engine import Engine, Limits
 from deformer_stream.engine.events import NO_TIME, Effects
+from tests.effort import num_examples
 from tests.engine import irregular_streams
 from tests.engine.irregular_streams import irregular_streams as draw_irregular_streams
 from tests.engine.restarts import Event, Poll, make_batch, make_engine, streams
@@ -40,13 +41,13 @@ def check_latest_times(engine: Engine, polls: Sequence[Poll]) -> None:
     assert not latest
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=num_examples(60), deadline=None)
 @given(polls=streams())
 def test_time_of_a_record_is_that_of_its_latest_reading(polls: list[Poll]) -> None:
     check_latest_times(make_engine(LIMITS), polls)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=num_examples(25), deadline=None)
 @given(polls=draw_irregular_streams())
 def test_time_of_a_record_of_irregular_readings_is_that_of_its_latest_reading(polls: list[Poll]) -> None:
     check_latest_times(irregular_streams.make_engine(LIMITS), polls)

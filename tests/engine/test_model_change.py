@@ -24,6 +24,7 @@ from deformer_stream.engine.events import Alert, CloseReason, Effects, EventBatc
 from deformer_stream.errors import InvariantViolated
 from deformer_stream.model.deformer import DEformer
 from deformer_stream.model.schema import Feature, Schema
+from tests.effort import num_examples
 from tests.engine.random_models import draw_records, make_model, normalise_values
 from tests.engine.restarts import (
     ALPHA,
@@ -101,7 +102,7 @@ def score_whole_records(
     return history.closed, {key: alert.raised_at - 1 for key, alert in history.alerts.items()}
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=num_examples(80), deadline=None)
 @given(
     steps=streams(),
     change_step=st.integers(0, 99),
@@ -353,7 +354,7 @@ def test_rescored_records_alert_with_at_most_twice_alpha(policy: OpenRecordPolic
         assert bound < num_alerted <= bound_false_alarms(2 * alpha, num_calibration, num_records, 0.999)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=num_examples(60), deadline=None)
 @given(
     steps=streams(),
     change_step=st.integers(0, 99),

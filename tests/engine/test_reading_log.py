@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from deformer_stream.engine.reading_log import MIN_EXTENT_SIZE, ReadingLog
+from tests.effort import num_examples
 
 NUM_FEATURES, NUM_RECORDS = 40, 9
 
@@ -95,5 +96,5 @@ def test_freed_extents_are_used_again() -> None:
     assert log._end <= 64 * (8 + 16 + 32 + 40)
 
 
-ReadingLogMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
+ReadingLogMachine.TestCase.settings = settings(max_examples=num_examples(60), stateful_step_count=25, deadline=None)
 TestReadingLog = ReadingLogMachine.TestCase

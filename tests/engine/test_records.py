@@ -20,6 +20,7 @@ from deformer_stream.engine.events import NO_TIME, CloseReason, EventBatch, Reje
 from deformer_stream.engine.records import MISROUTED_CHECK_INTERVAL, RecordTable
 from deformer_stream.engine.snapshot import export_state, import_state
 from deformer_stream.model.schema import Feature, Schema
+from tests.effort import num_examples
 
 SCHEMA = Schema(tuple(Feature(f"f{i}", "continuous") for i in range(4)))
 
@@ -377,5 +378,5 @@ def is_table(attribute: ast.Attribute) -> bool:
     return name in ("records", "table", "self")
 
 
-RecordTableMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
+RecordTableMachine.TestCase.settings = settings(max_examples=num_examples(100), stateful_step_count=30, deadline=None)
 TestRecordTable = RecordTableMachine.TestCase

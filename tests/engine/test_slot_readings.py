@@ -24,6 +24,7 @@ from deformer_stream.engine.snapshot import Snapshot
 from deformer_stream.model.schema import Feature, Schema
 from deformer_stream.model.time_slots import expand_time_slots
 from deformer_stream.model.windows import PerSlot, Window
+from tests.effort import num_examples
 from tests.engine.restarts import (
     ALPHA,
     GRACE,
@@ -351,7 +352,7 @@ def device_events(draw: st.DrawFn, rule: PerSlot) -> list[Event]:
     return drawn
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=num_examples(80), deadline=None)
 @given(data=st.data(), rule=st.sampled_from(RULES), cuts=st.sets(st.integers(1, 59), max_size=9))
 def test_scored_values_follow_the_rule_for_any_cut_into_polls(
     data: st.DataObject, rule: PerSlot, cuts: set[int]
@@ -399,7 +400,7 @@ def encode_and_decode(snapshot: Snapshot) -> Snapshot:
     return decode_snapshot(encode_snapshot(snapshot))
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=num_examples(120), deadline=None)
 @given(
     polls=streams(),
     rule=st.sampled_from(RULES),
@@ -438,7 +439,7 @@ def test_restart_anywhere_gives_the_same_effects(
     assert_same_effects(resumed.finish(), uninterrupted.finish(), 1e-9)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=num_examples(40), deadline=None)
 @given(data=st.data(), rule=st.sampled_from(RULES), ties=st.sampled_from(["arrival", "hold"]))
 def test_snapshot_between_any_two_events_continues(data: st.DataObject, rule: PerSlot, ties: TiePolicy) -> None:
     """Times mostly rise here, so that windows are often complete or partly over when the snapshot is taken."""
@@ -452,7 +453,7 @@ def test_snapshot_between_any_two_events_continues(data: st.DataObject, rule: Pe
     assert_same_effects(second.finish(), first.finish(), 1e-9)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=num_examples(40), deadline=None)
 @given(data=st.data(), rule=st.sampled_from(RULES[1:]), new_rule=st.sampled_from(RULES))
 def test_change_of_the_rule_keeps_the_readings_that_wait(data: st.DataObject, rule: PerSlot, new_rule: PerSlot) -> None:
     """A model with another rule takes over: each slot that waited keeps its value so far, and nothing is lost."""

@@ -21,6 +21,7 @@ from deformer_stream.engine.events import AlertState, CloseReason, Decisions, Ev
 from deformer_stream.engine.snapshot import Snapshot, Vocabulary
 from deformer_stream.errors import InvariantViolated
 from deformer_stream.model.schema import Feature, Schema
+from tests.effort import num_examples
 from tests.engine.restarts import (
     ALPHA,
     NUM_PARTITIONS,
@@ -85,7 +86,7 @@ def check_restart(
 snapshot_polls = st.lists(st.integers(0, 99), min_size=NUM_PARTITIONS, max_size=NUM_PARTITIONS)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=num_examples(100), deadline=None)
 @given(polls=streams(), bounds=limits, until=st.integers(0, 99), snapshot_polls=snapshot_polls)
 def test_restart_anywhere_gives_the_same_effects(
     polls: list[Poll], bounds: Limits, until: int, snapshot_polls: list[int]
@@ -93,7 +94,7 @@ def test_restart_anywhere_gives_the_same_effects(
     check_restart(polls, bounds, until, snapshot_polls, torch.float64)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=num_examples(30), deadline=None)
 @given(polls=streams(), bounds=limits, until=st.integers(0, 99), snapshot_polls=snapshot_polls)
 def test_restart_gives_the_same_effects_in_single_precision(
     polls: list[Poll], bounds: Limits, until: int, snapshot_polls: list[int]
@@ -101,7 +102,7 @@ def test_restart_gives_the_same_effects_in_single_precision(
     check_restart(polls, bounds, until, snapshot_polls, torch.float32)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=num_examples(40), deadline=None)
 @given(polls=streams(), bounds=limits, until=st.integers(0, 99), snapshot_polls=snapshot_polls)
 def test_decisions_can_be_applied_at_the_end_of_the_replay(
     polls: list[Poll], bounds: Limits, until: int, snapshot_polls: list[int]
@@ -110,7 +111,7 @@ def test_decisions_can_be_applied_at_the_end_of_the_replay(
     check_restart(polls, replace(bounds, max_closed_ids=1000), until, snapshot_polls, torch.float64, at_once=True)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=num_examples(40), deadline=None)
 @given(polls=streams(), partition=st.integers(0, NUM_PARTITIONS - 1), bounds=limits)
 def test_partition_depends_on_its_own_log_only(polls: list[Poll], partition: int, bounds: Limits) -> None:
     """The limits on open records are shared by all partitions, so this test has none."""
@@ -305,10 +306,10 @@ def test_translation_matches_features_by_name_and_labels_by_text() -> None:
 
 
 def make_engine_of_other_schema(seed: int = 3, bounds: Limits | None = None) -> Engine:
-    return Engine(*make_calibrated_model(seed, schema=OTHER), "other", ALPHA, bounds)
+    return Engine(*make_calibrated_model(seed, schema=OTHER), "other", ALPHA, bounds, effort="fast")
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=num_examples(30), deadline=None)
 @given(polls=streams(), same_schema=st.booleans())
 def test_records_of_another_model_are_rescored(polls: list[Poll], same_schema: bool) -> None:
     """The scores are those of a model that has had the readings from the beginning. Alerts are not repeated."""

@@ -24,6 +24,7 @@ from deformer_stream.engine.snapshot import Snapshot, Vocabulary
 from deformer_stream.engine.ties import MAX_ORDERS, draw_orders
 from deformer_stream.kernels.library import load_library
 from deformer_stream.model.deformer import ModelConfig
+from tests.effort import num_examples
 from tests.engine.random_models import draw_records, make_model, normalise_values
 from tests.engine.restarts import (
     ALPHA,
@@ -126,14 +127,15 @@ def tied_events(seed: int, num_records: int = 8, num_times: int = 2) -> list[Eve
     return sorted(events, key=lambda event: event.time)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=num_examples(15), deadline=None)
 @given(seed=st.integers(0, 2**16), num_times=st.integers(1, 3), cache_bytes=st.sampled_from([0, 4_000, 2**20]))
 def test_scores_do_not_depend_on_arrival_order_within_a_tie_group(seed: int, num_times: int, cache_bytes: int) -> None:
     """They also depend neither on batch boundaries nor on evictions nor on other records in between."""
     events = tied_events(seed, num_times=num_times)
     rng = np.random.default_rng(seed)
     shuffled = [events[i] for i in np.lexsort((rng.random(len(events)), [e.time for e in events]))]
-    evicting_engine = Engine(*make_calibrated_model(), "model-0", ALPHA, Limits(cache_bytes=cache_bytes), ties="hold")
+    limits = Limits(cache_bytes=cache_bytes)
+    evicting_engine = Engine(*make_calibrated_model(), "model-0", ALPHA, limits, effort="fast", ties="hold")
     assert_same_result(run_stream(events, 1), run_stream(shuffled, seed, evicting_engine))
 
 
@@ -146,12 +148,13 @@ def test_kernels_score_tie_groups_like_torch(gaussians: int) -> None:
         Calibration.from_statistics(np.arange(50.0), "arrival"),
     )
     events = tied_events(1, num_records=40)
-    expected = run_stream(events, 1, Engine(model, calibration, "m", 0.1, ties="hold"), max_batch=99)
+    expected = run_stream(events, 1, Engine(model, calibration, "m", 0.1, effort="fast", ties="hold"), max_batch=99)
     model.kernel_library = load_library(False)
     assert model.kernel_library is not None, "the tests need compiled kernels: run `make kernels`"
     shuffled = sorted(events, key=lambda event: (event.time, -event.feature, event.name))
     for cache_bytes in (0, 2**24):
-        engine = Engine(model, calibration, "m", 0.1, Limits(cache_bytes=cache_bytes), ties="hold")
+        limits = Limits(cache_bytes=cache_bytes)
+        engine = Engine(model, calibration, "m", 0.1, limits, effort="fast", ties="hold")
         assert_same_result(run_stream(shuffled, 2, engine, max_batch=99), expected, 2e-4)
 
 
@@ -163,7 +166,7 @@ def test_scores_depend_on_arrival_order_without_tie_groups() -> None:
         assert_same_result(run_stream(events, 1, make_engine()), run_stream(backwards, 1, make_engine()))
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=num_examples(6), deadline=None)
 @given(seed=st.integers(0, 2**16))
 def test_holding_ties_changes_nothing_without_ties(seed: int) -> None:
     """Readings with different event times or without event time are scored one by one."""
@@ -346,7 +349,7 @@ limits_with_tie_wait = st.builds(
 )
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=num_examples(20), deadline=None)
 @given(
     polls=streams(),
     bounds=limits_with_tie_wait,
@@ -360,7 +363,7 @@ def test_restart_changes_nothing(
     assert_restart_changes_nothing(reduce_times(polls, num_times), bounds, until, cuts, at_once=False)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=num_examples(15), deadline=None)
 @given(
     polls=streams(),
     bounds=limits_with_tie_wait,

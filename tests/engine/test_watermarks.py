@@ -19,6 +19,7 @@ from deformer_stream.engine.events import CloseReason, Effects, EventBatch, Reje
 from deformer_stream.engine.watermarks import Watermarks
 from deformer_stream.model.deformer import ModelConfig
 from deformer_stream.model.schema import Feature, Schema
+from tests.effort import num_examples
 from tests.engine.random_models import draw_records, make_model, normalise_values
 
 SCHEMA = Schema(tuple(Feature(f"f{i}", "continuous", location=float(i)) for i in range(4)))
@@ -39,7 +40,7 @@ streams = st.lists(
 
 
 def make_engine() -> Engine:
-    return Engine(MODEL, CALIBRATION, "fp", 0.1, Limits(cache_bytes=2**20))
+    return Engine(MODEL, CALIBRATION, "fp", 0.1, Limits(cache_bytes=2**20), effort="fast")
 
 
 def window_start(time: int) -> int:
@@ -133,7 +134,7 @@ def closings_of(effects: Effects) -> Closings:
     return list(zip(effects.closed.record_ids, effects.closed.reasons, strict=True))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=num_examples(60), deadline=None)
 @given(stream=streams, cuts=st.sets(st.integers(1, 39), max_size=12))
 def test_result_does_not_depend_on_how_the_stream_is_cut(stream: list[EventTuple], cuts: set[int]) -> None:
     cuts = {cut for cut in cuts if cut < len(stream)}
@@ -145,7 +146,7 @@ def test_result_does_not_depend_on_how_the_stream_is_cut(stream: list[EventTuple
         np.testing.assert_allclose(other[2], scores, atol=1e-9)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=num_examples(60), deadline=None)
 @given(stream=streams)
 def test_device_does_not_depend_on_other_devices(stream: list[EventTuple]) -> None:
     outcomes, closings, _ = run_engine(stream, [])

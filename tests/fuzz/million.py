@@ -112,7 +112,7 @@ def draw_polls(n: int, seed: int) -> Iterator[Messages]:
 def run_in_process(model: Path, batches: Iterable[Messages]) -> Account:
     """Return the account of a run of codec and engine, and assert the invariants of every poll."""
     loaded = model_store.read(model)
-    engine = Engine(loaded.model, loaded.calibration, loaded.fingerprint, 0.01)
+    engine = Engine(loaded.model, loaded.calibration, loaded.fingerprint, 0.01, effort="fast")
     codec = Codec(SCHEMA, window_assigner=WindowAssigner(10 * SECOND, SECOND), max_ahead_micros=3600 * SECOND)
     account = Account()
     for data in batches:

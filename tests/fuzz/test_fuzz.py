@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.effort import num_examples
 from tests.fuzz import __main__ as command
 from tests.fuzz.hostile import FedRandom
 from tests.fuzz.targets import TARGETS
@@ -19,7 +20,7 @@ CORPUS = sorted(path for path in (Path(__file__).parent / "corpus").rglob("*") i
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_seeded_inputs_keep_the_invariants(name: str) -> None:
-    for seed in range(RUNS.get(name, 100)):
+    for seed in range(num_examples(RUNS.get(name, 100))):
         TARGETS[name](random.Random(seed).randbytes(1 << seed % 11))  # noqa: S311
 
 

@@ -56,6 +56,7 @@ from deformer_stream.model.conditional_arrays import ConditionalArrays
 from deformer_stream.model.deformer import PRESETS, DEformer, ModelConfig
 from deformer_stream.model.distributions import Conditional
 from deformer_stream.model.schema import Feature, Schema
+from tests.effort import num_examples
 from tests.engine.random_models import draw_records, make_model, normalise_values, schemas
 from tests.engine.test_engine import ENOUGH_CACHE_BYTES, Collected, batch_of, run_stream
 
@@ -125,7 +126,7 @@ def score_stream(
 ) -> Collected:
     """Run the records' readings, interleaved and cut at random into batches, through an engine."""
     calibration = Calibration.from_statistics(np.arange(100.0), "random")
-    engine = Engine(model, calibration, "fp", 0.05, Limits(cache_bytes=cache_bytes))
+    engine = Engine(model, calibration, "fp", 0.05, Limits(cache_bytes=cache_bytes), effort="fast")
     return run_stream(codes, raw_values, engine, seed, max_batch)
 
 
@@ -136,7 +137,7 @@ def scores_by_record(collected: Collected, num_records: int) -> Floats:
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-@settings(max_examples=25)
+@settings(max_examples=num_examples(25))
 @given(
     schema=schemas(max_features=24, context=True),
     shape=SHAPES,
@@ -213,7 +214,8 @@ def test_rebuilt_cache_equals_the_cache_of_single_steps(
     results = []
     for is_evicted in (False, True):
         limits = Limits(cache_bytes=20_000_000)
-        engine = Engine(model, Calibration.from_statistics(np.arange(100.0), "random"), "fp", 0.05, limits)
+        calibration = Calibration.from_statistics(np.arange(100.0), "random")
+        engine = Engine(model, calibration, "fp", 0.05, limits, effort="fast")
         assert isinstance(engine.cache, CpuKVCache)
         for k in range(20):
             if is_evicted and k == 19:
@@ -229,7 +231,7 @@ def test_rebuilt_cache_equals_the_cache_of_single_steps(
         np.testing.assert_array_equal(rebuilt, expected)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=num_examples(60), deadline=None)
 @given(seed=st.integers(0, 2**16), max_readings=st.sampled_from([1, 3, 40, 900]), is_masked=st.booleans())
 def test_running_statistics_follow_their_definition(seed: int, max_readings: int, is_masked: bool) -> None:
     """Readings from likely to extreme, in two batches; records at any index, some without a reading in a batch."""
@@ -264,7 +266,7 @@ def test_running_statistics_follow_their_definition(seed: int, max_readings: int
         np.testing.assert_allclose(got, np.array(expected).ravel(), rtol=1e-10, atol=1e-12)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=num_examples(40), deadline=None)
 @given(seed=st.integers(0, 2**16), has_others=st.booleans(), is_masked=st.booleans(), has_cells=st.booleans())
 def test_cumulative_sums_equal_those_of_the_reference(
     seed: int, has_others: bool, is_masked: bool, has_cells: bool
@@ -348,7 +350,7 @@ def test_cumulative_sums_equal_those_of_the_reference(
     np.testing.assert_allclose(states, expected_states, rtol=1e-5, atol=1e-5)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=num_examples(40), deadline=None)
 @given(
     schema=schemas(max_features=24, context=True),
     shape=SHAPES,
@@ -451,7 +453,7 @@ def test_quantiles_have_the_requested_mass_below_them() -> None:
             torch.testing.assert_close(mass, torch.full((2, 20), p), rtol=0, atol=2e-6)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=num_examples(25), deadline=None)
 @given(schema=schemas(max_features=20), shape=SHAPES, seed=st.integers(0, 2**16), is_mirrored=st.booleans())
 def test_conditionals_of_order_trees_equal_pytorchs(
     schema: Schema, shape: ModelConfig, seed: int, is_mirrored: bool
@@ -475,7 +477,7 @@ def list_numbers(part: Contribution) -> list[float]:
     return [number for number in numbers if isinstance(number, float)]
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=num_examples(10), deadline=None)
 @given(seed=st.integers(0, 2**16), is_alarming=st.booleans())
 def test_explanations_equal_pytorchs(seed: int, is_alarming: bool) -> None:
     continuous = [Feature(f"x{i}", "continuous", context=i == 0) for i in range(6)]

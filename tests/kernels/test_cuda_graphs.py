@@ -19,6 +19,7 @@ from deformer_stream.kernels.cuda_graphs import Capture, CudaGraphs, ForwardInpu
 from deformer_stream.kernels.torch_kv_cache import TorchKVCache
 from deformer_stream.model.deformer import DEformer, ModelConfig
 from deformer_stream.model.schema import Schema
+from tests.effort import num_examples
 from tests.engine.fake_gpu import CapturableOnly, capture_on_cpu, fake_gpu, move_to_fake_gpu
 from tests.engine.random_models import configs, draw_records, make_model, schemas
 from tests.engine.test_engine import CONFIG, ENOUGH_CACHE_BYTES, SCHEMA, Collected, batch_of, run_stream
@@ -36,9 +37,8 @@ def stream_records(
     """Run the records' readings, interleaved and cut at random, through an engine that captures in this way."""
     codes, raw = draw_records(model.schema, num_records, seed, missing_share=0.2)
     with patch.object(cuda_graphs, "create_capture", lambda device: capture):
-        engine = Engine(
-            model, Calibration.from_statistics(np.arange(100.0), "random"), "fp", 0.05, Limits(cache_bytes=cache_bytes)
-        )
+        calibration, limits = Calibration.from_statistics(np.arange(100.0), "random"), Limits(cache_bytes=cache_bytes)
+        engine = Engine(model, calibration, "fp", 0.05, limits, effort="fast")
         return run_stream(codes, raw, engine, seed, max_batch), engine
 
 
@@ -55,7 +55,7 @@ def assert_same_results(a: Collected, b: Collected) -> None:
         np.testing.assert_allclose(np.array(closed[1:], float), np.array(b.closed[record][1:], float), atol=1e-8)
 
 
-@settings(max_examples=25)
+@settings(max_examples=num_examples(25))
 @given(
     schema=schemas(max_features=24, context=True),
     config=configs,
@@ -137,7 +137,7 @@ def test_cache_of_the_previous_model_is_released() -> None:
     assert len(engine.handle(batch_of([("a", 1, 1.0), ("b", 1, 1.0)]), 1).scored) == 2
 
 
-@settings(max_examples=25)
+@settings(max_examples=num_examples(25))
 @given(
     schema=schemas(max_features=12, context=True),
     config=configs,

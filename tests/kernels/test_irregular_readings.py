@@ -26,6 +26,7 @@ from deformer_stream.model.deformer import DEformer, ModelConfig
 from deformer_stream.model.gaussian_prior import PriorConditional
 from deformer_stream.model.reading_times import ReadingTimes
 from deformer_stream.model.schema import Feature, Schema
+from tests.effort import num_examples
 from tests.engine.irregular_streams import compute_expected_log_prob, make_engine
 from tests.engine.random_models import make_model, schemas
 from tests.engine.test_irregular_records import draw_readings
@@ -178,7 +179,7 @@ def score_in_parts(
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=num_examples(40), deadline=None)
 @given(schema=schemas(max_features=12, context=True), shape=SHAPES, seed=seeds, num_readings=st.integers(1, 40))
 def test_conditionals_equal_pytorchs(
     precision: Precision, schema: Schema, shape: ModelConfig, seed: int, num_readings: int
@@ -196,7 +197,7 @@ def test_conditionals_equal_pytorchs(
     assert ((actual - expected).abs() <= allowed).all()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=num_examples(40), deadline=None)
 @given(shape=SHAPES, seed=seeds, num_readings=st.integers(1, 40))
 def test_prior_equals_pytorchs(shape: ModelConfig, seed: int, num_readings: int) -> None:
     """The kernels compute in float64, as PyTorch does."""
@@ -206,7 +207,7 @@ def test_prior_equals_pytorchs(shape: ModelConfig, seed: int, num_readings: int)
     assert_priors_are_close(compute_prior(kernels_for(model), codes, values, ages), model.process(codes, values, ages))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=num_examples(40), deadline=None)
 @given(shape=SHAPES, seed=seeds, num_readings=st.integers(1, 40), is_split=st.booleans())
 def test_p_values_given_other_sensors_equal_pytorchs(
     shape: ModelConfig, seed: int, num_readings: int, is_split: bool
@@ -285,7 +286,7 @@ def test_prior_of_almost_equal_readings_is_finite(lag: float) -> None:
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=num_examples(20), deadline=None)
 @given(
     data=st.data(),
     memory=st.sampled_from(["values", "all"]),
@@ -351,7 +352,7 @@ def test_rebuilt_cache_equals_the_cache_of_single_steps(memory: Any) -> None:
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=num_examples(10), deadline=None)
 @given(seed=seeds, data=st.data())
 def test_streamed_scores_are_those_of_the_definition(precision: Precision, seed: int, data: st.DataObject) -> None:
     """They are the same bits however the stream is cut, and whether or not contexts are evicted from the cache."""
@@ -376,7 +377,7 @@ def test_streamed_scores_are_those_of_the_definition(precision: Precision, seed:
         assert (np.abs(np.array(actual) - expected) <= allowed).all()
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=num_examples(30), deadline=None)
 @given(shape=SHAPES, seed=seeds, num_items=st.integers(1, 6), is_mirrored=st.booleans())
 def test_conditionals_of_order_trees_equal_those_of_each_order(
     shape: ModelConfig, seed: int, num_items: int, is_mirrored: bool

@@ -12,6 +12,7 @@ from deformer_stream.kernels.torch_kv_cache import TorchKVCache
 from deformer_stream.model.deformer import DEformer, ModelConfig, StepOutput
 from deformer_stream.model.distributions import Conditional
 from deformer_stream.model.schema import Feature, Schema
+from tests.effort import num_examples
 
 
 class CacheMachine(RuleBasedStateMachine):
@@ -89,5 +90,5 @@ class CacheMachine(RuleBasedStateMachine):
             assert torch.equal(gathered, expected)
 
 
-CacheMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
+CacheMachine.TestCase.settings = settings(max_examples=num_examples(60), stateful_step_count=25, deadline=None)
 TestCache = CacheMachine.TestCase

@@ -14,6 +14,7 @@ from deformer_stream.model.deformer import PRESETS, DEformer, KVCacheView, Model
 from deformer_stream.model.layers import ACTIVATIONS, get_activation
 from deformer_stream.model.parameters import count_state_values, describe_tensors
 from deformer_stream.model.schema import Feature, Schema
+from tests.effort import num_examples
 from tests.engine.random_models import configs, draw_records, make_model, normalise_values, schemas
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
@@ -47,7 +48,7 @@ def log_prob_by_steps(model: DEformer, features: torch.Tensor, values: torch.Ten
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=num_examples(100), deadline=None)
 @given(data=st.data(), schema=schemas(), config=configs, seed=seeds)
 def test_any_split_into_prefill_and_steps_equals_log_prob(
     dtype: torch.dtype, data: st.DataObject, schema: Schema, config: ModelConfig, seed: int
@@ -65,7 +66,7 @@ def test_any_split_into_prefill_and_steps_equals_log_prob(
             torch.testing.assert_close(actual, expected, rtol=0, atol=TOLERANCE[dtype])
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=num_examples(25), deadline=None)
 @given(schema=schemas(max_features=12, context=True), config=configs, seed=seeds)
 def test_padding_and_missing_features_do_not_change_scores(schema: Schema, config: ModelConfig, seed: int) -> None:
     model = make_model(schema, config, seed)
@@ -81,7 +82,7 @@ def test_padding_and_missing_features_do_not_change_scores(schema: Schema, confi
             assert (padded[i, :n][schema.is_context[codes[i, :n]]] == 0).all()
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=num_examples(20), deadline=None)
 @given(schema=schemas(max_features=8), config=configs, seed=seeds)
 def test_no_reading_depends_on_a_later_one(schema: Schema, config: ModelConfig, seed: int) -> None:
     """Check that gradients of log-likelihoods by later values are zero, and that later identities have no effect."""
@@ -151,7 +152,7 @@ def test_presets_are_ordered_by_size_and_the_largest_is_that_of_the_paper() -> N
     assert 18.5e6 < sizes["paper"] < 20e6
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=num_examples(60), deadline=None)
 @given(schema=schemas(max_features=12), config=configs, exemplars=st.sampled_from([0, 5]))
 def test_description_of_the_tensors_equals_the_state_dict(schema: Schema, config: ModelConfig, exemplars: int) -> None:
     config = ModelConfig(**{**config.to_json(), "exemplars": exemplars})

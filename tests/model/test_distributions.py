@@ -14,6 +14,7 @@ from deformer_stream.model.deformer import ModelConfig
 from deformer_stream.model.distributions import Conditional, Head, log_gamma_sf
 from deformer_stream.model.gaussian_prior import PriorConditional
 from deformer_stream.model.schema import Feature, Schema
+from tests.effort import num_examples
 from tests.engine.random_models import configs, draw_records, make_model, normalise_values, schemas
 
 
@@ -60,7 +61,7 @@ def check_continuous(conditional: Conditional) -> None:
     torch.testing.assert_close(repeated.cdf(x)[1:], integral, atol=1e-3, rtol=0)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=num_examples(20), deadline=None)
 @given(schema=schemas(max_features=6), config=configs, seed=st.integers(0, 999))
 def test_conditionals_are_probability_distributions(schema: Schema, config: ModelConfig, seed: int) -> None:
     model = make_model(schema, config, seed)

@@ -14,6 +14,7 @@ from torch.distributions import MultivariateNormal
 from deformer_stream.model.constants import MAX_CONDITIONING_VALUE
 from deformer_stream.model.gaussian_prior import GaussianPrior
 from deformer_stream.model.schema import Feature, Schema
+from tests.effort import num_examples
 
 CONTINUOUS = Schema(tuple(Feature(f"f{i}", "continuous") for i in range(5)))
 STATE = Feature("state", "discrete", labels=("a", "b"))
@@ -53,7 +54,7 @@ def chain_log_density(
     return (torch.logsumexp(conditional.log_weights + log_density, -1) * conditional.has_prior).sum(1)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=num_examples(30), deadline=None)
 @given(num_components=st.integers(1, 4), seed=seeds)
 def test_chain_rule_gives_the_joint_density_in_every_order(num_components: int, seed: int) -> None:
     prior = make_random_prior(CONTINUOUS, num_components, seed)
@@ -63,7 +64,7 @@ def test_chain_rule_gives_the_joint_density_in_every_order(num_components: int, 
     torch.testing.assert_close(chain_log_density(prior, order, x.gather(1, order)), joint_log_density(prior, x))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=num_examples(30), deadline=None)
 @given(seed=seeds)
 def test_padding_and_labels_at_any_position_do_not_change_conditionals(seed: int) -> None:
     prior = make_random_prior(MIXED, 3, seed)

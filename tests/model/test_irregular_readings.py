@@ -21,6 +21,7 @@ from deformer_stream.model.schema import Feature, Schema
 from deformer_stream.model.time_inputs import compute_gaps, encode_times, find_previous_of_sensor
 from deformer_stream.model.time_slots import expand_time_slots
 from deformer_stream.model.windows import Window
+from tests.effort import num_examples
 
 TIMES = ReadingTimes(duration=48 * 3_600_000_000, resolution=60_000_000)
 SCHEMA = Schema(
@@ -108,7 +109,7 @@ def log_prob_by_steps(
     return torch.cat(parts, 1)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=num_examples(30), deadline=None)
 @given(
     data=st.data(),
     seed=seeds,
@@ -128,7 +129,7 @@ def test_any_split_into_prefill_and_steps_equals_log_prob(
             torch.testing.assert_close(actual, expected, rtol=0, atol=1e-9)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=num_examples(20), deadline=None)
 @given(seed=seeds, changed=st.integers(1, 11), decay=st.sampled_from([1.0, 0.5]))
 def test_later_readings_and_padding_change_no_score(seed: int, changed: int, decay: float) -> None:
     model = make_irregular_model(make_config(decay=decay), seed)
@@ -278,7 +279,7 @@ def test_older_readings_of_a_sensor_do_not_displace_another_sensor_if_correlatio
     assert deviations[0.9] < deviations[1.0]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=num_examples(30), deadline=None)
 @given(seed=seeds, neighbors=st.integers(1, 6), decay=st.sampled_from([1.0, 0.8, 0.1]), first=st.integers(0, 11))
 def test_neighbors_have_the_largest_correlations_after_decay(
     seed: int, neighbors: int, decay: float, first: int
@@ -416,7 +417,7 @@ def test_time_inputs_tell_gaps_apart() -> None:
     assert torch.isfinite(encode_times(TIMES, ages * 1e9, gaps * 1e9)).all()
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=num_examples(50), deadline=None)
 @given(data=st.data(), recent=st.integers(0, 5))
 def test_selected_context_is_the_recent_readings_and_the_last_of_each_sensor(data: st.DataObject, recent: int) -> None:
     records = data.draw(st.lists(st.lists(st.integers(0, 3), max_size=12), min_size=1, max_size=4))
@@ -430,7 +431,7 @@ def test_selected_context_is_the_recent_readings_and_the_last_of_each_sensor(dat
         assert actual.tolist() == expected
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=num_examples(30), deadline=None)
 @given(seed=seeds, recent=st.integers(0, 4), block=st.integers(1, 6))
 def test_next_context_needs_only_the_block_and_its_context(seed: int, recent: int, block: int) -> None:
     codes = np.random.default_rng(seed).integers(0, 4, 40)

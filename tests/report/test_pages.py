@@ -10,6 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from deformer_stream.report import charts, pages
+from tests.effort import num_examples
 from tests.report.reader import SVG, parse_drawings, read_html
 
 HOSTILE = "</td><script>alert('x')</script><img src=x onerror=\"alert(1)\">&amp;\x00\x0b\ud800\uffff"
@@ -62,7 +63,7 @@ def test_unusual_names_are_shown_as_they_are(name: str) -> None:
 
 @given(st.text())
 @example("0" * 16)  # names, numbers and units that together are wider than a phone
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=num_examples(50), deadline=None)
 def test_any_text_gives_a_well_formed_page_of_the_same_structure(words: str) -> None:
     document = page_of(words)
     if words:

@@ -28,6 +28,7 @@ from deformer_stream.runtime.pipeline import Pipeline
 from deformer_stream.runtime.ports import RestoredPartition
 from deformer_stream.runtime.recovery import Recovery
 from deformer_stream.testing import ManualClock
+from tests.effort import num_examples
 from tests.runtime.test_recovery import (
     ALPHA,
     DRIFT,
@@ -107,7 +108,7 @@ def run_member(
     return member
 
 
-@settings(max_examples=10)
+@settings(max_examples=num_examples(10))
 @given(
     seed=st.integers(0, 2**20),
     snapshot_interval=st.sampled_from([0.0, 0.03, 100.0]),
@@ -133,7 +134,7 @@ def test_many_runs_commit_the_same_as_one_run(
     assert Counter(interrupted.evidence) == Counter(uninterrupted.evidence)
 
 
-@settings(max_examples=10)
+@settings(max_examples=num_examples(10))
 @given(seed=st.integers(0, 2**20), snapshot_interval=st.sampled_from([0.0, 0.03, 100.0]))
 def test_models_are_replaced_one_by_one_while_partitions_are_restored_in_parts(
     loaded: Artifact, seed: int, snapshot_interval: float

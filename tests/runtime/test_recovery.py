@@ -33,6 +33,7 @@ from deformer_stream.runtime.pipeline import Pipeline
 from deformer_stream.runtime.ports import NO_STATE, CollectState, PartitionState, PollResult, RestoredPartition
 from deformer_stream.runtime.recovery import Recovery
 from deformer_stream.testing import ManualClock
+from tests.effort import num_examples
 from tests.models import draw_rows
 
 ALPHA = (0.3, 0.1, 0.02)
@@ -337,7 +338,7 @@ def run_member(
     return member
 
 
-@settings(max_examples=15)
+@settings(max_examples=num_examples(15))
 @given(
     seed=st.integers(0, 2**20),
     snapshot_interval=st.sampled_from([0.0, 0.03, 100.0]),
@@ -364,7 +365,7 @@ def test_many_runs_commit_the_same_as_one_run(
     assert Counter(interrupted.evidence) == Counter(uninterrupted.evidence)
 
 
-@settings(max_examples=15)
+@settings(max_examples=num_examples(15))
 @given(seed=st.integers(0, 2**20), snapshot_interval=st.sampled_from([0.0, 0.03, 100.0]))
 def test_restores_in_parts_commit_the_same_as_one_run(loaded: Artifact, seed: int, snapshot_interval: float) -> None:
     """Runs use different models with equal weights, so all records are scored again, a few between two polls."""

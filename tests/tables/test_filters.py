@@ -17,6 +17,7 @@ from deformer_stream.errors import ConfigError, InputError
 from deformer_stream.tables.discovery import find_data_files
 from deformer_stream.tables.filters import ValueRange, parse_where
 from deformer_stream.tables.table import Table, TableOptions
+from tests.effort import num_examples
 
 COLUMNS: dict[str, pa.Array] = {
     "site": pa.array(["A", "B", None, "a"]),
@@ -125,7 +126,7 @@ CONDITIONS = st.recursive(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=num_examples(300), deadline=None)
 @given(x=VALUES, y=VALUES, condition=CONDITIONS, as_float=st.booleans())
 def test_rows_that_match_are_never_skipped_by_statistics(
     x: list[int | None], y: list[int | None], condition: str, as_float: bool
