@@ -52,7 +52,7 @@ class Size:
     Attributes:
         events: Number of events.
         rate: Events per second, so that events arrive during the whole run.
-        partitions: Number of partitions of the events topic.
+        partitions: Number of partitions of the events topic, at least one for each consumer and one for the guest.
         consumers: Number of consumers of a group.
         kills: Minimum number of kills.
         rebalances: Number of times that a further consumer joins or leaves.
@@ -78,6 +78,7 @@ class Size:
 SIZES = {
     "full": Size(200_000, 400.0, 8, 3, 24, 10, 3, 3, 60.0),
     "small": Size(12_000, 250.0, 4, 2, 4, 2, 1, 1, 0.0, "1s"),
+    "tiny": Size(4_000, 200.0, 3, 2, 3, 1, 1, 1, 0.0, "1s"),
 }
 
 

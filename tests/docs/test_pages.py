@@ -182,8 +182,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(words: list[str], folder: Path, timeout: float = 300) -> subprocess.CompletedProcess[str]:
-    """Run a command of the documentation; training for minutes becomes one epoch."""
-    words = shlex.split(re.sub(r"--max-time \d+m", "--epochs 1", shlex.join(words)))
+    """Run a command of the documentation; training for minutes becomes one epoch of the smallest preset."""
+    words = shlex.split(re.sub(r"--max-time \d+m", "--preset tiny --epochs 1", shlex.join(words)))
     command = [sys.executable, *PROGRAMS[words[0]], *words[1:]]
     return subprocess.run(command, cwd=folder, text=True, capture_output=True, check=False, timeout=timeout)
 
@@ -222,7 +222,7 @@ def test_the_tutorial_runs_on_a_live_topic(folder: Path, kafka: SimpleNamespace)
     live = [words for words in commands(DOCS / "tutorial.md") if words[1] in ("produce", "consume")]
     produce, consume = ([word.replace("localhost:9092", kafka.bootstrap) for word in words] for words in live)
     if not (folder / "model").exists():
-        trained = run(["deformer-train", "normal.parquet", "--out", "model", "--epochs", "1"], folder)
+        trained = run(["deformer-train", "normal.parquet", "--out", "model", "--max-time", "1m"], folder)
         assert trained.returncode == 0, trained.stderr
     sent = run(produce, folder)
     assert sent.returncode == 0, sent.stderr

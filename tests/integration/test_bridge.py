@@ -17,10 +17,14 @@ import pytest
 
 from tests.codec.sparkplug_messages import SimulatedNode
 from tests.conftest import KafkaOfTests, start_broker
+from tests.effort import IS_LONG
 from tests.integration.programs import Cluster, RunningConsumer, run, wait_until
 from tests.mosquitto import Mosquitto, open_publisher, publish, run_mosquitto
 
 pytestmark = pytest.mark.kafka
+
+NUM_KILLS, RESTARTS = (10, (3, 7)) if IS_LONG else (3, (1,))
+"""Number of kills of the bridge, and the kills after which Mosquitto is restarted."""
 
 
 @pytest.fixture
@@ -140,7 +144,7 @@ def test_nothing_is_lost_when_bridge_and_broker_are_killed(
 ) -> None:
     name = topic(2)
     source = f"mqtt://127.0.0.1:{mosquitto.port}/plant/#"
-    numbers, draw = range(20_000), random.Random(7)  # noqa: S311 - no secret
+    numbers, draw = range(2_000 * NUM_KILLS), random.Random(7)  # noqa: S311 - no secret
     has_ended = threading.Event()
 
     def send() -> None:
@@ -161,11 +165,11 @@ def test_nothing_is_lost_when_bridge_and_broker_are_killed(
         bridge = cleanup.enter_context(Bridge(tmp_path / "0", kafka, source, name))
         bridge.wait_until_ready()
         sender.start()
-        for kill in range(10):
+        for kill in range(NUM_KILLS):
             time.sleep(draw.uniform(0.2, 1.5))  # when it is killed decides nothing
             bridge.process.kill()
             bridge.process.wait()
-            if kill in (3, 7):
+            if kill in RESTARTS:
                 mosquitto.stop(signal.SIGTERM)
                 mosquitto.start()
             bridge = cleanup.enter_context(Bridge(tmp_path / f"{kill + 1}", kafka, source, name))

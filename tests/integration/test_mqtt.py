@@ -20,13 +20,17 @@ from paho.mqtt.packettypes import PacketTypes
 from paho.mqtt.properties import Properties
 
 from tests.codec.sparkplug_messages import SimulatedNode
+from tests.effort import IS_LONG
 from tests.integration.programs import RunningConsumer, run_successfully, wait_until
 from tests.models import SCHEMA, draw_rows
 from tests.mosquitto import Mosquitto, open_publisher, publish, run_mosquitto
 
 PATTERN = ("--pattern", "plant/{device}/{feature}")
 SCORING = ("--window", "10s", "--alpha", "0.3", "--record-timeout", "1h")
-NUM_DEVICES, NUM_KILLS = 4, 10
+NUM_DEVICES = 4
+NUM_KILLS, RESTARTS = (10, (3, 7)) if IS_LONG else (3, (1,))
+"""Number of kills of the consumer, and the kills after which Mosquitto is restarted."""
+
 START = 1_600_000_000
 
 
@@ -208,7 +212,7 @@ def test_births_of_sparkplug_survive_a_kill(mosquitto: Mosquitto, model_dir: Pat
 def test_nothing_is_lost_when_consumer_and_broker_are_killed(
     mosquitto: Mosquitto, subscriber: AlertSubscriber, model_dir: Path, tmp_path: Path
 ) -> None:
-    readings = make_readings(800)
+    readings = make_readings(80 * NUM_KILLS)
     draw = random.Random(11)  # noqa: S311 - no secret
 
     def send(part: list[tuple[str, str, Any, float]]) -> None:
@@ -234,7 +238,7 @@ def test_nothing_is_lost_when_consumer_and_broker_are_killed(
             time.sleep(draw.uniform(0.0, 1.0))  # when it is killed decides nothing
             consumer.process.kill()
             consumer.process.wait()
-            if kill in (3, 7):
+            if kill in RESTARTS:
                 mosquitto.stop(signal.SIGTERM)
                 mosquitto.start()
             sender.join(300.0)

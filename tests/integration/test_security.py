@@ -28,7 +28,7 @@ from tests.integration.secured_broker import (
     SecuredBroker,
 )
 
-pytestmark = [pytest.mark.kafka, pytest.mark.usefixtures("client_library")]
+pytestmark = [pytest.mark.kafka, pytest.mark.both_clients, pytest.mark.usefixtures("client_library")]
 
 Cli = Callable[..., SimpleNamespace]
 

@@ -97,7 +97,7 @@ def test_job_without_time_trains_one_step_and_says_so(tmp_path: Path) -> None:
     assert len(output.calibration.scores) == 60, "all that the table has, because 99 are the least"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("limit", [20.0])
 def test_command_ends_within_its_time_limit(tmp_path: Path, limit: float, cli: Any) -> None:
     """A wide table, whose records are expensive. On a busy machine, the processor time is compared with the limit."""
