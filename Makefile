@@ -6,7 +6,7 @@ KAFKA_PORT ?= 9092
 CHAOS ?= full
 CLIENT ?= kafka-python
 FUZZ_SECONDS ?= 60
-WORKERS ?= 3
+WORKERS ?= 4
 SHELL := /bin/bash
 # Without MAKEFLAGS, because Ninja reports an error if it is to share the jobs of `make --jobs`, which it cannot reach.
 TOOLS := MAKEFLAGS= PATH="$(abspath $(BIN)):$$PATH"
@@ -18,7 +18,7 @@ PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 4 --dist loadfile
 # The tests start many programs. Without files of bytecode, each of them would compile the modules of the checkout again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help docs demo demo-page kernels test test-long test-librdkafka test-ray test-kernels wheel test-wheel test-aarch64 test-lowest test-newest sbom first-hours lint check format bench bench-gpu bench-quality bench-incidents chaos chaos-incidents test-outage fuzz kafka kafka-jars test-programs deploy-tools test-deploy clean
+.PHONY: help docs demo demo-page kernels test test-long test-data test-librdkafka test-ray test-kernels wheel test-wheel test-aarch64 test-lowest test-newest sbom first-hours lint check format bench bench-gpu bench-quality bench-incidents chaos chaos-incidents test-outage fuzz kafka kafka-jars test-programs deploy-tools test-deploy clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -81,10 +81,13 @@ kernels: $(VENV)/.run ## compile the C kernels of this checkout again, after the
 	@$(TOOLS) cmake --build $(CSRC)
 
 test: $(VENV)/.dev kernels kafka-jars test-programs ## run the tests, against a real Apache Kafka (WORKERS=0: in one process)
-	$(PYTEST) -m "not long"
+	$(PYTEST) -m "not long and not data"
 
 test-long: $(VENV)/.dev kernels kafka-jars test-programs ## run all tests with all examples of properties, both client libraries, and long runs (an hour)
 	DEFORMER_TEST_LONG=1 $(PYTEST)
+
+test-data: $(VENV)/.dev kernels kafka-jars ## run the tests that read the public data sets (DEFORMER_DATA)
+	$(PYTEST) -m data
 
 test-librdkafka: $(VENV)/.dev kernels kafka-jars test-programs ## run the tests of Kafka that CI runs with kafka-python only with librdkafka, too
 	DEFORMER_TEST_CLIENT=librdkafka $(PYTEST) -m kafka tests/connectors tests/contracts tests/integration

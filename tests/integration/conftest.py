@@ -17,14 +17,17 @@ FOLDER = Path(__file__).parent
 
 @pytest.hookimpl(tryfirst=True)  # before the options of pytest select tests by their markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark one of the two variants of a test with each client library as long, so that `make test` runs the other.
+    """Mark the tests of this folder as slow, because programs take seconds to start.
 
-    Programs take seconds to start. What they do with a client library is tested in `tests/contracts` and
-    `tests/connectors` with both.
+    Of the two variants of a test with each client library, one is marked as long, so that `make test` runs the other
+    one. What the programs do with a client library is tested in `tests/contracts` and `tests/connectors` with both.
     """
     for item in items:
+        if not item.path.is_relative_to(FOLDER):
+            continue
+        item.add_marker(pytest.mark.slow)
         variant = getattr(item, "callspec", None)
-        if variant is None or not item.path.is_relative_to(FOLDER) or item.get_closest_marker("both_clients"):
+        if variant is None or item.get_closest_marker("both_clients"):
             continue
         name = variant.params.get("client_library")
         number = zlib.crc32(item.name.partition("[")[0].encode()) % len(CLIENT_LIBRARIES)
