@@ -57,7 +57,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Spread the files with tests of Kafka evenly over a run of several processes (`make test`).
 
     These tests mostly wait and others compute, so that the processors are idle if all processes run such files at once.
-    Files with slow tests come first, so that no process is left with one of them at the end.
+    Files with slow tests come first, and then those with many tests, so that no process is left with one of them at the
+    end.
     """
     if "PYTEST_XDIST_WORKER" not in os.environ:
         return
@@ -69,7 +70,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     positions: dict[Path, float] = {}
     for uses_kafka in (True, False):
         paths = [path for path in files if has_marker(path, "kafka") == uses_kafka]
-        paths.sort(key=lambda path: not has_marker(path, "slow"))
+        paths.sort(key=lambda path: (not has_marker(path, "slow"), -len(files[path])))
         positions |= {path: i / len(paths) for i, path in enumerate(paths)}
     items[:] = [item for path in sorted(files, key=positions.__getitem__) for item in files[path]]
 

@@ -1050,6 +1050,7 @@ def test_log_of_librdkafka_is_forwarded_without_secrets(server: SecuredBroker) -
 # --- outages ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_clients_survive_a_restart_of_the_broker(library: ClientLibrary) -> None:
     with start_broker() as broker, ExitStack() as stack:
         clients = Clients(KafkaCluster(broker.bootstrap, library=library), stack)
