@@ -6,17 +6,16 @@ KAFKA_PORT ?= 9092
 CHAOS ?= full
 CLIENT ?= kafka-python
 FUZZ_SECONDS ?= 60
-# Number of test processes, from 2 to 6. There are more than cores, because tests with Kafka mostly wait. With its broker and the
-# programs that it starts, a process needs up to 2.5 GB of memory.
-WORKERS ?= $(shell awk '/MemAvailable/ {n = int($$2 / 2.5e6)} END {print (n < 2 ? 2 : n > 6 ? 6 : n)}' /proc/meminfo || echo 2)
+WORKERS ?= 4
 SHELL := /bin/bash
 # Without MAKEFLAGS, because Ninja reports an error if it is to share the jobs of `make --jobs`, which it cannot reach.
 TOOLS := MAKEFLAGS= PATH="$(abspath $(BIN)):$$PATH"
 PIP := $(BIN)/python -m pip install -q --disable-pip-version-check
 CSRC := deformer_stream/kernels/csrc
 KERNEL_TESTS := tests/kernels/test_library.py tests/kernels/test_abi.py tests/kernels/test_cpu.py tests/kernels/test_irregular_readings.py
-# The tests of a file run in one process.
-PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 15
+# The tests of a file run in one process. Each process starts its own broker, so the number of processes is limited. There are
+# more than cores, because tests with Kafka mostly wait.
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 4 --dist loadfile --no-loadscope-reorder --durations 15
 # The tests start many programs. Without files of bytecode, each of them would compile the modules of the checkout again.
 export PYTHONDONTWRITEBYTECODE :=
 

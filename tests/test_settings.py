@@ -172,10 +172,10 @@ def test_streams_and_calibrations_choose_readings_at_the_same_p_value(cls: type[
 
 
 @pytest.mark.parametrize(("command", "field"), ALL_OPTIONS)
-@pytest.mark.parametrize("table", [False, True])
 def test_flag_precedes_environment_precedes_file_precedes_default(
-    command: str, field: str, table: bool, clean_environment: pytest.MonkeyPatch, tmp_path: Path
+    command: str, field: str, clean_environment: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    """In the file, an option is at the top or in the table of the command."""
     cls = SETTINGS_BY_COMMAND[command]
     others: dict[str, Any] = dict(REQUIRED[command])
     # Commands that only read what this program has written have no option --format.
@@ -194,9 +194,7 @@ def test_flag_precedes_environment_precedes_file_precedes_default(
         others |= {name: value for name, value in MQTT.items() if name != field}
     flag, variable, file = get_example_values(cls, field)
     config = tmp_path / "config.toml"
-    header = f"[{command}]\n" if table else ""
     number = cls.model_fields[field].annotation in (int, float) and file.replace(".", "").isdigit()
-    config.write_text(f"{header}{to_flag(field)[2:]} = {file if number else json.dumps(file)}\n")
 
     def value(**flags: Any) -> Any:
         loaded = getattr(load_settings(cls, {**others, **flags}, config, command), field)
@@ -206,11 +204,14 @@ def test_flag_precedes_environment_precedes_file_precedes_default(
         parsed = getattr(load_settings(cls, {**others, field: text}, None, command), field)
         return parsed.get_secret_value() if field in SECRETS else parsed
 
-    assert value() == expected(file)
-    clean_environment.setenv(to_variable(field), variable)
-    assert value() == expected(variable)
-    assert value(**{field: flag}) == expected(flag)
-    clean_environment.delenv(to_variable(field))
+    of_file, of_variable, of_flag = map(expected, (file, variable, flag))
+    for header in ("", f"[{command}]\n"):
+        config.write_text(f"{header}{to_flag(field)[2:]} = {file if number else json.dumps(file)}\n")
+        assert value() == of_file
+        clean_environment.setenv(to_variable(field), variable)
+        assert value() == of_variable
+        assert value(**{field: flag}) == of_flag
+        clean_environment.delenv(to_variable(field))
     info = cls.model_fields[field]
     if not info.is_required() and field not in others and field not in FIELDS_WITH_CONDITIONS:
         assert getattr(load_settings(cls, others, None, command), field) == expected_default(
