@@ -90,19 +90,22 @@ def wait_until(
 ) -> None:
     """Call a function repeatedly until it returns True.
 
+    The calls become rarer, because requests to programs and brokers take time from other tests.
+
     Args:
         condition: The function.
         description: What is waited for, for the message of a time-out.
         patience: Maximum number of seconds.
-        pause: Seconds between two calls.
+        pause: Seconds between the first calls. Later, it is a twentieth of the time since the first call.
 
     Raises:
         AssertionError: The function has not returned True in time.
     """
-    deadline = time.monotonic() + patience
+    began = time.monotonic()
     while not condition():
-        assert time.monotonic() < deadline, f"time-out while waiting for {description}"
-        time.sleep(pause)
+        seconds = time.monotonic() - began
+        assert seconds < patience, f"time-out while waiting for {description}"
+        time.sleep(max(pause, seconds / 20))
 
 
 class RunningConsumer:
