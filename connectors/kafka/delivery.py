@@ -74,10 +74,10 @@ class Delivery:
         self._sent: list[OutgoingMessage] = []  # sent by an attempt, not known to be committed
         self._producer: Producer | None = None
         self._background_call: BackgroundCall[None] | None = None  # the transaction that `begin` has started
-        self._opening: BackgroundCall[Producer] | None = None  # the call of `_open_producer` that is not ended yet
+        self._opening: BackgroundCall[None] | None = None  # the call of `_open_producer` that is not ended yet
         self._is_closed = False
         self.has_failed = False
-        self._producer = self._open_producer()
+        self._open_producer()
 
     @property
     def is_transactional(self) -> bool:
@@ -255,11 +255,11 @@ class Delivery:
                 f"the Kafka broker did not respond within {MAX_OPENING_SECONDS:g} s: check that it is running"
             )
         opening, self._opening = self._opening, None
-        self._producer = opening.get()
+        opening.get()
         self.has_failed = False
 
-    def _open_producer(self) -> Producer:
-        """Return a new producer."""
+    def _open_producer(self) -> None:
+        """Connect a new producer."""
         limits = self.max_bytes_by_topic.values()
         producer = load_client(self._cluster).open_producer(
             self._cluster,
@@ -277,7 +277,9 @@ class Delivery:
         except DeformerError:
             producer.close()
             raise
-        return producer
+        self._producer = producer
+        if self._is_closed:  # `close` may have been called before the assignment
+            self._close_producer()
 
     def close(self) -> None:
         """Close the producer; messages that were not sent are dropped."""

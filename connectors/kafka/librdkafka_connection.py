@@ -327,6 +327,8 @@ def connect(
     except KafkaException as exception:
         raise _explain_rejected_settings(exception.args[0], cluster) from None  # its text may quote a secret
     except (TypeError, ValueError, AttributeError) as exception:  # an option of confluent-kafka that is no text
+        if not cluster.options:
+            raise
         named = [name for name in cluster.options if name in str(exception)] or sorted(cluster.options)
         raise ConfigError(
             f"--client-option {', '.join(named)}: the value cannot be given as text: leave the option out"

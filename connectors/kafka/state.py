@@ -429,7 +429,7 @@ class StateReader:
             For each partition that is done, its state, or the error that a part of it is missing or damaged.
 
         Raises:
-            Unavailable: No broker responds, and no state is complete. A later call goes on.
+            Unavailable: No broker responds, and no state is complete. A later call continues.
         """
         done: dict[int, SavedState | StateError] = {}
         deadline = time.monotonic() + seconds
@@ -514,8 +514,8 @@ class StateReader:
 
         def is_ended(partition: int, tp: TopicPartition) -> bool:
             """Return whether no further message of a partition can become visible."""
-            # Without open transactions, the end of the log is the end of the visible messages. Brokers that were away
-            # may have the end of an older transaction still to write.
+            # Without open transactions, the end of the log is the end of the visible messages. Brokers that did
+            # not respond may have the end of an older transaction still to write.
             waits_since = max(self._responding_since, self._pending[partition].added_at)
             return (consumer.get_position(tp) or 0) >= log_ends[tp] or now - waits_since > MAX_VISIBILITY_SECONDS
 

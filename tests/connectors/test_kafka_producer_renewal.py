@@ -12,15 +12,17 @@ from deformer_stream.errors import Unavailable
 
 
 class HangingProducers:
-    """Producers of which all but the first wait until the test lets them connect.
+    """Producers of which all but the first wait until the test lets them connect, or begin transactions.
 
     Attributes:
         may_connect: Set by the test.
+        may_open_transactions: Set, unless the test clears it.
         calls: What was called, in order.
     """
 
     def __init__(self) -> None:
-        self.may_connect = threading.Event()
+        self.may_connect, self.may_open_transactions = threading.Event(), threading.Event()
+        self.may_open_transactions.set()
         self.calls: list[str] = []
 
     def open_producer(self, *_: object, **__: object) -> SimpleNamespace:
@@ -29,9 +31,13 @@ class HangingProducers:
         self.calls.append("open")
         if number:
             assert self.may_connect.wait(30.0)
+
+        def open_transactions(timeout: float) -> None:
+            self.calls.append(f"transactions {number}")
+            assert self.may_open_transactions.wait(30.0)
+
         return SimpleNamespace(
-            open_transactions=lambda timeout: self.calls.append(f"transactions {number}"),
-            close=lambda: self.calls.append(f"close {number}"),
+            open_transactions=open_transactions, close=lambda: self.calls.append(f"close {number}")
         )
 
 
@@ -72,3 +78,18 @@ def test_producer_that_connects_after_the_delivery_was_closed_fences_nobody(prod
     producers.may_connect.set()
     assert opening.wait(30.0)
     assert producers.calls == ["open", "transactions 0", "close 0", "open", "close 1"]
+
+
+def test_producer_that_opens_transactions_while_the_delivery_is_closed_is_closed(producers: HangingProducers) -> None:
+    delivery = Delivery(KafkaCluster("fake:1"), {"alerts": 1000}, "id")
+    producers.may_open_transactions.clear()
+    producers.may_connect.set()
+    while "transactions 1" not in producers.calls:
+        with pytest.raises(Unavailable):
+            delivery.renew_producer()
+    opening = delivery._opening
+    assert opening is not None
+    delivery.close()
+    producers.may_open_transactions.set()
+    assert opening.wait(30.0)
+    assert producers.calls[-2:] == ["transactions 1", "close 1"]

@@ -9,7 +9,7 @@ import pytest
 from confluent_kafka import KafkaError, KafkaException
 
 from connectors.kafka.librdkafka_client import LibrdkafkaConsumer
-from connectors.kafka.librdkafka_connection import ClientEvents
+from connectors.kafka.librdkafka_connection import ClientEvents, connect
 from connectors.kafka.ports import ConsumerOptions, KafkaCluster, OffsetOutOfRange, TopicPartition
 from deformer_stream.errors import Unavailable
 
@@ -146,3 +146,13 @@ def test_errors_are_raised_although_other_partitions_have_messages(
     assert poll_offsets(consumer) == [0]
     with pytest.raises(error):
         consumer.poll(0.0)
+
+
+def test_an_error_that_no_option_explains_is_raised_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("connectors.kafka.client.check_reachable", lambda cluster: None)
+
+    def fail(*_: object, **__: object) -> rd.Consumer:
+        raise TypeError("a bug")
+
+    with pytest.raises(TypeError, match="a bug"):
+        connect(fail, KafkaCluster("fake:1"), {})
