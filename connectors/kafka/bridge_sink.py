@@ -176,6 +176,7 @@ class KafkaBridgeSink:
             ("source", self._source.encode("utf-8", "backslashreplace")),
             ("source_topic", origin),
             ("timestamp", b"%d" % (refusal.message.time // 1000)),
+            ("timestamp_us", b"%d" % refusal.message.time),  # events have microseconds
             ("translation", self._options),
             *make_headers(
                 "dead-letter",

@@ -27,7 +27,7 @@ from deformer_stream.codec.bridge_messages import (
     translate_all,
 )
 from deformer_stream.codec.sparkplug import PREFIX
-from deformer_stream.errors import InputError
+from deformer_stream.errors import ConfigError, InputError
 from deformer_stream.runtime.incident_history import read_existing
 
 MAX_OFFSET = 2**63 - 1
@@ -47,12 +47,15 @@ class DeadLetter:
         offset: Its offset there, None for a letter of the bridge. Topic, partition and offset together name the refused
             message.
         sent_at: Its timestamp, milliseconds since 1970; None if it has none, or if an earlier release has refused it.
+            For the bridge, when the message arrived.
         key: Its key, or None.
         value: Its value, None for a tombstone.
         is_complete: Whether the letter holds the complete message. A message that was too large for the dead-letter
             topic lacks its value, or also its key.
         source: Address of the source of the bridge, None for a message of Kafka.
         translation: How the bridge has translated it, as the JSON of `TranslationOptions`; empty if it is unknown.
+        arrived_at: When it arrived at the bridge, microseconds since 1970. None for a message of Kafka, or if an
+            earlier release has refused it.
     """
 
     time: int
@@ -67,6 +70,7 @@ class DeadLetter:
     is_complete: bool
     source: str | None = None
     translation: bytes = b""
+    arrived_at: int | None = None
 
 
 def decode_dead_letter(message: ReceivedMessage) -> DeadLetter:
@@ -104,6 +108,7 @@ def decode_dead_letter(message: ReceivedMessage) -> DeadLetter:
         is_complete=not headers.keys() & {"payload_bytes", "key_bytes"},
         source=read_text("source") if is_of_bridge else None,
         translation=headers.get("translation", b""),
+        arrived_at=read_number("timestamp_us") if "timestamp_us" in headers else None,
     )
 
 
@@ -135,8 +140,8 @@ class ReplayCounts:
         sent: Messages that were sent and acknowledged.
         repeated: Letters about a message that another letter contains, too. It was sent once.
         incomplete: Letters that do not hold their message completely. Nothing was sent for them.
-        untranslated: Letters of the bridge whose message, or a reading of it, was refused again. Their other readings
-            were sent.
+        untranslated: Letters of the bridge whose message, or a reading of it, was refused again, or whose options are
+            not valid. Their other readings were sent.
         example: Why the first of these was refused, "" if there is none.
         sparkplug: Letters of the bridge with messages of Sparkplug. Nothing was sent for them.
     """
@@ -147,6 +152,11 @@ class ReplayCounts:
     untranslated: int = 0
     example: str = ""
     sparkplug: int = 0
+
+    def add_untranslated(self, problem: str) -> None:
+        """Count a letter of the bridge that was refused again; the problem of the first one is the example."""
+        self.untranslated += 1
+        self.example = self.example or problem
 
 
 class LetterTranslator:
@@ -171,19 +181,28 @@ class LetterTranslator:
         Raises:
             InputError: The letter states no valid options.
         """
-        time = letter.time if letter.sent_at is None else letter.sent_at * 1000
+        time = letter.arrived_at
+        if time is None:  # an earlier release has refused it
+            time = letter.time if letter.sent_at is None else letter.sent_at * 1000
         message = BridgeMessage(letter.topic, letter.value or b"", time)
         return translate_all(self._find_translator(letter.translation), [message])
 
     def _find_translator(self, text: bytes) -> ValueTranslator:
-        """Return the translator for a letter whose options are this JSON. Letters of a bridge share one."""
+        """Return the translator for a letter whose options are this JSON. Letters of a bridge share one.
+
+        Raises:
+            InputError: The options are not valid.
+            ConfigError: Without JSON: the pattern of the options that replace those of the bridge is not one.
+        """
         translator = self._translator_by_text.get(text)
         if translator is None:
             try:
                 stated = msgspec.json.decode(text, type=TranslationOptions) if text else TranslationOptions()
-            except msgspec.DecodeError as error:
-                raise InputError(f"the header 'translation' of a dead letter is not valid ({error})") from None
-            translator = msgspec.structs.replace(stated, **self._options).make_translator()
+                translator = msgspec.structs.replace(stated, **self._options).make_translator()
+            except (msgspec.DecodeError, ConfigError) as error:
+                if not text:
+                    raise
+                raise InputError(f"the header 'translation' of the dead letter is not valid ({error})") from None
             self._translator_by_text[text] = translator
         return translator
 
@@ -214,7 +233,6 @@ def send_again(
     Raises:
         Unavailable: A topic does not exist, no broker responds, or a message is not acknowledged in time.
         ConfigError: The brokers refuse a message.
-        InputError: A letter of the bridge states no valid options.
     """
     counts = ReplayCounts()
     messages = _list_messages(letters, counts, translator, topic)
@@ -248,7 +266,8 @@ def _list_messages(
         is_of_bridge = letter.source is not None
         place: tuple[object, ...] = (letter.topic, letter.partition, letter.offset)
         if is_of_bridge:
-            place = (letter.source, letter.topic, letter.sent_at, hashlib.sha256(letter.value or b"").digest())
+            arrived_at = letter.sent_at if letter.arrived_at is None else letter.arrived_at
+            place = (letter.source, letter.topic, arrived_at, hashlib.sha256(letter.value or b"").digest())
         if not letter.is_complete:
             counts.incomplete += 1
         elif letter.source is not None and is_sparkplug(letter.source, letter.topic):
@@ -261,11 +280,14 @@ def _list_messages(
             yield OutgoingMessage(0, topic or letter.topic, letter.key, letter.value, (), partition, letter.sent_at)
         else:
             seen.add(place)
-            translation = translator.translate(letter)
+            try:
+                translation = translator.translate(letter)
+            except InputError as error:
+                counts.add_untranslated(str(error))
+                continue
             if translation.refusals:
-                counts.untranslated += 1
                 first = translation.refusals[0]
-                counts.example = counts.example or f"{first.reason.value}: {first.detail}"
+                counts.add_untranslated(f"{first.reason.value}: {first.detail}")
             for event in translation.events:
                 yield OutgoingMessage(0, topic or translator.topic, event.key, event.value)
 

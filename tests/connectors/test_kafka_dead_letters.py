@@ -25,6 +25,9 @@ from tests.connectors.kafka_helpers import TIMEOUT_SECONDS, Topic, read_messages
 SENT_AT = time.time_ns() // 1_000_000 - 3_600_000
 """The time of messages, in milliseconds since 1970. Kafka soon deletes messages that are older than a week."""
 
+ARRIVED_AT = SENT_AT * 1000 + 7
+"""The time at which messages arrived at the bridge, in microseconds since 1970."""
+
 PLACE: list[Header] = [("reason", b"late"), ("topic", b"events"), ("partition", b"1"), ("offset", b"7")]
 """The headers that each dead letter has."""
 
@@ -71,7 +74,7 @@ def make_bridge_letter(
     sink = KafkaBridgeSink.__new__(KafkaBridgeSink)  # without a connection
     sink._dead_letter_topic, sink._source, sink._limits = "letters", source, {"letters": 10**6}
     sink._options = msgspec.json.encode(options or TranslationOptions())
-    message = BridgeMessage(topic, payload, SENT_AT * 1000 + 7)
+    message = BridgeMessage(topic, payload, ARRIVED_AT)
     letter = sink._make_dead_letter(BridgeRefusal(message, RejectionReason.UNKNOWN_TOPIC, "it does not fit --pattern"))
     return make_received(list(letter.headers), letter.value)._replace(key=letter.key)
 
@@ -88,6 +91,7 @@ def test_letter_of_the_bridge_is_decoded() -> None:
     assert (letter.partition, letter.offset, letter.sent_at) == (None, None, SENT_AT)
     assert (letter.key, letter.value, letter.is_complete) == (None, b"\xff31.9", True)
     assert letter.translation == b"{}"
+    assert letter.arrived_at == ARRIVED_AT
 
 
 def translate(letter: ReceivedMessage, **options: Any) -> list[tuple[bytes, Any]]:
@@ -102,7 +106,7 @@ PATTERN = TranslationOptions(pattern="plant/{device}/{feature}", value_field="v"
 def test_letters_are_translated_as_by_the_bridge_but_for_the_given_options() -> None:
     letter = make_bridge_letter(options=PATTERN)
     assert translate(letter) == []
-    event = {"device": "pump-7", "feature": "flow/extra", "value": 31.9, "time": SENT_AT / 1000}
+    event = {"device": "pump-7", "feature": "flow/extra", "value": 31.9, "time": ARRIVED_AT / 1e6}
     assert translate(letter, pattern="plant/{device}/{feature}/{feature}") == [(b"pump-7", event)]
     assert translate(make_bridge_letter()) == [
         (b"plant/pump-7/flow", {**event, "device": "plant/pump-7/flow", "feature": "extra"})
@@ -118,15 +122,32 @@ def test_letters_are_translated_as_by_the_bridge_but_for_the_given_options() -> 
 
 def test_letters_of_earlier_releases_are_translated_with_the_given_options() -> None:
     letter = make_bridge_letter("plant/p/x")
-    old = letter._replace(headers=tuple(header for header in letter.headers if header[0] != "translation"))
-    assert [key for key, _ in translate(old, pattern="+/{device}/{feature}")] == [b"p"]
+    new_headers = ("translation", "timestamp_us")
+    old = letter._replace(headers=tuple(header for header in letter.headers if header[0] not in new_headers))
+    ((key, event),) = translate(old, pattern="+/{device}/{feature}")
+    assert (key, event["time"]) == (b"p", SENT_AT / 1000)
+
+
+def spoil(letter: ReceivedMessage, translation: bytes) -> ReceivedMessage:
+    """Return a dead letter of the bridge with another header with the options."""
+    headers = [(name, translation if name == "translation" else value) for name, value in letter.headers]
+    return letter._replace(headers=tuple(headers))
+
+
+@pytest.mark.parametrize("translation", [b'{"time_unit":"weeks"}', b'{"pattern":"a/{x}"}', b"\xff"])
+def test_letter_whose_options_are_not_valid_is_counted(translation: bytes) -> None:
+    """The letters after it are sent nevertheless."""
+    letters = make_bridge_letters(
+        make_bridge_letter("plant/p/x"), spoil(make_bridge_letter("plant/q/x"), translation), make_bridge_letter("a/b")
+    )
+    counts = send_again(KafkaCluster("fake:1"), letters, LetterTranslator("events"), is_dry_run=True)
+    assert counts == ReplayCounts(sent=2, untranslated=1, example=ANY)
+    assert counts.example.startswith("the header 'translation' of the dead letter is not valid")
 
 
 def test_options_that_are_not_valid_are_refused() -> None:
-    letter = make_bridge_letter()
-    headers = [(name, b'{"time_unit":"weeks"}' if name == "translation" else value) for name, value in letter.headers]
     with pytest.raises(InputError, match="translation"):
-        translate(letter._replace(headers=tuple(headers)))
+        translate(spoil(make_bridge_letter(), b'{"time_unit":"weeks"}'))
     with pytest.raises(ConfigError, match="--pattern"):
         LetterTranslator("events", {"pattern": "a/{x}"})
 

@@ -36,9 +36,7 @@ class HangingProducers:
             self.calls.append(f"transactions {number}")
             assert self.may_open_transactions.wait(30.0)
 
-        return SimpleNamespace(
-            open_transactions=open_transactions, close=lambda: self.calls.append(f"close {number}")
-        )
+        return SimpleNamespace(open_transactions=open_transactions, close=lambda: self.calls.append(f"close {number}"))
 
 
 @pytest.fixture

@@ -116,7 +116,7 @@ def test_values_become_events(
     assert done.stdout.startswith("1 messages were sent again; 2 messages of the bridge are refused again")
     (sent,) = [event for event in read_events(cluster, name) if event["device"] == "plant"]
     assert (sent["feature"], sent["value"]) == ("pump-2", 1)
-    arrival = int(dict(letters[0].headers)["timestamp"]) / 1000
+    arrival = int(dict(letters[0].headers)["timestamp_us"]) / 1e6
     assert sent["time"] == arrival
 
 
