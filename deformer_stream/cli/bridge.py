@@ -6,6 +6,7 @@ a model.
 
 from __future__ import annotations
 
+import threading
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ from deformer_stream.cli_utils import HELP, HelpCommand, add_debug_option, is_de
 from deformer_stream.extras import format_remedy, is_installed
 
 if TYPE_CHECKING:
+    from deformer_stream.codec.bridge_messages import TopicPattern
     from deformer_stream.runtime.bridge import BridgePipeline, BridgeSource
     from deformer_stream.runtime.bridge_metrics import BridgeMetrics
     from deformer_stream.settings.bridge_commands import BridgeSettings
@@ -46,9 +48,9 @@ def build_bridge() -> click.Command:
         log.configure(is_debugging())
         metrics = BridgeMetrics()
         with ExitStack() as cleanup:
-            pipeline = _connect(settings, metrics, cleanup)
-            if settings.http:
+            if settings.http:  # before a connection is made, which can wait for the end of an outage
                 cleanup.callback(start_http_server(settings.http, metrics))
+            pipeline = _connect(settings, metrics, stop, cleanup)
             log.get_logger("bridge").info("ready", source=settings.source, topic=settings.topic)
             pipeline.run(stop)
         log.get_logger("bridge").info("stopped")
@@ -56,12 +58,15 @@ def build_bridge() -> click.Command:
     return bridge
 
 
-def _connect(settings: BridgeSettings, metrics: BridgeMetrics, cleanup: ExitStack) -> BridgePipeline:
+def _connect(
+    settings: BridgeSettings, metrics: BridgeMetrics, stop: threading.Event, cleanup: ExitStack
+) -> BridgePipeline:
     """Return the loop of the bridge, connected to its source and its topics.
 
     Args:
         settings: Options of the command.
         metrics: Receives counts and timings.
+        stop: Set when the command must end.
         cleanup: An exit stack, to which the functions that close the connections are added.
 
     Raises:
@@ -75,7 +80,7 @@ def _connect(settings: BridgeSettings, metrics: BridgeMetrics, cleanup: ExitStac
         describe_bridge_topics,
         restore_births,
     )
-    from deformer_stream.cli.kafka_cluster import make_cluster
+    from deformer_stream.cli.kafka_cluster import connect_with_patience, get_start_patience, make_cluster
     from deformer_stream.codec.bridge_messages import PrefixTranslator, TopicPattern, TranslationOptions, Translator
     from deformer_stream.codec.sparkplug import PREFIX, SparkplugTranslator
     from deformer_stream.errors import ConfigError
@@ -95,23 +100,36 @@ def _connect(settings: BridgeSettings, metrics: BridgeMetrics, cleanup: ExitStac
         raise ConfigError(f"this source needs packages that are not installed: {format_remedy('opcua')}")
     cluster = make_cluster(settings)
     specs = describe_bridge_topics(topic, dead_letters, births, settings.partitions)
-    limits = ensure_topics(cluster, specs, settings.missing_topics == "create")
-    max_event_bytes = limits[topic] - EVENT_OVERHEAD_BYTES
-    translator: Translator = options.make_translator(max_event_bytes)
-    sink = KafkaBridgeSink(cluster, topic, dead_letters, births, limits, settings.source, settings.patience, options)
-    cleanup.callback(sink.close)
-    if births is None:
-        source = _connect_opcua(settings)
-        cleanup.callback(source.close)
-        return BridgePipeline(source, translator, sink, metrics, SourceMetrics(metrics))
-    sparkplug = SparkplugTranslator(settings.max_message_bytes, max_event_bytes)
-    restore_births(cluster, births, sparkplug)
-    translator = PrefixTranslator({PREFIX: sparkplug}, translator)
-    from connectors.mqtt import MqttSource
 
-    source = MqttSource(mqtt.make_options(settings, settings.address, pattern, settings.patience, default_id=topic))
+    def connect(attempt: ExitStack) -> tuple[KafkaBridgeSink, Translator, SparkplugTranslator | None]:
+        """Connect to the brokers, and read the births of Sparkplug; the connections are closed if that fails."""
+        limits = ensure_topics(cluster, specs, settings.missing_topics == "create")
+        max_event_bytes = limits[topic] - EVENT_OVERHEAD_BYTES
+        translator: Translator = options.make_translator(max_event_bytes)
+        sink = KafkaBridgeSink(
+            cluster, topic, dead_letters, births, limits, settings.source, settings.patience, options
+        )
+        attempt.callback(sink.close)
+        if births is None:
+            return sink, translator, None
+        sparkplug = SparkplugTranslator(settings.max_message_bytes, max_event_bytes)
+        restore_births(cluster, births, sparkplug)
+        return sink, PrefixTranslator({PREFIX: sparkplug}, translator), sparkplug
+
+    patience = get_start_patience(settings)
+    sink, translator, sparkplug = connect_with_patience(connect, patience, stop, metrics.record_progress, cleanup)
+    source = _connect_mqtt(settings, pattern) if is_mqtt else _connect_opcua(settings)
     cleanup.callback(source.close)
     return BridgePipeline(source, translator, sink, metrics, SourceMetrics(metrics, sparkplug))
+
+
+def _connect_mqtt(settings: BridgeSettings, pattern: TopicPattern) -> BridgeSource:
+    """Return a source that subscribes to the topics of the settings."""
+    from connectors.mqtt import MqttSource
+
+    return MqttSource(
+        mqtt.make_options(settings, settings.address, pattern, settings.patience, default_id=settings.topic)
+    )
 
 
 def _connect_opcua(settings: BridgeSettings) -> BridgeSource:

@@ -5,14 +5,16 @@ Heavy packages are imported inside the functions, so that `--help` is printed wi
 
 from __future__ import annotations
 
+import threading
+from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from prometheus_client import CollectorRegistry
-
+    from deformer_stream.cli.incidents import IncidentTopics
     from deformer_stream.codec.output_formats import OutputReader
+    from deformer_stream.runtime.detection_metrics import DetectionMetrics
     from deformer_stream.runtime.incident_ports import Receiver
-    from deformer_stream.runtime.notification import Notifier
     from deformer_stream.settings.incident_commands import IncidentsSettings
 
 CLOSE_SECONDS = 5.0
@@ -34,50 +36,62 @@ def create_receivers(settings: IncidentsSettings) -> list[Receiver]:
     return receivers
 
 
-def create_notifier(
+def start_notifier(
     settings: IncidentsSettings,
     receivers: list[Receiver],
-    incidents_topic: str,
-    feedback_topic: str,
-    registry: CollectorRegistry,
+    topics: IncidentTopics,
+    metrics: DetectionMetrics,
     read_value: OutputReader,
-) -> Notifier:
-    """Return the threads that notify receivers, and the one that counts open incidents. They are not started.
+    stop: threading.Event,
+    cleanup: ExitStack,
+) -> None:
+    """Start the threads that notify receivers, and the one that counts open incidents, when Kafka is connected.
 
     Args:
         settings: Options of the command.
         receivers: The receivers.
-        incidents_topic: Topic of the incidents.
-        feedback_topic: Topic of the labels.
-        registry: The registry that `/metrics` shows.
+        topics: The topics.
+        metrics: Receives counts.
         read_value: Converts values of messages to JSON.
+        stop: Set when the command must end.
+        cleanup: An exit stack, to which the function that ends the threads is added.
+
+    Raises:
+        ConfigError: A topic may not be read.
+        Unavailable: No broker responds, or a topic does not exist.
     """
     from connectors.kafka import KafkaDeliveryLog, KafkaFeedbackLog, KafkaIncidentLog
-    from deformer_stream.cli.kafka_cluster import make_cluster
+    from deformer_stream.cli.kafka_cluster import connect_with_patience, get_start_patience, make_cluster
     from deformer_stream.runtime.incident_metrics import DeliveryMetrics, OpenIncidentMetrics
     from deformer_stream.runtime.notification import Notifier, OpenIncidentCounter, ReceiverWorker, WorkerThread
 
     cluster = make_cluster(settings)
-    metrics, open_metrics = DeliveryMetrics(registry), OpenIncidentMetrics(registry)
+    delivery_metrics, open_metrics = DeliveryMetrics(metrics.registry), OpenIncidentMetrics(metrics.registry)
 
     def create_worker(receiver: Receiver) -> ReceiverWorker:
         """Return the worker of a receiver, with its connections. It is called in the thread that uses them."""
         group = f"{settings.group}-{settings.topic}-{receiver.identity}"
         return ReceiverWorker(
             receiver,
-            KafkaDeliveryLog(cluster, incidents_topic, group, settings.session_timeout, read_value),
-            KafkaFeedbackLog(cluster, feedback_topic),
-            metrics,
+            KafkaDeliveryLog(cluster, topics.incidents, group, settings.session_timeout, read_value),
+            KafkaFeedbackLog(cluster, topics.feedback),
+            delivery_metrics,
             settings.external_url,
         )
 
     def create_counter() -> OpenIncidentCounter:
         """Return the counter of open incidents, with its connections."""
         return OpenIncidentCounter(
-            KafkaIncidentLog(cluster, incidents_topic, read_value),
-            KafkaFeedbackLog(cluster, feedback_topic),
+            KafkaIncidentLog(cluster, topics.incidents, read_value),
+            KafkaFeedbackLog(cluster, topics.feedback),
             open_metrics,
         )
 
-    workers = [WorkerThread(receiver.name, lambda receiver=receiver: create_worker(receiver)) for receiver in receivers]  # type: ignore[misc]
-    return Notifier([*workers, WorkerThread("open incidents", create_counter)])
+    def start(attempt: ExitStack) -> None:
+        """Start the threads; none runs if that fails."""
+        workers = [WorkerThread(receiver.name, partial(create_worker, receiver)) for receiver in receivers]
+        notifier = Notifier([*workers, WorkerThread("open incidents", create_counter)])
+        notifier.start()
+        attempt.callback(notifier.close, settings.receiver_timeout + CLOSE_SECONDS)
+
+    connect_with_patience(start, get_start_patience(settings), stop, metrics.record_progress, cleanup)

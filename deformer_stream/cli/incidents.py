@@ -114,11 +114,7 @@ def build_incidents() -> click.Command:
             pipeline = None
             if not settings.deliver_only:
                 pipeline = _connect(settings, topics, metrics, reader, formats["incidents"], stop, cleanup)
-            notifier = incident_delivery.create_notifier(
-                settings, receivers, topics.incidents, topics.feedback, metrics.registry, reader
-            )
-            notifier.start()
-            cleanup.callback(notifier.close, settings.receiver_timeout + incident_delivery.CLOSE_SECONDS)
+            incident_delivery.start_notifier(settings, receivers, topics, metrics, reader, stop, cleanup)
             log.get_logger("incidents").info("ready", topic=topics.evidence, budget=settings.incident_budget)
             if pipeline is not None:
                 pipeline.run(stop)
@@ -191,7 +187,7 @@ def _connect(
     from connectors.kafka.ports import MissingTopic
     from connectors.kafka.state import STATE_TOPIC_SETTINGS
     from deformer_stream import log
-    from deformer_stream.cli.kafka_cluster import connect_with_patience, make_cluster
+    from deformer_stream.cli.kafka_cluster import connect_with_patience, get_start_patience, make_cluster
     from deformer_stream.codec.incident_state import check_incident_state
     from deformer_stream.runtime.incident_pipeline import IncidentPipeline
     from deformer_stream.runtime.incident_plan import PlanLoader, describe_plans
@@ -244,6 +240,4 @@ def _connect(
             read_value=read_value,
         )
 
-    # A process with --http is supervised, and its health is examined while it waits.
-    patience = settings.patience if settings.http else None
-    return connect_with_patience(connect, patience, stop, metrics.record_progress, cleanup)
+    return connect_with_patience(connect, get_start_patience(settings), stop, metrics.record_progress, cleanup)

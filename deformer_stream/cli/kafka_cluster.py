@@ -5,13 +5,30 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
+
+import click
 
 if TYPE_CHECKING:
     from connectors.kafka import KafkaCluster
     from deformer_stream.settings.kafka import KafkaSettings
 
 Result = TypeVar("Result")
+
+
+class StartSettings(Protocol):
+    """The options that determine whether a command waits for the brokers when it starts.
+
+    Attributes:
+        http: Address of the health checks, None if there are none.
+        patience: Seconds to retry.
+    """
+
+    @property
+    def http(self) -> str | None: ...
+
+    @property
+    def patience(self) -> float: ...
 
 
 def make_cluster(settings: KafkaSettings, servers: str | None = None) -> KafkaCluster:
@@ -37,6 +54,15 @@ def make_cluster(settings: KafkaSettings, servers: str | None = None) -> KafkaCl
     )
 
 
+def get_start_patience(settings: StartSettings) -> float | None:
+    """Return the seconds for which a command that starts waits for the brokers; None if it does not wait.
+
+    A process with --http is supervised, and its health is examined while it waits. For a person at a terminal, a wrong
+    address is likelier than an outage, and one attempt is better.
+    """
+    return settings.patience if settings.http else None
+
+
 def connect_with_patience(
     connect: Callable[[ExitStack], Result],
     patience: float | None,
@@ -46,42 +72,47 @@ def connect_with_patience(
 ) -> Result:
     """Connect to Kafka when a command starts; try again while the brokers do not respond.
 
-    So a process that is started within an outage waits for its end, as a process that runs already. For a person at a
-    terminal, a wrong address is likelier, and one attempt is better.
+    So a process that is started within an outage waits for its end, as a process that runs already.
 
     Args:
         connect: A function that opens connections. It adds the functions that close them to the exit stack that it
             gets, which are called if the attempt fails.
         patience: Seconds for which attempts may fail. None for one attempt.
-        stop: Set when the command must end; the error of the last attempt is then raised.
-        on_wait: A function that is called between two attempts.
+        stop: Set when the command must end. An attempt that fails is then the last one.
+        on_wait: A function that another thread calls again and again during an attempt, and this one between two.
         cleanup: An exit stack, to which the functions that close the connections are added.
 
     Returns:
         What `connect` has returned.
 
     Raises:
+        Exit: The command must end, and is not connected; exit code 0.
         Unavailable: The brokers have not responded for so long, or a topic does not exist.
         ConfigError: A setting is wrong, or the brokers refuse the connection.
     """
+    from connectors.kafka.background import call_meanwhile
     from connectors.kafka.client import RETRY_SECONDS
     from connectors.kafka.patience import Patience
     from connectors.kafka.ports import MissingTopic
+    from deformer_stream import log
     from deformer_stream.errors import Unavailable
 
     failures = None if patience is None else Patience(patience, "connection_failed_retrying")
     while True:
         with ExitStack() as attempt:
             try:
-                connected = connect(attempt)
+                with call_meanwhile(on_wait):
+                    connected = connect(attempt)
             except MissingTopic:
                 raise
             except Unavailable as error:
-                if failures is None:
-                    raise
-                failures.record_failure(error)
+                if not stop.is_set():
+                    if failures is None:
+                        raise
+                    failures.record_failure(error)
                 if stop.wait(RETRY_SECONDS):
-                    raise
+                    log.get_logger("kafka").info("stopped", message="the brokers have not responded yet")
+                    raise click.exceptions.Exit(0) from None
             else:
                 cleanup.push(attempt.pop_all())
                 return connected

@@ -6,6 +6,7 @@ Heavy packages are imported inside the command, so that `--help` is printed with
 from __future__ import annotations
 
 import sys
+import threading
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,6 @@ from deformer_stream.extras import format_remedy, is_installed
 
 if TYPE_CHECKING:
     from deformer_stream.page.app import Page
-    from deformer_stream.runtime.incident_ports import IncidentLog, NextReadingLog
     from deformer_stream.settings.incident_commands import ServeSettings
 
 PAGE_PACKAGES = ("itsdangerous", "sse_starlette", "starlette", "uvicorn")
@@ -50,21 +50,21 @@ def build_serve() -> click.Command:
         stop = stop_on_signals()
         settings = load_settings(ServeSettings, flags, config, "serve")
         from deformer_stream import log
-        from deformer_stream.page.followers import follow_logs
+        from deformer_stream.page.app import Page, PageOptions
         from deformer_stream.page.server import PageServer, bind
+        from deformer_stream.page.store import IncidentStore
 
         log.configure(is_debugging())
         host, port, page_options = _make_options(settings)
         with ExitStack() as cleanup:
             listener = bind(host, port)
             cleanup.callback(listener.close)
-            page, incident_log, next_reading_log = _connect(settings, page_options, cleanup)
-            page.followers = follow_logs(page.store, incident_log, page.feedback_log, next_reading_log)
-            for follower in page.followers:
-                cleanup.callback(follower.stop)
+            connections = cleanup.enter_context(ExitStack())  # closed after the server
+            page = Page(PageOptions(**page_options), IncidentStore())
             server = PageServer(page, listener)
-            server.start()
+            server.start()  # before a connection is made, which can wait for the end of an outage
             cleanup.callback(server.stop)
+            _connect(settings, page, stop, connections)
             log.get_logger("page").info("ready", url=server.url, topic=settings.topic)
             while not stop.wait(1.0) and server.is_running:
                 pass
@@ -144,14 +144,13 @@ def _make_options(settings: ServeSettings) -> tuple[str, int, dict[str, Any]]:
     )
 
 
-def _connect(
-    settings: ServeSettings, options: dict[str, Any], cleanup: ExitStack
-) -> tuple[Page, IncidentLog, NextReadingLog]:
-    """Return the page, the log of incidents and that of suspicious records, connected to their topics.
+def _connect(settings: ServeSettings, page: Page, stop: threading.Event, cleanup: ExitStack) -> None:
+    """Connect a page to its topics, and begin to read them.
 
     Args:
         settings: Options of the command.
-        options: Options of the page.
+        page: The page, which shows meanwhile that it is not connected.
+        stop: Set when the command must end.
         cleanup: An exit stack, to which the functions that close the connections are added.
 
     Raises:
@@ -165,20 +164,31 @@ def _connect(
         describe_incident_topics,
         ensure_topics,
     )
-    from deformer_stream.cli.kafka_cluster import make_cluster
-    from deformer_stream.page.app import Page, PageOptions
-    from deformer_stream.page.store import IncidentStore
+    from deformer_stream.cli.kafka_cluster import connect_with_patience, make_cluster
+    from deformer_stream.page.followers import follow_logs
+    from deformer_stream.page.security import is_loopback
 
     cluster = make_cluster(settings)
     reader = factory.make_output_reader(factory.open_registry(settings, factory.REGISTRY_PATIENCE, cleanup))
     incidents_topic = settings.incidents_topic or f"{settings.topic}-incidents"
     feedback_topic = settings.feedback_topic or f"{settings.topic}-feedback"
-    ensure_topics(cluster, describe_incident_topics(incidents_topic, feedback_topic))
-    incident_log = KafkaIncidentLog(cluster, incidents_topic, reader)
-    cleanup.callback(incident_log.close)
-    feedback_log = KafkaFeedbackLog(cluster, feedback_topic)
-    cleanup.callback(feedback_log.close)
     next_readings_topic = settings.next_readings_topic or f"{settings.topic}-next-readings"
+
+    def connect(attempt: ExitStack) -> tuple[KafkaIncidentLog, KafkaFeedbackLog]:
+        """Connect to the brokers; the connections are closed if that fails."""
+        ensure_topics(cluster, describe_incident_topics(incidents_topic, feedback_topic))
+        incident_log = KafkaIncidentLog(cluster, incidents_topic, reader)
+        attempt.callback(incident_log.close)
+        feedback_log = KafkaFeedbackLog(cluster, feedback_topic)
+        attempt.callback(feedback_log.close)
+        return incident_log, feedback_log
+
+    # A page that other machines can reach is supervised. Who starts one for this machine sees an error at once.
+    patience = None if is_loopback(page.options.host) else settings.patience
+    incident_log, feedback_log = connect_with_patience(connect, patience, stop, lambda: None, cleanup)
     next_reading_log = KafkaNextReadingLog(cluster, next_readings_topic, reader)
     cleanup.callback(next_reading_log.close)
-    return Page(PageOptions(**options), IncidentStore(), feedback_log), incident_log, next_reading_log
+    page.followers = follow_logs(page.store, incident_log, feedback_log, next_reading_log)
+    for follower in page.followers:
+        cleanup.callback(follower.stop)
+    page.feedback_log = feedback_log

@@ -303,7 +303,7 @@ def _connect_to_kafka(
         ensure_topics,
     )
     from connectors.kafka.delivery import make_transactional_id
-    from deformer_stream.cli.kafka_cluster import connect_with_patience, make_cluster
+    from deformer_stream.cli.kafka_cluster import connect_with_patience, get_start_patience, make_cluster
     from deformer_stream.codec.state import check_state
 
     cluster = make_cluster(settings, servers)
@@ -365,9 +365,7 @@ def _connect_to_kafka(
         attempt.callback(source.close)
         return source, sinks
 
-    # A process with --http is supervised, and its health is examined while it waits.
-    patience = settings.patience if settings.http else None
-    return connect_with_patience(connect, patience, stop, metrics.record_progress, cleanup)
+    return connect_with_patience(connect, get_start_patience(settings), stop, metrics.record_progress, cleanup)
 
 
 def build_replay() -> click.Command:

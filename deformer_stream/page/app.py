@@ -65,6 +65,9 @@ CONTENT_TYPE_BY_SUFFIX = {
     ".md": "text/plain; charset=utf-8",
 }
 
+NOT_CONNECTED = "The brokers of Kafka have not responded yet"
+"""Beginning of the messages before Kafka is connected."""
+
 LOGGER = log.get_logger("page")
 
 
@@ -106,14 +109,14 @@ class Page:
     Attributes:
         options: What the page shows, and who may see it.
         store: The incidents and labels.
-        feedback_log: The log to which labels are appended.
+        feedback_log: The log to which labels are appended, None before Kafka is connected.
         followers: The readers of the logs, whose failures are shown.
         get_notice: Returns a message for the top of all pages, or None.
     """
 
     options: PageOptions
     store: IncidentStore
-    feedback_log: FeedbackLog
+    feedback_log: FeedbackLog | None = None
     followers: tuple[LogFollower, ...] = ()
     get_notice: Callable[[], Notice | None] = lambda: None
 
@@ -181,10 +184,26 @@ class Page:
             "has_login": self.options.credentials.is_required,
             "form_token": "" if session is None else self.signer.make_form_token(session),
             "num_to_see": len(self.open_rows.get()[0]) if session is not None else 0,
-            "notice": self.get_notice() if session is not None else None,
+            "notice": self._choose_notice() if session is not None else None,
             "logs": [follower.status for follower in self.followers] if session is not None else [],
             "last_change": self.store.last_change,
         }
+
+    def _choose_notice(self) -> Notice | None:
+        """Return the message for the top of all pages, or None."""
+        if self.feedback_log is None:
+            return Notice(f"{NOT_CONNECTED}, so no incidents are shown.", is_warning=True)
+        return self.get_notice()
+
+    def _append_label(self, label: FeedbackLabel) -> None:
+        """Append a label to its log.
+
+        Raises:
+            Unavailable: It could not be stored.
+        """
+        if self.feedback_log is None:
+            raise Unavailable(f"{NOT_CONNECTED}: try again later")
+        self.feedback_log.append(label)
 
     def make_clock(self) -> Clock:
         """Return the present time in the time zone of the page."""
@@ -305,7 +324,7 @@ class Page:
         except InputError as error:
             return await respond_error(400, f"Nothing was stored: {error}")
         try:
-            await run_in_threadpool(self.feedback_log.append, made)
+            await run_in_threadpool(self._append_label, made)
         except Unavailable as error:
             LOGGER.warning("label_not_stored", incident=shown.incident.id, error=str(error))
             return await respond_error(503, f"Nothing was stored: {error}")
@@ -368,7 +387,7 @@ class Page:
         except InputError as error:
             return await respond_error(400, f"Nothing was stored: {error}")
         try:
-            await run_in_threadpool(self.feedback_log.append, made)
+            await run_in_threadpool(self._append_label, made)
         except Unavailable as error:
             LOGGER.warning("label_not_stored", record=made.record, error=str(error))
             return await respond_error(503, f"Nothing was stored: {error}")
@@ -422,7 +441,7 @@ class Page:
         except InputError as error:
             return await respond_error(400, f"Nothing was stored: {error}")
         try:
-            await run_in_threadpool(self.feedback_log.append, made)
+            await run_in_threadpool(self._append_label, made)
         except Unavailable as error:
             LOGGER.warning("window_not_stored", device=made.device, error=str(error))
             return await respond_error(503, f"Nothing was stored: {error}")
@@ -551,6 +570,8 @@ class Page:
 
     def send_readiness(self, request: Request) -> Response:
         """Send whether everything has been read that the logs held at the start, with status 200 or 503."""
+        if self.feedback_log is None:
+            return PlainTextResponse(f"{NOT_CONNECTED}\n", 503)
         behind = [follower.status.name for follower in self.followers if not follower.status.is_caught_up]
         if behind:
             return PlainTextResponse(f"the log of {behind[0]} is being read\n", 503)

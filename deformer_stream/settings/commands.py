@@ -314,8 +314,8 @@ class ConsumeSettings(ModelSetSettings, KafkaSettings, RegistrySettings, PlantSo
     )
     patience: Timeout = text_default(
         "2m",
-        description="Time to retry while the brokers or a partition cannot be reached. After it, the command ends with "
-        "exit code 4.",
+        description="Time to retry while the brokers or a partition cannot be reached; at the start only with --http. "
+        "After it, the command ends with exit code 4.",
     )
     http: str | None = Field(
         None,

@@ -113,7 +113,8 @@ class IncidentsSettings(IncidentRuleSettings, DeliverySettings, KafkaSettings, O
     )
     patience: Timeout = text_default(
         "2m",
-        description="Time to retry while the brokers cannot be reached. After it, the command ends with exit code 4.",
+        description="Time to retry while the brokers cannot be reached; at the start only with --http. After it, the "
+        "command ends with exit code 4.",
     )
     deliver_only: bool = Field(
         False, description="Notify receivers of the incidents in the topic, without looking for incidents."
@@ -142,6 +143,11 @@ class ServeSettings(KafkaSettings, RegistryAddressSettings):
         "127.0.0.1:8080",
         description="Address HOST:PORT of the page. An address that other machines can reach needs --token-file or "
         "--users-file.",
+    )
+    patience: Timeout = text_default(
+        "2m",
+        description="Time to retry at the start while the brokers cannot be reached, if other machines can reach "
+        "--http. After it, the command ends with exit code 4.",
     )
     token_file: Path | None = Field(None, description="File with the token that a person enters to log in.")
     users_file: Path | None = Field(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from contextlib import ExitStack
 
+import click
 import pytest
 
 from connectors.kafka.ports import MissingTopic
@@ -57,15 +58,32 @@ def test_wrong_settings_end_the_command_at_once(error: DeformerError) -> None:
     assert attempts.events == ["open", "close"]
 
 
-def test_command_ends_when_its_patience_or_the_user_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    stop = threading.Event()
+def test_command_ends_with_the_error_after_its_patience(monkeypatch: pytest.MonkeyPatch) -> None:
     errors = [Unavailable(f"failure {number}") for number in range(100)]
     monkeypatch.setattr("connectors.kafka.client.RETRY_SECONDS", 0.01)
     with ExitStack() as cleanup, pytest.raises(Unavailable, match="failure 1"):
-        connect_with_patience(Attempts(*errors), 0.0, stop, lambda: None, cleanup)
+        connect_with_patience(Attempts(*errors), 0.0, threading.Event(), lambda: None, cleanup)
+
+
+@pytest.mark.parametrize("patience", [None, 0.0, 60.0])
+def test_command_that_the_user_ends_while_it_waits_ends_without_an_error(patience: float | None) -> None:
+    stop = threading.Event()
     stop.set()
-    with ExitStack() as cleanup, pytest.raises(Unavailable, match="failure 0"):
-        connect_with_patience(Attempts(*errors), 60.0, stop, lambda: None, cleanup)
+    attempts = Attempts(Unavailable("no response"), Unavailable("no response"))
+    with ExitStack() as cleanup, pytest.raises(click.exceptions.Exit) as end:
+        connect_with_patience(attempts, patience, stop, attempts.wait, cleanup)
+    assert end.value.exit_code == 0
+    assert attempts.events == ["open", "close"]
+
+
+def test_progress_is_reported_during_an_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An attempt can take longer than a process may be without progress."""
+    monkeypatch.setattr("connectors.kafka.background.WAIT_SECONDS", 0.01)
+    has_waited = threading.Event()
+    with ExitStack() as cleanup:
+        assert connect_with_patience(
+            lambda attempt: has_waited.wait(30.0), None, threading.Event(), has_waited.set, cleanup
+        )
 
 
 def test_command_without_patience_makes_one_attempt() -> None:

@@ -119,6 +119,7 @@ class RunningConsumer:
         variables: Further environment variables.
         module: The Python module that runs the command, with arguments that come before it.
         command: The command.
+        host: The address at which its HTTP server listens.
 
     Attributes:
         port: The port of its HTTP server.
@@ -132,10 +133,11 @@ class RunningConsumer:
         variables: Mapping[str, str] | None = None,
         module: Sequence[object] = (PROGRAMS["deformer-stream"],),
         command: str = "consume",
+        host: str = "127.0.0.1",
     ) -> None:
         self.port = find_free_port()
         self._log = log
-        program = [sys.executable, "-m", *module, command, "--http", f"127.0.0.1:{self.port}", *options]
+        program = [sys.executable, "-m", *module, command, "--http", f"{host}:{self.port}", *options]
         with log.open("w") as standard_error:
             self.process = subprocess.Popen(
                 [str(word) for word in program],

@@ -12,18 +12,20 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
-from connectors.kafka import describe_evidence_topic, ensure_topics, produce
+from connectors.kafka import describe_evidence_topic, describe_incident_topics, ensure_topics, produce
 from deformer_stream import model_store
 from deformer_stream.codec.encode_evidence import encode_evidence
 from deformer_stream.runtime.process_metrics import STALL_SECONDS
-from tests.conftest import start_broker
+from tests.conftest import find_free_port, start_broker
 from tests.connectors.kafka_helpers import wait_for_transactions
 from tests.incidents.evidence_logs import make_log
 from tests.integration.programs import Cluster, RunningConsumer
+from tests.mosquitto import run_mosquitto
 
 pytestmark = pytest.mark.kafka
 
@@ -179,6 +181,67 @@ def test_a_consumer_lives_through_an_outage_of_the_brokers(
         num_repeated = totals["events"] - 2_600
         assert 0 <= num_repeated <= num_uncommitted
         cluster.close()
+
+
+def list_commands(bootstrap: str, model: Path, folder: Path, mqtt_port: int = 1) -> dict[str, tuple[object, ...]]:
+    """Return the options of each command that connects to Kafka and has health checks, by a name."""
+    kafka = ("--topic", "events", "--bootstrap-servers", bootstrap)
+    token = folder / "token"
+    token.write_text("a-token-of-a-plant-7\n")
+    return {
+        "consume": (*kafka, "--model", model, "--alerts", ""),
+        "incidents": (*kafka, "--model", model, "--records-per-day", "100", "--fleet", "off"),
+        "incidents --deliver-only": (*kafka, "--deliver-only", "--webhook", "http://127.0.0.1:9"),
+        "bridge": (*kafka, "--source", f"mqtt://127.0.0.1:{mqtt_port}/plant/#"),
+        "serve": (*kafka, "--token-file", token),
+    }
+
+
+def start_command(name: str, log: Path, options: tuple[object, ...]) -> RunningConsumer:
+    """Start a command of `list_commands`. Other machines can reach the page, so that it waits for the brokers."""
+    host = "0.0.0.0" if name == "serve" else "127.0.0.1"  # noqa: S104
+    return RunningConsumer(log, *options, command=name.split()[0], host=host)
+
+
+def wait_for_event(process: RunningConsumer, event: str) -> None:
+    """Wait until a process has logged an event."""
+    process.wait_for(lambda: bool(process.list_log_events(event)), event, pause=0.2)
+
+
+@pytest.mark.parametrize("name", ["consume", "incidents", "incidents --deliver-only", "bridge", "serve"])
+def test_a_command_that_is_ended_while_it_waits_for_the_brokers_ends_without_an_error(
+    name: str, model_dir: Path, tmp_path: Path
+) -> None:
+    """Meanwhile it is healthy, but not ready."""
+    options = list_commands(f"127.0.0.1:{find_free_port()}", model_dir, tmp_path)[name]
+    with start_command(name, tmp_path / "log", options) as process:
+        wait_for_event(process, "connection_failed_retrying")
+        assert (probe(process, "/healthz"), probe(process, "/readyz")) == (200, 503)
+        process.stop()
+        assert process.list_log_events("ready") == []
+
+
+def test_commands_that_start_in_an_outage_are_connected_after_its_end(model_dir: Path, tmp_path: Path) -> None:
+    with ExitStack() as cleanup:
+        mosquitto = cleanup.enter_context(run_mosquitto(tmp_path / "mosquitto"))
+        broker = cleanup.enter_context(start_broker())
+        cluster = Cluster(broker.bootstrap)
+        specs = {"events": {"num_partitions": 1}, **describe_evidence_topic("events-evidence")}
+        ensure_topics(cluster.brokers, {**specs, **describe_incident_topics("events-incidents", "events-feedback")})
+        cluster.close()
+        broker.kill(1)
+        processes = [
+            cleanup.enter_context(start_command(name, tmp_path / f"{name}.log", options))
+            for name, options in list_commands(broker.bootstrap, model_dir, tmp_path, mosquitto.port).items()
+        ]
+        for process in processes:
+            wait_for_event(process, "connection_failed_retrying")
+        broker.start_node(1)
+        for process in processes:
+            wait_for_event(process, "ready")
+            assert probe(process, "/healthz") == 200
+        for process in processes:
+            process.stop()
 
 
 def test_a_consumer_is_ready_when_its_partitions_are_restored(

@@ -424,6 +424,17 @@ def test_the_page_is_ready_when_the_logs_are_read_and_healthy_while_a_broker_is_
         follower.stop()
 
 
+def test_before_kafka_is_connected_the_page_is_healthy_and_says_that_it_shows_nothing() -> None:
+    site = make_site(make_incidents(1))
+    site.page.feedback_log = None
+    assert site.get("/healthz").status_code == 200
+    assert site.get("/readyz").status_code == 503
+    assert "The brokers of Kafka have not responded yet, so no incidents are shown." in site.get("/").text
+    answer = site.label(make_incidents(1)[0], "false-alarm")
+    assert answer.status_code == 503
+    assert "Nothing was stored" in answer.text
+
+
 class UnreadableLog(MemoryIncidentLog):
     """A log that cannot be read."""
 
