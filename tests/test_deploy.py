@@ -177,6 +177,17 @@ def test_the_dashboard_shows_every_metric_once_and_no_other() -> None:
     assert len({panel["title"] for panel in board["panels"]}) == len(places)
 
 
+def test_the_dashboard_shows_one_release_of_one_prometheus() -> None:
+    board = json.loads((DEPLOY / "grafana.json").read_text())
+    variables = {variable["name"]: variable for variable in board["templating"]["list"]}
+    assert list(variables) == ["source", "namespace", "release", "job"]
+    assert not any(variables[name].get("includeAll") for name in ("namespace", "release")), "sums would add releases"
+    for panel in board["panels"]:
+        for target in panel["targets"]:
+            selectors = re.findall(r"\bdeformer_\w+(\{[^}]*\})?", target["expr"])
+            assert set(selectors) == {'{namespace=~"$namespace",release=~"$release",job=~"$job"}'}, target["expr"]
+
+
 def load_rules() -> list[dict[str, Any]]:
     """Return the alert rules."""
     return [rule for group in load_document("prometheus-rules.yaml")["groups"] for rule in group["rules"]]
