@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from kafka import __version__ as kafka_version
 
 from connectors.kafka import KafkaCluster, produce
 from connectors.kafka.background import BackgroundCall
 from connectors.kafka.client import load_client
-from connectors.kafka.ports import ConsumerOptions, TopicPartition
+from connectors.kafka.compat import request_rejoin
+from connectors.kafka.ports import ConsumerOptions, Offsets, TopicPartition
 from deformer_stream.errors import Unavailable
+from tests.connectors.kafka_groups import poll_in_background
 from tests.connectors.kafka_helpers import TIMEOUT_SECONDS, Topic, make_messages, wait_until
 from tests.connectors.raw_batches import encode_batch, encode_record, send_batch
 
@@ -97,6 +101,72 @@ def test_error_of_a_batch_is_raised_although_the_group_was_served_meanwhile(
             call.get()
     finally:
         consumer.close()
+
+
+class SilentHandler:
+    """A handler of rebalances that does nothing."""
+
+    def on_assigned(self, partitions: frozenset[TopicPartition]) -> None: ...
+
+    def on_revoked(self, partitions: frozenset[TopicPartition]) -> Offsets:
+        return {}
+
+    def on_revoked_committed(self, error: Exception | None) -> None: ...
+
+    def on_lost(self, partitions: frozenset[TopicPartition]) -> None: ...
+
+    def on_wait(self) -> None: ...
+
+
+def test_error_of_a_batch_is_raised_although_a_rebalance_takes_longer_than_polls(
+    kafka: SimpleNamespace, topic: Topic
+) -> None:
+    """While this member joins again, which another one delays that does not poll, kafka-python keeps the error."""
+    name, other_name = topic(1), topic(1, "other")
+    send_batches(kafka.bootstrap, name)
+    cluster = KafkaCluster(kafka.bootstrap)
+    with ExitStack() as cleanup:
+        consumer, other = (load_client(cluster).open_consumer(cluster, ConsumerOptions(name)) for _ in range(2))
+        cleanup.callback(consumer.close)
+        cleanup.callback(other.close)
+        other.subscribe(other_name, SilentHandler())
+        consumer.subscribe(name, SilentHandler())
+        with poll_in_background(lambda: other.poll(0.1)):
+
+            def has_joined() -> bool:
+                consumer.serve_group(0.2)
+                return bool(consumer.assignment and other.assignment)
+
+            wait_until(has_joined, "both members")
+            consumer.start(TopicPartition(name, 0), 0)
+            values: list[bytes | None] = []
+
+            def read() -> bool:
+                polled = consumer.poll(0.5)
+                values.extend([] if polled is None else polled.values)
+                return len(values) == 2
+
+            wait_until(read, "the messages before the batch")
+        request_rejoin(consumer._consumer, kafka_version)  # type: ignore[attr-defined]
+
+        def serve_and_poll() -> None:
+            for _ in range(3):
+                consumer.serve_group(0.1)
+                assert consumer.poll(0.1) is None
+                assert consumer.membership is None
+            other.close()  # it leaves the group, which completes the rebalance
+
+            def is_member() -> bool:
+                consumer.serve_group(0.5)
+                return consumer.membership is not None
+
+            wait_until(is_member, "the end of the rebalance")
+            consumer.poll(0.5)
+
+        call = BackgroundCall(serve_and_poll)
+        assert call.wait(2 * TIMEOUT_SECONDS), "the poll never ends"
+        with pytest.raises(Unavailable, match="the client cannot read a batch of messages"):
+            call.get()
 
 
 def test_serving_the_group_after_messages_loses_none(kafka: SimpleNamespace, topic: Topic) -> None:
