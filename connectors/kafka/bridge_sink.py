@@ -7,18 +7,17 @@ can be twice in the topic anyway.
 from __future__ import annotations
 
 import threading
-import time
 import uuid
 
 import msgspec
 
 from connectors.kafka.client import DELIVERY_SECONDS, RETRY_SECONDS, estimate_size, load_client
+from connectors.kafka.patience import Patience
 from connectors.kafka.ports import MAX_BATCH_BYTES, Header, KafkaCluster, OutgoingMessage, Producer
 from connectors.kafka.sink import MAX_DEAD_LETTER_BYTES
 from connectors.kafka.state import STATE_TOPIC_SETTINGS
 from connectors.kafka.topic_reader import TopicReader
 from connectors.kafka.topics import TopicSpec
-from deformer_stream import log
 from deformer_stream.codec.bridge_messages import BridgeRefusal, Translation, TranslationOptions
 from deformer_stream.codec.cloud_events import make_headers, make_source
 from deformer_stream.codec.sparkplug import SparkplugTranslator
@@ -117,8 +116,7 @@ class KafkaBridgeSink:
             ConfigError: The brokers refuse a message.
         """
         messages = self._make_messages(translation)
-        began_at = time.monotonic()
-        is_logged = False
+        failures = Patience(self._patience, "write_failed")
         while messages:
             try:
                 if self._producer is None:
@@ -127,11 +125,9 @@ class KafkaBridgeSink:
                 return
             except Unavailable as error:
                 self._close_producer()
-                if time.monotonic() - began_at > self._patience or self._is_closed.wait(RETRY_SECONDS):
+                failures.record_failure(error)
+                if self._is_closed.wait(RETRY_SECONDS):
                     raise
-                if not is_logged:
-                    is_logged = True
-                    log.get_logger("bridge").warning("write_failed", error=str(error), messages=len(messages))
 
     def stop_retries(self) -> None:
         """Make a write that fails raise at once. Another thread may call it."""

@@ -17,13 +17,13 @@ from connectors.kafka.ports import (
     Consumer,
     ConsumerOptions,
     KafkaCluster,
-    MissingTopic,
     Offsets,
     RebalanceInProgress,
     ReceivedMessage,
     TopicPartition,
 )
-from connectors.kafka.topic_reader import poll_existing_messages
+from connectors.kafka.topic_reader import log_skipped_message, poll_existing_messages
+from connectors.kafka.topics import count_partitions
 from deformer_stream import log
 from deformer_stream.codec.encode_incidents import decode_incident
 from deformer_stream.codec.output_formats import JSON_READER, OutputReader
@@ -114,7 +114,7 @@ class KafkaDeliveryLog:
         read_value: OutputReader = JSON_READER,
     ) -> None:
         self._topic, self._read_value = topic, read_value
-        self._generation, self._num_skipped = 0, 0
+        self._generation, self._has_skipped = 0, False
         self._is_reassigned = False  # whether partitions were assigned or revoked since they were last read
         self._positions: dict[TopicPartition, int] = {}
         self._unread_ends: dict[TopicPartition, int] = {}
@@ -123,10 +123,7 @@ class KafkaDeliveryLog:
         )
         self._consumer: Consumer = load_client(cluster).open_consumer(cluster, options)
         try:
-            num_partitions = self._consumer.fetch_num_partitions(topic, DELIVERY_SECONDS)
-            if not num_partitions:
-                raise MissingTopic(f"topic {topic!r} does not exist on {cluster.servers}: create it or check --topic")
-            tps = [TopicPartition(topic, partition) for partition in range(num_partitions)]
+            tps = [TopicPartition(topic, partition) for partition in range(count_partitions(cluster, topic))]
             ends = self._consumer.fetch_end_offsets(tps, DELIVERY_SECONDS)
             self._first_positions = {tp.partition: end for tp, end in ends.items()}
             self._consumer.subscribe(topic, _RebalanceHandler(self))
@@ -237,15 +234,9 @@ class KafkaDeliveryLog:
         try:
             return decode_incident(self._read_value(record.value))
         except InputError as error:
-            if not self._num_skipped:
-                log.get_logger("kafka").warning(
-                    "message_skipped",
-                    topic=self._topic,
-                    partition=record.partition,
-                    offset=record.offset,
-                    error=str(error),
-                )
-            self._num_skipped += 1
+            if not self._has_skipped:
+                log_skipped_message(record, error)
+            self._has_skipped = True
             return None
 
 

@@ -368,9 +368,8 @@ class KafkaPythonConsumer:
     """
 
     def __init__(self, cluster: KafkaCluster, options: ConsumerOptions) -> None:
-        self._cluster, self._servers = cluster, cluster.servers
+        self._servers = cluster.servers
         self._poll_size = client.PollSize(options.max_messages)
-        self._admin: KafkaPythonAdmin | None = None  # connected when it is needed
         self._assignor = _Assignor()
         self._handler: RebalanceHandler | None = None
         # Partitions that were assigned or stopped and for which `start` was not called since.
@@ -394,7 +393,7 @@ class KafkaPythonConsumer:
             group_instance_id=options.instance,
             enable_auto_commit=False,
             auto_offset_reset="none",  # `start` states where a partition begins
-            isolation_level="read_uncommitted" if options.reads_uncommitted else "read_committed",
+            isolation_level="read_committed",
             allow_auto_create_topics=False,
             partition_assignment_strategy=[self._assignor],
             max_poll_records=options.max_messages,
@@ -640,14 +639,6 @@ class KafkaPythonConsumer:
             offsets = self._consumer.end_offsets(_to_client(tps), timeout_ms=_to_milliseconds(timeout))
         return {TopicPartition(*tp): int(offset) for tp, offset in offsets.items()}
 
-    def fetch_num_partitions(self, topic: str, timeout: float) -> int:
-        """Return the number of partitions of a topic, 0 if there is no such topic."""
-        # The consumer's own function waits without a limit, and for a missing topic it requests those of all topics.
-        if self._admin is None:
-            self._admin = KafkaPythonAdmin(self._cluster, client.CONNECT_SECONDS)
-        description = self._admin.describe_topics([topic], timeout).get(topic)
-        return 0 if description is None else description.num_partitions
-
     def commit(self, offsets: Offsets, timeout: float) -> None:
         """Commit offsets of the group."""
         with translate_errors(self._servers, "committing"):
@@ -669,8 +660,6 @@ class KafkaPythonConsumer:
         with suppress(errors.KafkaError, OSError):
             self._consumer.close(autocommit=False, timeout_ms=_to_milliseconds(client.CONNECT_SECONDS))
         self._finish_revocation()
-        if self._admin is not None:
-            self._admin.close()
 
     # kafka-python's network thread calls the following methods, while our thread waits inside `poll` or `close`.
 
@@ -776,10 +765,10 @@ class KafkaPythonProducer:
     def __init__(
         self,
         cluster: KafkaCluster,
-        transactional_id: str | None,
-        transaction_seconds: float,
-        max_message_bytes: int,
-        max_batch_bytes: int,
+        transactional_id: str | None = None,
+        transaction_seconds: float = 60.0,
+        max_message_bytes: int = MAX_MESSAGE_BYTES,
+        max_batch_bytes: int = MAX_BATCH_BYTES,
     ) -> None:
         self._servers = cluster.servers
         self._futures: deque[Any] = deque()  # of messages that `enqueue` has sent
@@ -925,12 +914,12 @@ class KafkaPythonAdmin:
 
     Args:
         cluster: The brokers.
-        request_seconds: Seconds after which a request without a response has failed.
     """
 
-    def __init__(self, cluster: KafkaCluster, request_seconds: float = client.DELIVERY_SECONDS) -> None:
+    def __init__(self, cluster: KafkaCluster) -> None:
         self._servers = cluster.servers
-        self._admin: Any = _connect(KafkaAdminClient, cluster, request_timeout_ms=_to_milliseconds(request_seconds))
+        request_ms = _to_milliseconds(client.DELIVERY_SECONDS)
+        self._admin: Any = _connect(KafkaAdminClient, cluster, request_timeout_ms=request_ms)
 
     def _retry(self, call: Callable[[], Result], timeout: float, action: str) -> Result:
         """Return the result of a request; repeat it on errors that may pass, for up to `timeout` seconds.
@@ -1065,22 +1054,5 @@ class KafkaPythonAdmin:
             self._admin.close()
 
 
-def open_consumer(cluster: KafkaCluster, options: ConsumerOptions) -> KafkaPythonConsumer:
-    """Connect a consumer."""
-    return KafkaPythonConsumer(cluster, options)
-
-
-def open_producer(
-    cluster: KafkaCluster,
-    transactional_id: str | None = None,
-    transaction_seconds: float = 60.0,
-    max_message_bytes: int = MAX_MESSAGE_BYTES,
-    max_batch_bytes: int = MAX_BATCH_BYTES,
-) -> KafkaPythonProducer:
-    """Connect a producer."""
-    return KafkaPythonProducer(cluster, transactional_id, transaction_seconds, max_message_bytes, max_batch_bytes)
-
-
-def open_admin(cluster: KafkaCluster) -> KafkaPythonAdmin:
-    """Connect an admin client."""
-    return KafkaPythonAdmin(cluster)
+open_consumer, open_producer, open_admin = KafkaPythonConsumer, KafkaPythonProducer, KafkaPythonAdmin
+"""The functions of `connectors.kafka.ports.ClientModule`."""

@@ -124,11 +124,6 @@ class LibrdkafkaAdmin:
                 raise self._events.make_timeout_error(f"waiting for topic {name!r}")
             time.sleep(PROBE_SECONDS)
 
-    def fetch_num_partitions(self, topic: str, timeout: float) -> int:
-        """Return the number of partitions of a topic, 0 if there is no such topic."""
-        descriptions = self.describe_topics([topic], timeout)
-        return descriptions[topic].num_partitions if descriptions else 0
-
     def fetch_log_ends(self, tps: Iterable[TopicPartition], timeout: float) -> dict[TopicPartition, int]:
         """Return the offset after the last message of each partition, messages of open transactions included."""
         return self.fetch_offsets(tps, OffsetSpec.latest(), IsolationLevel.READ_UNCOMMITTED, timeout)

@@ -121,9 +121,6 @@ class LibrdkafkaConsumer:
         self._has_joined = False  # whether the group has assigned partitions, perhaps none, and they were not lost
         self._commit_call: BackgroundCall[None] | None = None  # the commit in progress
         self._admin: LibrdkafkaAdmin | None = None  # connected when it is needed
-        self._isolation = (
-            rd.IsolationLevel.READ_UNCOMMITTED if options.reads_uncommitted else rd.IsolationLevel.READ_COMMITTED
-        )
         self._topic = ""  # the one that is subscribed
         self._client, self._events = self._connect()
 
@@ -136,7 +133,7 @@ class LibrdkafkaConsumer:
             "enable.auto.offset.store": False,
             "auto.offset.reset": "error",  # the caller decides where a partition begins
             "enable.partition.eof": True,  # states the end of a partition, after transaction markers
-            "isolation.level": "read_uncommitted" if options.reads_uncommitted else "read_committed",
+            "isolation.level": "read_committed",
             "partition.assignment.strategy": "cooperative-sticky",
             "session.timeout.ms": int(options.session_seconds * 1000),
             "heartbeat.interval.ms": int(client.HEARTBEAT_SECONDS * 1000),
@@ -412,15 +409,11 @@ class LibrdkafkaConsumer:
 
     def fetch_first_offsets(self, tps: Iterable[TopicPartition], timeout: float) -> dict[TopicPartition, int]:
         """Return the offset of the first message that each partition still holds."""
-        return self._get_admin().fetch_offsets(tps, OffsetSpec.earliest(), self._isolation, timeout)
+        return self._get_admin().fetch_offsets(tps, OffsetSpec.earliest(), rd.IsolationLevel.READ_COMMITTED, timeout)
 
     def fetch_end_offsets(self, tps: Iterable[TopicPartition], timeout: float) -> dict[TopicPartition, int]:
         """Return the offset after the last message that this consumer could read."""
-        return self._get_admin().fetch_offsets(tps, OffsetSpec.latest(), self._isolation, timeout)
-
-    def fetch_num_partitions(self, topic: str, timeout: float) -> int:
-        """Return the number of partitions of a topic, 0 if there is no such topic."""
-        return self._get_admin().fetch_num_partitions(topic, timeout)
+        return self._get_admin().fetch_offsets(tps, OffsetSpec.latest(), rd.IsolationLevel.READ_COMMITTED, timeout)
 
     def _get_admin(self) -> LibrdkafkaAdmin:
         """Return a client for requests about topics.
@@ -576,10 +569,10 @@ class LibrdkafkaProducer:
     def __init__(
         self,
         cluster: KafkaCluster,
-        transactional_id: str | None,
-        transaction_seconds: float,
-        max_message_bytes: int,
-        max_batch_bytes: int,
+        transactional_id: str | None = None,
+        transaction_seconds: float = 60.0,
+        max_message_bytes: int = MAX_MESSAGE_BYTES,
+        max_batch_bytes: int = MAX_BATCH_BYTES,
     ) -> None:
         self._cluster = cluster
         self._enqueue_error: KafkaError | None = None  # the first one since the last `flush`
@@ -714,22 +707,5 @@ class LibrdkafkaProducer:
         self._client = None
 
 
-def open_consumer(cluster: KafkaCluster, options: ConsumerOptions) -> LibrdkafkaConsumer:
-    """Connect a consumer. Raises `Unavailable` if no broker responds, `ConfigError` if the login is refused."""
-    return LibrdkafkaConsumer(cluster, options)
-
-
-def open_producer(
-    cluster: KafkaCluster,
-    transactional_id: str | None = None,
-    transaction_seconds: float = 60.0,
-    max_message_bytes: int = MAX_MESSAGE_BYTES,
-    max_batch_bytes: int = MAX_BATCH_BYTES,
-) -> LibrdkafkaProducer:
-    """Connect a producer; see `connectors.kafka.ports.ClientModule.open_producer`."""
-    return LibrdkafkaProducer(cluster, transactional_id, transaction_seconds, max_message_bytes, max_batch_bytes)
-
-
-def open_admin(cluster: KafkaCluster) -> LibrdkafkaAdmin:
-    """Connect an admin client."""
-    return LibrdkafkaAdmin(cluster)
+open_consumer, open_producer, open_admin = LibrdkafkaConsumer, LibrdkafkaProducer, LibrdkafkaAdmin
+"""The functions of `connectors.kafka.ports.ClientModule`."""

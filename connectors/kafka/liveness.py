@@ -8,7 +8,8 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 
-from connectors.kafka.ports import Consumer, TopicPartition
+from connectors.kafka.ports import Consumer, KafkaCluster, TopicPartition
+from connectors.kafka.topics import has_topic
 from deformer_stream import log
 from deformer_stream.errors import DeformerError, Unavailable
 
@@ -27,7 +28,7 @@ class LivenessCheck:
 
     Args:
         consumer: The consumer to check.
-        servers: The brokers' addresses, for messages.
+        cluster: The brokers.
         topic: The topic that is consumed. If no partition is assigned, the end of its first partition is requested.
         patience: Seconds without a response of the brokers after which `Unavailable` is raised. It is also raised if a
             partition with unread messages has delivered none for as long.
@@ -36,8 +37,8 @@ class LivenessCheck:
         end_offsets: The end offset of each partition at the last request.
     """
 
-    def __init__(self, consumer: Consumer, servers: str, topic: str, patience: float) -> None:
-        self._consumer, self._servers, self._patience = consumer, servers, patience
+    def __init__(self, consumer: Consumer, cluster: KafkaCluster, topic: str, patience: float) -> None:
+        self._consumer, self._cluster, self._patience = consumer, cluster, patience
         self._first_partition = TopicPartition(topic, 0)  # its end is requested if no partition is assigned
         self.end_offsets: dict[TopicPartition, int] = {}
         # All times are monotonic.
@@ -100,15 +101,15 @@ class LivenessCheck:
         The client also retries if a broker responds that it does not have the topic, for example because it was started
         again without its data.
         """
-        topic = self._first_partition.topic
+        topic, servers = self._first_partition.topic, self._cluster.servers
         try:
-            has_topic = self._consumer.fetch_num_partitions(topic, RESPONSE_SECONDS) > 0
+            is_missing = not has_topic(self._cluster, topic)
         except DeformerError:
-            has_topic = True  # unknown
-        if has_topic:
-            return f"Kafka at {self._servers} has not responded for {seconds:.0f} s: check the brokers"
+            is_missing = False  # unknown
+        if not is_missing:
+            return f"Kafka at {servers} has not responded for {seconds:.0f} s: check the brokers"
         return (
-            f"Kafka at {self._servers} responds, but has had no topic {topic!r} for {seconds:.0f} s: check whether the "
+            f"Kafka at {servers} responds, but has had no topic {topic!r} for {seconds:.0f} s: check whether the "
             "brokers have lost their data, or create the topic"
         )
 

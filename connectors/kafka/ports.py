@@ -116,10 +116,6 @@ class MessageColumns:
     partitions: NDArray[np.int32]
     offsets: NDArray[np.int64]
 
-    def __len__(self) -> int:
-        """Return the number of messages."""
-        return len(self.values)
-
 
 @dataclass(frozen=True, slots=True)
 class KafkaCluster:
@@ -152,7 +148,6 @@ class ConsumerOptions:
         instance: A name of the process that stays the same over restarts (static membership), or None.
         session_seconds: If the group receives no heartbeat for this long, the partitions go to other members.
         max_poll_seconds: If `poll` is not called for this long, the partitions go to other members.
-        reads_uncommitted: Whether messages of transactions that are open or aborted are returned, too.
         max_messages: Largest number of messages that one poll returns. It returns fewer if they are large, see
             `connectors.kafka.client.POLL_BYTES`.
     """
@@ -161,7 +156,6 @@ class ConsumerOptions:
     instance: str | None = None
     session_seconds: float = 45.0
     max_poll_seconds: float = 300.0
-    reads_uncommitted: bool = False
     max_messages: int = 8192
 
 
@@ -274,11 +268,8 @@ class Consumer(Protocol):
     def fetch_end_offsets(self, tps: Iterable[TopicPartition], timeout: float) -> dict[TopicPartition, int]:
         """Return the offset after the last message that this consumer could read.
 
-        Messages of open transactions are beyond it, unless the option `reads_uncommitted` is set.
+        Messages of open transactions are beyond it.
         """
-
-    def fetch_num_partitions(self, topic: str, timeout: float) -> int:
-        """Return the number of partitions of a topic, 0 if there is no such topic."""
 
     def commit(self, offsets: Offsets, timeout: float) -> None:
         """Commit offsets of the group.
@@ -423,7 +414,7 @@ class OpenProducer(Protocol):
 
 
 class ClientModule(Protocol):
-    """The functions of a module that implements this interface for a client library."""
+    """The functions of a module that implements this interface for a client library. They may be classes."""
 
     open_consumer: Callable[[KafkaCluster, ConsumerOptions], Consumer]
     """Connect a consumer. Raises `Unavailable` if no broker responds, `ConfigError` if the login is refused."""

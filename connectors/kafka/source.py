@@ -25,7 +25,6 @@ from connectors.kafka.ports import (
     GroupMember,
     KafkaCluster,
     MessageColumns,
-    MissingTopic,
     OffsetOutOfRange,
     Offsets,
     ProducerFenced,
@@ -34,7 +33,7 @@ from connectors.kafka.ports import (
 )
 from connectors.kafka.start_point import LostState, PendingStart, StartPoint, complete_start, find_start
 from connectors.kafka.state import SavedState, StateTopic, parse_model, parse_num_partitions
-from connectors.kafka.topics import ensure_partitions
+from connectors.kafka.topics import count_partitions, ensure_partitions
 from deformer_stream import log
 from deformer_stream.codec.payloads import Messages
 from deformer_stream.engine.events import NO_TIME
@@ -168,13 +167,9 @@ class KafkaSource:
         )
         self._consumer: Consumer = load_client(cluster).open_consumer(cluster, options)
         self._commits = CommitManager(self._consumer, delivery, state, model)
-        self._liveness = LivenessCheck(self._consumer, cluster.servers, topic, patience)
+        self._liveness = LivenessCheck(self._consumer, cluster, topic, patience)
         try:
-            self.partitions = self._num_state_partitions = self._consumer.fetch_num_partitions(
-                topic, client.DELIVERY_SECONDS
-            )
-            if not self.partitions:
-                raise MissingTopic(f"topic {topic!r} does not exist on {cluster.servers}: create it or check --topic")
+            self.partitions = self._num_state_partitions = count_partitions(cluster, topic)
             self._check_model()
             self._consumer.subscribe(topic, self)
         except DeformerError:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -31,11 +31,10 @@ from connectors.kafka.ports import (
     Consumer,
     ConsumerOptions,
     KafkaCluster,
-    OffsetOutOfRange,
     OutgoingMessage,
-    ReceivedMessage,
     TopicPartition,
 )
+from connectors.kafka.topic_reader import poll_existing_messages
 from deformer_stream.errors import ConfigError, InvariantViolated, StateError, Unavailable
 from deformer_stream.runtime.ports import PartitionState
 
@@ -457,21 +456,12 @@ class StateReader:
     def _read_some(self) -> list[int]:
         """Read the messages that have arrived, and return the partitions that are done."""
         consumer = self._open_consumer()
-        records = self._poll(consumer)
+        # If the first messages of a state were deleted, the others are read.
+        records = poll_existing_messages(consumer, 0.1, client.REQUEST_SECONDS)
         for record in records:
             self._add_message(record.partition, record.offset, record.value, dict(record.headers))
         complete = [partition for partition, pending in self._pending.items() if pending.is_complete]
         return complete if complete or records else self._find_ended(consumer)
-
-    def _poll(self, consumer: Consumer) -> Sequence[ReceivedMessage]:
-        """Return the messages that have arrived. If the first messages of a state were deleted, read the others."""
-        try:
-            return consumer.poll_messages(0.1)
-        except OffsetOutOfRange as error:
-            tps = list(error.offset_by_partition)
-            for tp, offset in consumer.fetch_first_offsets(tps, client.REQUEST_SECONDS).items():
-                consumer.start(tp, offset)
-        return []
 
     def _open_consumer(self) -> Consumer:
         """Return a consumer that reads the pending partitions."""

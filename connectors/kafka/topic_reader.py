@@ -80,7 +80,9 @@ class TopicReader(Generic[Message]):
             try:
                 message = self._decode(record)
             except InputError as error:
-                self._skip(record.partition, record.offset, error)
+                if not self.num_skipped:
+                    log_skipped_message(record, error)
+                self.num_skipped += 1
                 message = None
             except DeformerError:
                 if messages:
@@ -95,21 +97,23 @@ class TopicReader(Generic[Message]):
         """Close the consumer."""
         self._consumer.close()
 
-    def _skip(self, partition: int, offset: int, error: InputError) -> None:
-        """Count a message that cannot be decoded, and log the first one."""
-        if not self.num_skipped:
-            log.get_logger("kafka").warning(
-                "message_skipped", topic=self._topic, partition=partition, offset=offset, error=str(error)
-            )
-        self.num_skipped += 1
+
+def log_skipped_message(message: ReceivedMessage, error: InputError) -> None:
+    """Log that a message cannot be decoded."""
+    log.get_logger("kafka").warning(
+        "message_skipped", topic=message.topic, partition=message.partition, offset=message.offset, error=str(error)
+    )
 
 
-def poll_existing_messages(consumer: Consumer, timeout: float) -> Sequence[ReceivedMessage]:
+def poll_existing_messages(
+    consumer: Consumer, timeout: float, request_seconds: float = DELIVERY_SECONDS
+) -> Sequence[ReceivedMessage]:
     """Return messages that have arrived; continue at the first message that exists if the next one has expired.
 
     Args:
         consumer: The consumer.
         timeout: Longest time to wait in seconds.
+        request_seconds: Longest time to wait for the offset of the first message in seconds.
 
     Raises:
         Unavailable: The topic cannot be read now.
@@ -118,7 +122,7 @@ def poll_existing_messages(consumer: Consumer, timeout: float) -> Sequence[Recei
     try:
         return consumer.poll_messages(timeout)
     except OffsetOutOfRange as error:
-        first_offsets = consumer.fetch_first_offsets(error.offset_by_partition, DELIVERY_SECONDS)
+        first_offsets = consumer.fetch_first_offsets(error.offset_by_partition, request_seconds)
         for tp, offset in first_offsets.items():
             consumer.start(tp, offset)
         return ()

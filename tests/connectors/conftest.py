@@ -65,6 +65,6 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 def fake_kafka(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> FakeKafka:
     """Return a cluster in memory that a source and its reader of saved state connect to."""
     kafka = FakeKafka(clock)
-    for module in ("source", "state"):
+    for module in ("source", "state", "topics"):
         monkeypatch.setattr(f"connectors.kafka.{module}.load_client", lambda cluster: kafka)
     return kafka

@@ -179,10 +179,6 @@ class FakeConsumer:
         self._kafka.before("fetch_end_offsets", set(requested))
         return {tp: self._kafka.get_visible_end(tp) for tp in requested}
 
-    def fetch_num_partitions(self, topic: str, timeout: float) -> int:
-        self._kafka.before("fetch_num_partitions", set())
-        return self._kafka.num_partitions.get(topic, 0)
-
     def commit(self, offsets: Offsets, timeout: float) -> None:
         self._kafka.before("commit", set(offsets))
         self._kafka.committed |= offsets

@@ -13,7 +13,14 @@ from typing import Any
 
 from kafka import KafkaAdminClient, KafkaConsumer, TopicPartition
 
-from connectors.kafka import Delivery, KafkaCluster, KafkaSink, describe_output_topics, ensure_topics
+from connectors.kafka import (
+    Delivery,
+    KafkaCluster,
+    KafkaSink,
+    count_partitions,
+    describe_output_topics,
+    ensure_topics,
+)
 from connectors.kafka.client import load_client
 from connectors.kafka.ports import ConsumerOptions, ReceivedMessage
 from deformer_stream.codec.payloads import Payload
@@ -149,7 +156,7 @@ def read_messages(cluster: KafkaCluster, topic: str) -> list[ReceivedMessage]:
     """Return all messages of a topic, read with the client library of the cluster."""
     consumer = load_client(cluster).open_consumer(cluster, ConsumerOptions())
     try:
-        tps = [TopicPartition(topic, p) for p in range(consumer.fetch_num_partitions(topic, TIMEOUT_SECONDS))]
+        tps = [TopicPartition(topic, p) for p in range(count_partitions(cluster, topic))]
         ends = consumer.fetch_end_offsets(tps, TIMEOUT_SECONDS)
         consumer.assign(consumer.fetch_first_offsets(tps, TIMEOUT_SECONDS))
         messages: list[ReceivedMessage] = []

@@ -56,7 +56,7 @@ def test_partition_that_delivers_nothing_is_reported(kafka: SimpleNamespace, top
     tp = TopicPartition(topic(1), 0)
     produce(kafka.cluster, tp.topic, make_messages(3))
     assign_at(consumer, tp, 1)
-    check = LivenessCheck(consumer, kafka.bootstrap, tp.topic, PATIENCE_SECONDS)
+    check = LivenessCheck(consumer, kafka.cluster, tp.topic, PATIENCE_SECONDS)
     check.check_progress([tp])
     time.sleep(PATIENCE_SECONDS)
     with pytest.raises(
@@ -73,7 +73,7 @@ def test_partition_without_messages_is_not_reported(kafka: SimpleNamespace, topi
     tp = TopicPartition(topic(1), 0)
     produce(kafka.cluster, tp.topic, make_messages(3))
     assign_at(consumer, tp, 3)
-    check = LivenessCheck(consumer, kafka.bootstrap, tp.topic, 1.0)
+    check = LivenessCheck(consumer, kafka.cluster, tp.topic, 1.0)
     for _ in range(6):
         check.check_progress([tp])
         time.sleep(0.25)
@@ -88,7 +88,7 @@ def test_messages_of_a_pause_of_the_process_are_not_reported(
     tp = TopicPartition(topic(1), 0)
     produce(kafka.cluster, tp.topic, make_messages(3))
     assign_at(consumer, tp, 3)
-    check = LivenessCheck(consumer, kafka.bootstrap, tp.topic, PATIENCE_SECONDS)
+    check = LivenessCheck(consumer, kafka.cluster, tp.topic, PATIENCE_SECONDS)
     check.check_progress([tp])
     check.check_progress([tp])
     time.sleep(2 * PATIENCE_SECONDS)
@@ -102,7 +102,7 @@ def test_partition_that_was_assigned_elsewhere_is_not_reported(
     """The partition is assigned again at the offset at which it was revoked."""
     tp, other = TopicPartition(topic(1), 0), TopicPartition(topic(1), 0)
     produce(kafka.cluster, tp.topic, make_messages(3))
-    check = LivenessCheck(consumer, kafka.bootstrap, tp.topic, 1.0)
+    check = LivenessCheck(consumer, kafka.cluster, tp.topic, 1.0)
     assign_at(consumer, tp, 1)
     check.check_progress([tp])
     check.check_progress([tp])

@@ -8,19 +8,19 @@ from typing import Any
 import pytest
 
 from connectors.kafka.liveness import LivenessCheck
-from connectors.kafka.ports import TopicPartition
+from connectors.kafka.ports import KafkaCluster, TopicPartition
 from deformer_stream.errors import Unavailable
 
 
 @pytest.mark.parametrize(
-    ("num_partitions", "message"),
+    ("has_topic", "message"),
     [
-        (0, "Kafka at host:9092 responds, but has had no topic 'sensors' for \\d+ s: check whether"),
-        (1, "Kafka at host:9092 has not responded for \\d+ s: check the brokers"),
+        (False, "Kafka at host:9092 responds, but has had no topic 'sensors' for \\d+ s: check whether"),
+        (True, "Kafka at host:9092 has not responded for \\d+ s: check the brokers"),
     ],
 )
 def test_missing_topic_is_distinguished_from_a_silent_broker(
-    monkeypatch: pytest.MonkeyPatch, num_partitions: int, message: str
+    monkeypatch: pytest.MonkeyPatch, has_topic: bool, message: str
 ) -> None:
     def fail(*_: object, **__: object) -> None:
         raise Unavailable("no response")
@@ -29,10 +29,10 @@ def test_missing_topic_is_distinguished_from_a_silent_broker(
     consumer: Any = SimpleNamespace(
         get_position=lambda tp: 5,
         fetch_end_offsets=fail,
-        fetch_num_partitions=lambda topic, timeout: num_partitions,
     )
+    monkeypatch.setattr("connectors.kafka.liveness.has_topic", lambda cluster, topic: has_topic)
     monkeypatch.setattr("connectors.kafka.liveness.PROBE_SECONDS", 0.0)
-    check = LivenessCheck(consumer, "host:9092", "sensors", 0.0)
+    check = LivenessCheck(consumer, KafkaCluster("host:9092"), "sensors", 0.0)
     check.check_progress([tp])  # the position is new, so the broker counts as responding
     with pytest.raises(Unavailable, match=message):
         check.check_progress([tp])
