@@ -72,7 +72,7 @@ def connect_with_patience(
 ) -> Result:
     """Connect to Kafka when a command starts; try again while the brokers do not respond.
 
-    So a process that is started within an outage waits for its end, as a process that runs already.
+    So a process that starts within an outage waits for its end, as a process that already runs does.
 
     Args:
         connect: A function that opens connections. It adds the functions that close them to the exit stack that it

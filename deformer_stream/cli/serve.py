@@ -183,7 +183,7 @@ def _connect(settings: ServeSettings, page: Page, stop: threading.Event, cleanup
         attempt.callback(feedback_log.close)
         return incident_log, feedback_log
 
-    # A page that other machines can reach is supervised. Who starts one for this machine sees an error at once.
+    # A page that other machines can reach is supervised. A person at a terminal sees an error at once.
     patience = None if is_loopback(page.options.host) else settings.patience
     incident_log, feedback_log = connect_with_patience(connect, patience, stop, lambda: None, cleanup)
     next_reading_log = KafkaNextReadingLog(cluster, next_readings_topic, reader)
