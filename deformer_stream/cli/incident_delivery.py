@@ -11,7 +11,6 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from deformer_stream.cli.incidents import IncidentTopics
     from deformer_stream.codec.output_formats import OutputReader
     from deformer_stream.runtime.detection_metrics import DetectionMetrics
     from deformer_stream.runtime.incident_ports import Receiver
@@ -39,7 +38,8 @@ def create_receivers(settings: IncidentsSettings) -> list[Receiver]:
 def start_notifier(
     settings: IncidentsSettings,
     receivers: list[Receiver],
-    topics: IncidentTopics,
+    incidents_topic: str,
+    feedback_topic: str,
     metrics: DetectionMetrics,
     read_value: OutputReader,
     stop: threading.Event,
@@ -50,7 +50,8 @@ def start_notifier(
     Args:
         settings: Options of the command.
         receivers: The receivers.
-        topics: The topics.
+        incidents_topic: Topic of the incidents.
+        feedback_topic: Topic of the labels.
         metrics: Receives counts.
         read_value: Converts values of messages to JSON.
         stop: Set when the command must end.
@@ -73,8 +74,8 @@ def start_notifier(
         group = f"{settings.group}-{settings.topic}-{receiver.identity}"
         return ReceiverWorker(
             receiver,
-            KafkaDeliveryLog(cluster, topics.incidents, group, settings.session_timeout, read_value),
-            KafkaFeedbackLog(cluster, topics.feedback),
+            KafkaDeliveryLog(cluster, incidents_topic, group, settings.session_timeout, read_value),
+            KafkaFeedbackLog(cluster, feedback_topic),
             delivery_metrics,
             settings.external_url,
         )
@@ -82,8 +83,8 @@ def start_notifier(
     def create_counter() -> OpenIncidentCounter:
         """Return the counter of open incidents, with its connections."""
         return OpenIncidentCounter(
-            KafkaIncidentLog(cluster, topics.incidents, read_value),
-            KafkaFeedbackLog(cluster, topics.feedback),
+            KafkaIncidentLog(cluster, incidents_topic, read_value),
+            KafkaFeedbackLog(cluster, feedback_topic),
             open_metrics,
         )
 

@@ -114,7 +114,9 @@ def build_incidents() -> click.Command:
             pipeline = None
             if not settings.deliver_only:
                 pipeline = _connect(settings, topics, metrics, reader, formats["incidents"], stop, cleanup)
-            incident_delivery.start_notifier(settings, receivers, topics, metrics, reader, stop, cleanup)
+            incident_delivery.start_notifier(
+                settings, receivers, topics.incidents, topics.feedback, metrics, reader, stop, cleanup
+            )
             log.get_logger("incidents").info("ready", topic=topics.evidence, budget=settings.incident_budget)
             if pipeline is not None:
                 pipeline.run(stop)
