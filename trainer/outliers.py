@@ -9,6 +9,7 @@ of unusual records that is apart from the others, or it is far from all others.
 from __future__ import annotations
 
 import bisect
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -37,11 +38,12 @@ It begins with the second number, and takes four times as many as long as this t
 MAX_DIFFERENCES = 4_000_000
 """Largest number of distances between two records that are in memory at once."""
 
-UNUSUAL_SHARE = 0.1
-"""Share of the records that `find_suspects` examines: the most unusual ones by one of its two scores.
+UNUSUAL_SHARES, MAX_SUSPECTED_SHARE = (0.2, 0.1), 0.08
+"""Shares of the records that `find_suspects` examines, one after the other: the most unusual ones by one of its scores.
 
-It is also the largest share that can be left out. A larger one finds more anomalies and costs clean tables more
-(docs/experiments/12-anomalies-in-training-data.md).
+A group of anomalies is only found as a whole if all of it and some ordinary records are among them. But a mode of
+normal operation can then look like such a group. So if more records than `MAX_SUSPECTED_SHARE` would be suspects, the
+next share is tried. For the last share there is no limit (docs/experiments/12-anomalies-in-training-data.md).
 """
 
 GROUP_RATIO = 1.25
@@ -179,10 +181,10 @@ def find_suspects(
 ) -> Suspects:
     """Find suspected anomalies among the training and validation records, if their share is unknown.
 
-    Two scores choose the most unusual records, together `UNUSUAL_SHARE` of them: the median distance to a random
-    sample, and the distance from a Gaussian that is fitted to the central records only. A part of every table is
-    unusual, so this alone is no reason. An unusual record becomes a suspect if it is in a group apart, as repeated
-    faults are (`_find_groups`), or isolated (`ISOLATION_RATIO`). Records in a continuous tail are neither.
+    Two scores choose the most unusual records, one of `UNUSUAL_SHARES` of them: the median distance to a random sample,
+    and the distance from a Gaussian that is fitted to the central records only. A part of every table is unusual, so
+    this alone is no reason. An unusual record becomes a suspect if it is in a group apart, as repeated faults are
+    (`_find_groups`), or isolated (`ISOLATION_RATIO`). Records in a continuous tail are neither.
 
     If the table has parts, such as types of machines, each is examined by itself. Otherwise a small part, whose records
     differ from all others, would be a group apart.
@@ -205,9 +207,9 @@ def find_suspects(
         rows = part_rows
         if size.share < 1.0:
             rows = np.sort(rng.permutation(part_rows)[: math.ceil(size.share * len(part_rows))])
-        if round(UNUSUAL_SHARE * len(rows)) >= MIN_UNUSUAL:
+        if round(min(UNUSUAL_SHARES) * len(rows)) >= MIN_UNUSUAL:
             search = _Search(data, rows, rng, seed, size.num_references)
-            is_grouped[rows], is_isolated[rows] = search.run(lambda done, before=num_done: on_progress(before + done))
+            is_grouped[rows], is_isolated[rows] = search.run(on_progress, num_done)
             counts += search.count_features(np.flatnonzero(is_grouped[rows] | is_isolated[rows]))
             num_examined += len(rows)
         num_done += len(rows)
@@ -250,35 +252,54 @@ class _Search:
         self.coordinates = _Coordinates.fit(data, rows[self.fitted])
         self.gaussian: _TrimmedGaussian
 
-    def run(self, on_progress: Callable[[int], object]) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+    def run(self, on_progress: Callable[[int], object], num_before: int) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
         """Return which of the N records are in groups apart, and which are isolated, each (N,).
 
         Args:
             on_progress: Called with the number of records that are done.
+            num_before: How many records of other parts are done.
         """
-        data, rows, compared = self.data, self.rows, self.compared
-        # The unusual records are compared with `compared` after all records were compared with the references.
-        first_share = 1.0 / (1.0 + UNUSUAL_SHARE * COMPARED_PER_REFERENCE)
+        rows = self.rows
+        num_compared_by_step = [1.0, *(share * COMPARED_PER_REFERENCE for share in UNUSUAL_SHARES)]
+        # The share of all distances that is computed when a step begins, and after the last one.
+        shares = np.cumsum([0.0, *num_compared_by_step]) / sum(num_compared_by_step)
+
+        def report(step: int, share_of_step: float) -> None:
+            share = shares[step] + (shares[step + 1] - shares[step]) * share_of_step
+            on_progress(num_before + round(share * len(rows)))
+
         distances = compute_median_distances(
-            data, self.seed, self.num_references, lambda done: on_progress(int(first_share * done)), rows
+            self.data, self.seed, self.num_references, lambda done: report(0, done / len(rows)), rows
         )
         self.gaussian = _TrimmedGaussian.fit(self._convert(rows[self.fitted]), distances[self.fitted])
-        deviations = _compute_in_chunks(lambda chunk: self.gaussian.measure(self._convert(chunk)), data, rows)
+        deviations = _compute_in_chunks(lambda chunk: self.gaussian.measure(self._convert(chunk)), self.data, rows)
         # The rank of a record is the better one of its two scores, so that each score contributes records.
         ranks = np.maximum(np.argsort(np.argsort(distances)), np.argsort(np.argsort(deviations)))
-        is_unusual = np.zeros(len(rows), bool)
-        is_unusual[np.argsort(ranks, kind="stable")[len(rows) - round(UNUSUAL_SHARE * len(rows)) :]] = True
-        in_group = _find_groups(data, rows[compared], is_unusual[compared])  # (R,) for the R compared records
+        by_rank = np.argsort(ranks, kind="stable")
+        for step, share in enumerate(UNUSUAL_SHARES, 1):
+            is_unusual = np.zeros(len(rows), bool)
+            is_unusual[by_rank[len(rows) - round(share * len(rows)) :]] = True
+            is_grouped, is_isolated = self._judge(is_unusual, functools.partial(report, step))
+            if (is_grouped | is_isolated).mean() <= MAX_SUSPECTED_SHARE:
+                break
+        on_progress(num_before + len(rows))
+        return is_grouped, is_isolated
+
+    def _judge(
+        self, is_unusual: NDArray[np.bool_], on_progress: Callable[[float], object]
+    ) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+        """Return which of the N records are in groups apart, and which are isolated, each (N,).
+
+        Args:
+            is_unusual: (N,) the records that can be either.
+            on_progress: Called with the share of the unusual records that are done.
+        """
+        rows, compared = self.rows, self.compared
+        in_group = _find_groups(self.data, rows[compared], is_unusual[compared])  # (R,) for the R compared records
         ordinary = rows[compared[~is_unusual[compared]]]
-        unusual = rows[is_unusual]
         (to_each_other,) = self._measure(ordinary, ~is_unusual[compared])
         typical = float(np.median(to_each_other))
-        to_ordinary, to_group = self._measure(
-            unusual,
-            ~in_group,
-            in_group,
-            on_progress=lambda share: on_progress(int((first_share + (1.0 - first_share) * share) * len(rows))),
-        )
+        to_ordinary, to_group = self._measure(rows[is_unusual], ~in_group, in_group, on_progress=on_progress)
         is_grouped, is_isolated = np.zeros(len(rows), bool), np.zeros(len(rows), bool)
         is_grouped[is_unusual] = to_ordinary > GROUP_RATIO * to_group
         is_isolated[is_unusual] = ~is_grouped[is_unusual] & (to_ordinary > ISOLATION_RATIO * typical)
@@ -453,7 +474,7 @@ def plan_search(data: PreparedTable, seconds: float, clock: Callable[[], float])
 
 
 def _count_distances(part_sizes: Sequence[int], num_references: int) -> float:
-    """Return about how many distances between two records `find_suspects` computes.
+    """Return about how many distances between two records `find_suspects` computes at most.
 
     Args:
         part_sizes: Number of examined records of each part of the table.
@@ -462,7 +483,7 @@ def _count_distances(part_sizes: Sequence[int], num_references: int) -> float:
     total = 0.0
     for size in part_sizes:
         num_compared = min(COMPARED_PER_REFERENCE * num_references, size)
-        total += size * (num_references + UNUSUAL_SHARE * num_compared) + num_compared**2
+        total += size * (num_references + sum(UNUSUAL_SHARES) * num_compared) + len(UNUSUAL_SHARES) * num_compared**2
     return total
 
 
