@@ -29,6 +29,9 @@ NUM_REFERENCES, MIN_REFERENCES = 500, 50
 The smaller number is used if a time limit is short. The median of 50 distances is less precise than that of 500.
 """
 
+MIN_SEARCH_REFERENCES = 125
+"""Smallest such number for `find_suspects`. With fewer, too few members of a group are among the compared records."""
+
 MEASURED_RECORDS, FIRST_MEASURED_RECORDS, MEASURING_SHARE = 2000, 250, 0.02
 """Number of records on which the time of a search is measured, for `plan_search` the largest one.
 
@@ -442,7 +445,7 @@ def plan_search(data: PreparedTable, seconds: float, clock: Callable[[], float])
     """Return how much work `find_suspects` can do in the given time.
 
     The time is measured by a small search in the first records. If the time is short, the samples are smaller first,
-    down to `MIN_REFERENCES`. Then fewer records are examined, but at least `FIRST_MEASURED_RECORDS`.
+    down to `MIN_SEARCH_REFERENCES`. Then fewer records are examined, but at least `FIRST_MEASURED_RECORDS`.
 
     Args:
         data: The prepared table.
@@ -458,19 +461,19 @@ def plan_search(data: PreparedTable, seconds: float, clock: Callable[[], float])
         first = slice(0, num_measured)
         sample = replace(data, values=data.values[first], split=data.split[first], part_by_record=None)
         started = clock()
-        find_suspects(sample, 0, SearchSize(MIN_REFERENCES))
+        find_suspects(sample, 0, SearchSize(MIN_SEARCH_REFERENCES))
         measured_seconds = clock() - started
         if measured_seconds >= MEASURING_SHARE * seconds or num_measured >= min(MEASURED_RECORDS, len(data.split)):
             break
         num_measured = min(4 * num_measured, MEASURED_RECORDS)
-    measured_distances = _count_distances([len(rows) for rows in _list_examined_parts(sample)], MIN_REFERENCES)
+    measured_distances = _count_distances([len(rows) for rows in _list_examined_parts(sample)], MIN_SEARCH_REFERENCES)
     num_affordable = seconds * measured_distances / max(measured_seconds, 1e-9)
-    numbers = range(MIN_REFERENCES, NUM_REFERENCES + 1)
+    numbers = range(MIN_SEARCH_REFERENCES, NUM_REFERENCES + 1)
     index = bisect.bisect_right(numbers, num_affordable, key=lambda number: _count_distances(part_sizes, number)) - 1
     if index >= 0:
         return SearchSize(numbers[index])
-    share = num_affordable / _count_distances(part_sizes, MIN_REFERENCES)
-    return SearchSize(MIN_REFERENCES, max(share, FIRST_MEASURED_RECORDS / num_records))
+    share = num_affordable / _count_distances(part_sizes, MIN_SEARCH_REFERENCES)
+    return SearchSize(MIN_SEARCH_REFERENCES, max(share, FIRST_MEASURED_RECORDS / num_records))
 
 
 def _count_distances(part_sizes: Sequence[int], num_references: int) -> float:

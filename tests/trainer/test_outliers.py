@@ -18,6 +18,7 @@ from trainer.job import train
 from trainer.outliers import (
     FIRST_MEASURED_RECORDS,
     MIN_REFERENCES,
+    MIN_SEARCH_REFERENCES,
     NUM_REFERENCES,
     SearchSize,
     choose_num_references,
@@ -138,6 +139,23 @@ def test_auto_leaves_out_a_group_of_similar_anomalies(tmp_path: Path, rng: np.ra
     assert lost < 0.01
 
 
+def test_auto_leaves_out_a_group_that_a_tenth_of_the_records_would_cut_off(
+    tmp_path: Path, rng: np.random.Generator
+) -> None:
+    """The tail of the normal records is more unusual than a part of the group, so that a tenth does not contain it."""
+    values = rng.standard_t(4, (2000, 4))
+    values[:140] = np.array([3.0, -3.0, 3.0, 0.0]) + 0.15 * rng.normal(size=(140, 4))
+    found, lost = count_found(prepare_numbers(tmp_path, values), 140)
+    assert found > 0.9
+    assert lost < 0.02
+
+
+def test_auto_leaves_a_mode_of_normal_operation_in_the_training(tmp_path: Path, rng: np.random.Generator) -> None:
+    values = rng.normal(size=(2000, 6))
+    values[:260] += 5.0
+    assert count_found(prepare_numbers(tmp_path, values), 0)[1] < 0.02
+
+
 def test_auto_leaves_out_anomalies_that_only_break_a_correlation(tmp_path: Path, rng: np.random.Generator) -> None:
     """Each reading by itself is ordinary, so the median distance cannot find them; the trimmed Gaussian can."""
     common = rng.normal(size=(2000, 1))
@@ -251,7 +269,9 @@ def test_records_are_searched_part_by_part(tmp_path: Path, rng: np.random.Genera
 
 
 @pytest.mark.parametrize("part_sizes", [(), (1000, 500, 2500)])
-@pytest.mark.parametrize("size", [SearchSize(), SearchSize(MIN_REFERENCES), SearchSize(MIN_REFERENCES, 0.2)])
+@pytest.mark.parametrize(
+    "size", [SearchSize(), SearchSize(MIN_SEARCH_REFERENCES), SearchSize(MIN_SEARCH_REFERENCES, 0.2)]
+)
 def test_the_work_of_the_search_is_planned(
     tmp_path: Path,
     rng: np.random.Generator,
@@ -287,7 +307,7 @@ def test_less_time_means_a_smaller_search(tmp_path: Path, rng: np.random.Generat
     data = prepared(tmp_path, {f"x{index}": rng.normal(size=4000) for index in range(3)})
     part_sizes = [int((data.split != Split.CALIBRATION).sum())]
     measured = int((data.split[:FIRST_MEASURED_RECORDS] != Split.CALIBRATION).sum())
-    seconds_per_distance = 1.0 / outliers._count_distances([measured], MIN_REFERENCES)
+    seconds_per_distance = 1.0 / outliers._count_distances([measured], MIN_SEARCH_REFERENCES)
 
     def plan(seconds: float) -> SearchSize:
         now = iter([0.0, 1.0])  # the first measurement takes a second
@@ -296,9 +316,10 @@ def test_less_time_means_a_smaller_search(tmp_path: Path, rng: np.random.Generat
     def estimate(num_references: int) -> float:
         return seconds_per_distance * outliers._count_distances(part_sizes, num_references)
 
-    assert plan(0.5 * (estimate(100) + estimate(101))) == SearchSize(100)
-    assert plan(estimate(MIN_REFERENCES) / 4) == SearchSize(MIN_REFERENCES, 0.25)
-    assert plan(1e-9) == SearchSize(MIN_REFERENCES, FIRST_MEASURED_RECORDS / part_sizes[0])
+    assert plan(0.5 * (estimate(200) + estimate(201))) == SearchSize(200)
+    reduced = plan(estimate(MIN_SEARCH_REFERENCES) / 4)
+    assert (reduced.num_references, reduced.share) == (MIN_SEARCH_REFERENCES, pytest.approx(0.25))
+    assert plan(1e-9) == SearchSize(MIN_SEARCH_REFERENCES, FIRST_MEASURED_RECORDS / part_sizes[0])
     assert plan_search(data, np.inf, lambda: 0.0) == SearchSize()
     now = iter([0.0, 0.1, 0.2, 0.3, 0.4, 0.5])  # short measurements are repeated with more records
     assert plan_search(data, 1e6, lambda: next(now)) == SearchSize()
@@ -309,7 +330,7 @@ def test_a_reduced_search_finds_a_group_of_similar_anomalies(tmp_path: Path, rng
     values = rng.normal(size=(4000, 6))
     values[:200] = 3.0 + 0.3 * rng.normal(size=(200, 6))
     data = prepare_numbers(tmp_path, values)
-    suspects = find_suspects(data, 0, SearchSize(MIN_REFERENCES, 0.5))
+    suspects = find_suspects(data, 0, SearchSize(MIN_SEARCH_REFERENCES, 0.5))
     is_suspect = suspects.is_grouped | suspects.is_isolated
     num_examined = (data.split[:200] != Split.CALIBRATION).sum() / 2
     assert is_suspect[:200].sum() > 0.8 * num_examined
