@@ -307,7 +307,7 @@ def test_less_time_means_a_smaller_search(tmp_path: Path, rng: np.random.Generat
     data = prepared(tmp_path, {f"x{index}": rng.normal(size=4000) for index in range(3)})
     part_sizes = [int((data.split != Split.CALIBRATION).sum())]
     measured = int((data.split[:FIRST_MEASURED_RECORDS] != Split.CALIBRATION).sum())
-    seconds_per_distance = 1.0 / outliers._count_distances([measured], MIN_SEARCH_REFERENCES)
+    seconds_per_distance = outliers.COST_FACTOR / outliers._count_distances([measured], MIN_SEARCH_REFERENCES)
 
     def plan(seconds: float) -> SearchSize:
         now = iter([0.0, 1.0])  # the first measurement takes a second
