@@ -173,7 +173,7 @@ def test_only_confirmed_anomalies_are_left_out(cli: Run, model_dir: Path, tmp_pa
     assert {row["record"] for row in rows} >= set(anomalies)
     assert len(rows) == 8
     np.testing.assert_allclose([float(row["statistic"]) for row in rows], whole[:-9:-1], rtol=1e-5)
-    assert float(rows[0]["p_value"]) == pytest.approx(1 / 106, rel=1e-2)
+    assert float(rows[0]["p_value"]) == pytest.approx(1 / 105, rel=1e-2)
     for row in rows:
         row["anomalous"] = "yes" if row["record"] in anomalies else ""
     review = tmp_path / "review.csv"
@@ -198,6 +198,10 @@ def test_only_confirmed_anomalies_are_left_out(cli: Run, model_dir: Path, tmp_pa
     [
         ("record,anomalous\nr1,perhaps\n", "line 2: 'perhaps'"),
         ("record,score\nr1,1\n", "expected the columns record and anomalous"),
+        ("", "line 1: expected the columns record and anomalous"),
+        ("id,anomalous\n", "line 1: expected the columns record and anomalous"),
+        ('record,anomalous\n"r\n1",no\nr2,perhaps\n', "line 4: 'perhaps'"),
+        ("record,anomalous\nr1\n", "line 2: the row has fewer columns"),
         ("record,anomalous\nr-none,yes\n", "does not contain, such as 'r-none'"),
         ("record,anomalous\n" + "".join(f"r{i},yes\n" for i in range(60)), "confirms all records"),
     ],
@@ -211,6 +215,14 @@ def test_list_of_anomalies_that_cannot_be_used_is_refused(
     assert result.code != 0
     assert message in result.err
     assert not (tmp_path / "x").exists()
+
+
+def test_confirmed_anomalies_and_a_trimmed_share_are_not_combined(cli: Run, model_dir: Path, tmp_path: Path) -> None:
+    new, review = write_lines(tmp_path / "new.jsonl", make_normal_records(60, 11)), tmp_path / "review.csv"
+    review.write_text("record,anomalous\nr1,yes\n")
+    result = cli("calibrate", new, "--model", model_dir, "--anomalous", review, "--trim", "0.02")
+    assert result.code == 2
+    assert "--anomalous and --trim cannot be combined: leave out --trim" in result.err
 
 
 def test_review_needs_input(cli: Run, model_dir: Path, tmp_path: Path) -> None:

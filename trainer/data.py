@@ -231,6 +231,7 @@ class PreparedTable(TrainingTable):
             missing. None for a wide table, which has no arrival order.
         ties: With "hold", readings of a record with the same time have the same arrival rank. With "arrival", all ranks
             of a record are different.
+        part_by_record: (N,) number of the part of each record (`DataOptions.part_sizes`); None if there is one part.
         left_out: Why the records of `Split.LEFT_OUT` were left out (`trainer.outliers.Suspects.summarize`). None
             without `--contamination auto`.
     """
@@ -238,6 +239,7 @@ class PreparedTable(TrainingTable):
     values: NDArray[np.float32]
     arrival_ranks: NDArray[np.int16] | None
     ties: TiePolicy = "arrival"
+    part_by_record: NDArray[np.int64] | None = None
     left_out: dict[str, Any] | None = None
 
 
@@ -319,6 +321,7 @@ def prepare_table(
         skipped_by_reason=tables.skipped_by_reason,
         fingerprint=compute_fingerprint(schema, values, arrival_ranks, split),
         ties=options.ties,
+        part_by_record=tables.part_by_record,
         warnings=(*check_rows(tables), *_check_slots(tables, schema, once, slot_counts)),
     )
 
@@ -485,7 +488,7 @@ def _collect_within_time(
 
 
 def _split_parts(tables: InputTables, options: DataOptions) -> NDArray[np.uint8]:
-    """Return the split of the records if each of several consecutive parts is split by itself.
+    """Return the split of the records if each of several consecutive parts is split by itself; number the parts.
 
     Args:
         tables: The input, whose records are numbered.
@@ -499,6 +502,7 @@ def _split_parts(tables: InputTables, options: DataOptions) -> NDArray[np.uint8]
             f"{tables.description}: the rows of one record have different values in the column --per, so the model of "
             "the record is not clear; correct the column, or choose one with the same value in all rows of a record"
         )
+    tables.part_by_record = np.repeat(np.arange(len(options.part_sizes)), options.part_sizes)
     return np.concatenate([assign_split(size, options.calibration_share, options.seed) for size in options.part_sizes])
 
 

@@ -55,11 +55,14 @@ from trainer.faults import learn_faults
 from trainer.fit import SINGLE_PROCESS, TrainingResult, TrainingStatus
 from trainer.job_output import JobOutput, summarize_job
 from trainer.outliers import (
+    SearchSize,
     choose_num_references,
+    count_examined,
     describe_suspects,
     drop_outliers,
     find_suspects,
     leave_out,
+    plan_search,
     restore_left_out,
 )
 from trainer.planning import (
@@ -91,7 +94,10 @@ MIN_CALIBRATION_SHARE = 0.1
 """Share of the time of one of several models (`--folds`) that its calibration may take in any case."""
 
 OUTLIER_SHARE = 0.1
-"""Share of a time limit that the search for suspected anomalies (`--contamination`) may take."""
+"""Share of a time limit that the search for suspected anomalies (`--contamination`) may take.
+
+With `--folds`, the searches of all models share it.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,10 +218,11 @@ def train(
         # All records calibrate, also those that one model has left out as suspects (--contamination auto).
         calibrated_data = data if data.left_out is None else restore_left_out(data)
         fold_tables = split_folds(calibrated_data, settings.folds, settings.seed) if settings.folds else ()
+        search = _get_search_size(run.identity)
         for number, fold_data in enumerate(fold_tables, 2):
             on_message(f"fold {number} of {settings.folds}")
             if data.left_out is not None:
-                fold_data, _ = _leave_out_outliers(fold_data, settings, budget, None, on_message)
+                fold_data, _ = _leave_out_outliers(fold_data, settings, budget, search, on_message)
             fold_run = _plan_fold(fold_data, settings, planned, number, folder, budget, final_phases)
             fold_model = _train_model(fold_run, should_stop, on_status).model
             fold_seed = settings.seed + number
@@ -652,7 +659,7 @@ def _prepare_run(
     options = replace(create_data_options(settings, old_schema), part_sizes=tuple(part_sizes))
     data = prepare_table(tables, options, folder, monitor)
     budget.mark_phase("reading")
-    data, num_references = _leave_out_outliers(data, settings, budget, previous.get("references"), on_message)
+    data, search = _leave_out_outliers(data, settings, budget, _get_search_size(previous), on_message)
     budget.mark_phase("contamination")
     on_prepared(data)
     choose_order(settings.order_of_features, data)  # raises before training if the order is impossible
@@ -668,7 +675,7 @@ def _prepare_run(
         state,
         ranks,
         on_message,
-        {"references": num_references},
+        {"references": search.num_references, "examined_share": search.share if search.share < 1.0 else None},
     )
     planned = planner.plan(data, old_model)
     if first_budget is not budget:
@@ -681,39 +688,52 @@ def _prepare_run(
     return planned
 
 
+def _get_search_size(identity: dict[str, Any]) -> SearchSize | None:
+    """Return how much the search for suspected anomalies did in a training run, None if it made none.
+
+    Args:
+        identity: The identity of the run, which its checkpoints contain. It may be empty.
+    """
+    if not identity.get("references"):
+        return None
+    return SearchSize(identity["references"], identity.get("examined_share") or 1.0)
+
+
 def _leave_out_outliers(
     data: PreparedTable,
     settings: TrainConfig,
     budget: TimeBudget,
-    num_references: int | None,
+    size: SearchSize | None,
     on_message: Callable[[str], None],
-) -> tuple[PreparedTable, int]:
+) -> tuple[PreparedTable, SearchSize]:
     """Leave suspected anomalies out of training (`--contamination`), within `OUTLIER_SHARE` of the time limit.
 
     Args:
         data: The prepared table.
         settings: All options of `deformer-train`.
         budget: The time that the job may take.
-        num_references: Number of records to which each record is compared in the interrupted run that is continued.
-            None to choose it from the time.
+        size: How much the search does, if it is known: from the interrupted run that is continued, or from the search
+            of the first of several models (`--folds`). None to choose it from the time.
         on_message: Called with a line of text about the progress.
 
     Returns:
-        The table without the suspected anomalies, and the number of records to which each record was compared; 0 if
-        there was nothing to compare.
+        The table without the suspected anomalies, and how much the search did; with 0 references if there was none.
     """
     if not settings.contamination:
-        return data, 0
-    if not num_references:  # also if the interrupted run had no --contamination, which `restore` then refuses
-        seconds = OUTLIER_SHARE * budget.remaining  # infinite without a limit
-        num_references = choose_num_references(data, seconds, budget.clock)
-    phase = Phase("finding suspected anomalies", len(data.split), clock=budget.clock, on_message=on_message)
+        return data, SearchSize(0)
+    seconds = OUTLIER_SHARE * budget.remaining / (settings.folds or 1)  # infinite without a limit
+    name = "finding suspected anomalies"
+    # The size is also None if the interrupted run had no --contamination, which `restore` then refuses.
     if settings.contamination == "auto":
-        data = leave_out(data, find_suspects(data, settings.seed, num_references, phase.should_continue))
+        size = size or plan_search(data, seconds, budget.clock)
+        phase = Phase(name, count_examined(data, size), clock=budget.clock, on_message=on_message)
+        data = leave_out(data, find_suspects(data, settings.seed, size, phase.should_continue))
         on_message(describe_suspects(data.left_out or {}))
-    else:
-        data = drop_outliers(data, settings.contamination, settings.seed, num_references, phase.should_continue)
-    return data, num_references
+        return data, size
+    num_references = size.num_references if size else choose_num_references(data, seconds, budget.clock)
+    phase = Phase(name, len(data.split), clock=budget.clock, on_message=on_message)
+    data = drop_outliers(data, settings.contamination, settings.seed, num_references, phase.should_continue)
+    return data, SearchSize(num_references)
 
 
 def _plan_fold(

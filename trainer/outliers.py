@@ -8,8 +8,10 @@ of unusual records that is apart from the others, or it is far from all others.
 
 from __future__ import annotations
 
+import bisect
+import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,17 +29,30 @@ NUM_REFERENCES, MIN_REFERENCES = 500, 50
 The smaller number is used if a time limit is short. The median of 50 distances is less precise than that of 500.
 """
 
-MEASURED_RECORDS = 2000
-"""Number of records on which `choose_num_references` measures the time."""
+MIN_SEARCH_REFERENCES = 125
+"""Smallest such number for `find_suspects`. With fewer, too few members of a group are among the compared records."""
+
+MEASURED_RECORDS, FIRST_MEASURED_RECORDS, MEASURING_SHARE = 2000, 250, 0.02
+"""Number of records on which the time of a search is measured, for `plan_search` the largest one.
+
+It begins with the second number, and takes four times as many as long as this takes less than the share of the time.
+"""
+
+COST_FACTOR = 1.6
+"""Factor by which the time that `plan_search` measures is multiplied.
+
+The measured records fit into the caches of the processor. In larger tables a distance took up to 1.6 times as long.
+"""
 
 MAX_DIFFERENCES = 4_000_000
 """Largest number of distances between two records that are in memory at once."""
 
-UNUSUAL_SHARE = 0.1
-"""Share of the records that `find_suspects` examines: the most unusual ones by one of its two scores.
+UNUSUAL_SHARES, MAX_SUSPECTED_SHARE = (0.2, 0.1), 0.08
+"""Shares of the records that `find_suspects` examines, one after the other: the most unusual ones by one of its scores.
 
-It is also the largest share that can be left out. A larger one finds more anomalies and costs clean tables more
-(docs/experiments/12-anomalies-in-training-data.md).
+A group of anomalies is only found as a whole if all of it and some ordinary records are among them. But a mode of
+normal operation can then look like such a group. So if more records than `MAX_SUSPECTED_SHARE` would be suspects, the
+next share is tried. For the last share there is no limit (docs/experiments/12-anomalies-in-training-data.md).
 """
 
 GROUP_RATIO = 1.25
@@ -49,17 +64,20 @@ ISOLATION_RATIO = 6.0
 NUM_NEIGHBORS = 5
 """Number of nearest records over which these distances are averaged. The mean is at least `_compute_min_distances`."""
 
-NUM_COMPARED, MIN_UNUSUAL = 2000, 2 * NUM_NEIGHBORS
-"""Number of random records among which nearest records are searched, and the smallest number of unusual records.
+COMPARED_PER_REFERENCE, MIN_UNUSUAL = 4, 2 * NUM_NEIGHBORS
+"""Number of random records among which nearest records are searched, for each reference, and the smallest number of
+unusual records.
 
-With fewer of them, groups cannot be distinguished from single records, and nothing is left out.
+With fewer of these, groups cannot be distinguished from single records, and nothing is left out.
 """
 
 CENTRAL_SHARE, MAX_TRIMMING_ROUNDS = 0.75, 12
 """Share of the records to which the trimmed Gaussian is fitted, and the largest number of its rounds."""
 
-MAX_FITTED_RECORDS, MAX_FITTED_FEATURES = 6000, 200
-"""Largest number of records to which the trimmed Gaussian is fitted, and of features with correlations."""
+FITTED_PER_REFERENCE, MAX_FITTED_FEATURES = 12, 200
+"""Number of records to which the trimmed Gaussian is fitted, for each reference, and largest number of features with
+correlations.
+"""
 
 MIN_VARIANCE = 0.01
 """Smallest variance of the trimmed Gaussian, as a share of the variance of all records."""
@@ -72,13 +90,26 @@ MAX_LISTED_FEATURES = 5
 
 
 @dataclass(frozen=True, slots=True)
+class SearchSize:
+    """How much work `find_suspects` does. Under a time limit, `plan_search` reduces it.
+
+    Attributes:
+        num_references: Number of records of the sample for the median distance. The other samples are multiples of it.
+        share: Share (0 to 1) of the records that are examined, at random. The others remain in the training.
+    """
+
+    num_references: int = NUM_REFERENCES
+    share: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
 class Suspects:
     """The suspected anomalies that `find_suspects` has found in a table of N records.
 
     Attributes:
         is_grouped: (N,) whether the record belongs to a group of unusual records that is apart from the others.
         is_isolated: (N,) whether the record is far from all usual records, and in no such group.
-        num_examined: Number of records among which suspects were searched.
+        num_examined: Number of records among which suspects were searched, 0 if there are too few for a search.
         num_by_feature: For the features that are the most unusual ones of the most suspects, the number of suspects.
     """
 
@@ -93,6 +124,7 @@ class Suspects:
         return {
             "records": num_grouped + num_isolated,
             "share": round((num_grouped + num_isolated) / max(self.num_examined, 1), 4),
+            "examined": self.num_examined,
             "in_groups": num_grouped,
             "isolated": num_isolated,
             "most_unusual_feature": self.num_by_feature,
@@ -105,11 +137,14 @@ def describe_suspects(summary: dict[str, Any]) -> str:
     Args:
         summary: The result of `Suspects.summarize`.
     """
+    if not summary["examined"]:
+        return "no record was left out: there are too few records to distinguish anomalies from rare normal records"
     if not summary["records"]:
         return "no record was left out: no group of unusual records is apart from the others, and none is far from all"
     features = ", ".join(f"{name} ({count})" for name, count in summary["most_unusual_feature"].items())
     return (
-        f"left out of training: {format_count(summary['records'], 'record')} ({summary['share']:.1%}), "
+        f"left out of training: {format_count(summary['records'], 'record')} ({summary['share']:.1%} of "
+        f"{summary['examined']:,} examined), "
         f"{summary['in_groups']} in groups apart from the others and {summary['isolated']} far from all others; "
         f"their most unusual features: {features}"
     )
@@ -150,15 +185,18 @@ def drop_outliers(
 def find_suspects(
     data: PreparedTable,
     seed: int,
-    num_references: int = NUM_REFERENCES,
+    size: SearchSize | None = None,
     on_progress: Callable[[int], object] = lambda num_done: None,
 ) -> Suspects:
     """Find suspected anomalies among the training and validation records, if their share is unknown.
 
-    Two scores choose the most unusual records, together `UNUSUAL_SHARE` of them: the median distance to a random
-    sample, and the distance from a Gaussian that is fitted to the central records only. A part of every table is
-    unusual, so this alone is no reason. An unusual record becomes a suspect if it is in a group apart, as repeated
-    faults are (`_find_groups`), or isolated (`ISOLATION_RATIO`). Records in a continuous tail are neither.
+    Two scores choose the most unusual records, one of `UNUSUAL_SHARES` of them: the median distance to a random sample,
+    and the distance from a Gaussian that is fitted to the central records only. A part of every table is unusual, so
+    this alone is no reason. An unusual record becomes a suspect if it is in a group apart, as repeated faults are
+    (`_find_groups`), or isolated (`ISOLATION_RATIO`). Records in a continuous tail are neither.
+
+    If the table has parts, such as types of machines, each is examined by itself. Otherwise a small part, whose records
+    differ from all others, would be a group apart.
 
     Calibration records are not examined, and they do not influence the result. So calibration records and new normal
     records stay exchangeable.
@@ -166,46 +204,152 @@ def find_suspects(
     Args:
         data: The prepared table.
         seed: Seed of the random samples.
-        num_references: Number of records of the sample for the median distance.
+        size: How much work is done; by default as much as without a time limit.
         on_progress: Called with the number of records that are done, about once a second or more often.
     """
-    rows = np.flatnonzero((data.split == Split.TRAIN) | (data.split == Split.VALIDATION))
+    size = size or SearchSize()
     is_grouped, is_isolated = np.zeros(len(data.split), bool), np.zeros(len(data.split), bool)
-    num_unusual = round(UNUSUAL_SHARE * len(rows))
-    if num_unusual < MIN_UNUSUAL:
-        return Suspects(is_grouped, is_isolated, len(rows), {})
+    counts = np.zeros(len(data.schema), np.int64)
+    num_done, num_examined = 0, 0
     rng = np.random.default_rng([seed, 0x5059])
-    distances = compute_median_distances(data, seed, num_references, on_progress, rows)
-    fitted = np.sort(rng.permutation(len(rows))[:MAX_FITTED_RECORDS])
-    coordinates = _Coordinates.fit(data, rows[fitted])
-    gaussian = _TrimmedGaussian.fit(coordinates.compute(data, rows[fitted]), distances[fitted])
-    deviations = _compute_in_chunks(lambda chunk: gaussian.measure(coordinates.compute(data, chunk)), data, rows)
-    # The rank of a record is the better one of its two scores, so that each score contributes records.
-    ranks = np.maximum(np.argsort(np.argsort(distances)), np.argsort(np.argsort(deviations)))
-    is_unusual = np.zeros(len(rows), bool)
-    is_unusual[np.argsort(ranks, kind="stable")[len(rows) - num_unusual :]] = True
-    compared = np.sort(rng.permutation(len(rows))[:NUM_COMPARED])
-    in_group = _find_groups(data, rows[compared], is_unusual[compared])  # (R,) for the R compared records
-
-    def measure(examined: NDArray[np.int64], neighbors: NDArray[np.bool_]) -> Floats:
-        """Return the mean distance of the examined records to the nearest ones of some of the compared records."""
-        minima = _compute_min_distances(data, examined)
-        distances = _iterate_distances(data, examined, rows[compared])
-        return np.concatenate(
-            [_average_nearest(chunk_distances[:, neighbors], minima[chunk]) for chunk, chunk_distances in distances]
-        )
-
-    ordinary = rows[compared[~is_unusual[compared]]]
-    unusual = rows[is_unusual]
-    typical = float(np.median(measure(ordinary, ~is_unusual[compared])))
-    to_ordinary = measure(unusual, ~in_group)
-    is_grouped[unusual] = to_ordinary > GROUP_RATIO * measure(unusual, in_group)
-    is_isolated[unusual] = ~is_grouped[unusual] & (to_ordinary > ISOLATION_RATIO * typical)
-    suspects = np.flatnonzero(is_grouped | is_isolated)
-    most_unusual = gaussian.find_largest(coordinates.compute(data, suspects))
-    counts = np.bincount(coordinates.feature_codes[most_unusual], minlength=len(data.schema))
+    for part_rows in _list_examined_parts(data):
+        rows = part_rows
+        if size.share < 1.0:
+            rows = np.sort(rng.permutation(part_rows)[: math.ceil(size.share * len(part_rows))])
+        if round(min(UNUSUAL_SHARES) * len(rows)) >= MIN_UNUSUAL:
+            search = _Search(data, rows, rng, seed, size.num_references)
+            is_grouped[rows], is_isolated[rows] = search.run(on_progress, num_done)
+            counts += search.count_features(np.flatnonzero(is_grouped[rows] | is_isolated[rows]))
+            num_examined += len(rows)
+        num_done += len(rows)
     codes = [code for code in np.argsort(-counts, kind="stable")[:MAX_LISTED_FEATURES] if counts[code]]
-    return Suspects(is_grouped, is_isolated, len(rows), {data.schema.names[code]: int(counts[code]) for code in codes})
+    num_by_feature = {data.schema.names[code]: int(counts[code]) for code in codes}
+    return Suspects(is_grouped, is_isolated, num_examined, num_by_feature)
+
+
+def count_examined(data: PreparedTable, size: SearchSize) -> int:
+    """Return among how many records `find_suspects` searches, for its progress."""
+    return sum(math.ceil(size.share * len(rows)) for rows in _list_examined_parts(data))
+
+
+def _list_examined_parts(data: PreparedTable) -> list[NDArray[np.int64]]:
+    """Return the row numbers of the training and validation records of each part of the table."""
+    rows = np.flatnonzero((data.split == Split.TRAIN) | (data.split == Split.VALIDATION))
+    if data.part_by_record is None:
+        return [rows]
+    parts = data.part_by_record[rows]
+    return [rows[parts == part] for part in np.unique(parts)]
+
+
+class _Search:
+    """The search of `find_suspects` in one part of a table.
+
+    Args:
+        data: The prepared table.
+        rows: (N,) row numbers of the examined records.
+        rng: The source of the random samples.
+        seed: Seed of the sample for the median distance.
+        num_references: Number of records of this sample. The other samples are in proportion.
+    """
+
+    def __init__(
+        self, data: PreparedTable, rows: NDArray[np.int64], rng: np.random.Generator, seed: int, num_references: int
+    ) -> None:
+        self.data, self.rows, self.seed, self.num_references = data, rows, seed, num_references
+        self.fitted = np.sort(rng.permutation(len(rows))[: FITTED_PER_REFERENCE * num_references])
+        self.compared = np.sort(rng.permutation(len(rows))[: COMPARED_PER_REFERENCE * num_references])
+        self.coordinates = _Coordinates.fit(data, rows[self.fitted])
+        self.gaussian: _TrimmedGaussian
+
+    def run(self, on_progress: Callable[[int], object], num_before: int) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+        """Return which of the N records are in groups apart, and which are isolated, each (N,).
+
+        Args:
+            on_progress: Called with the number of records that are done.
+            num_before: How many records of other parts are done.
+        """
+        rows = self.rows
+        num_compared_by_step = [1.0, *(share * COMPARED_PER_REFERENCE for share in UNUSUAL_SHARES)]
+        # The share of all distances that is computed when a step begins, and after the last one.
+        shares = np.cumsum([0.0, *num_compared_by_step]) / sum(num_compared_by_step)
+
+        def report(step: int, share_of_step: float) -> None:
+            share = shares[step] + (shares[step + 1] - shares[step]) * share_of_step
+            on_progress(num_before + round(share * len(rows)))
+
+        distances = compute_median_distances(
+            self.data, self.seed, self.num_references, lambda done: report(0, done / len(rows)), rows
+        )
+        self.gaussian = _TrimmedGaussian.fit(self._convert(rows[self.fitted]), distances[self.fitted])
+        deviations = _compute_in_chunks(lambda chunk: self.gaussian.measure(self._convert(chunk)), self.data, rows)
+        # The rank of a record is the better one of its two scores, so that each score contributes records.
+        ranks = np.maximum(np.argsort(np.argsort(distances)), np.argsort(np.argsort(deviations)))
+        by_rank = np.argsort(ranks, kind="stable")
+        for step, share in enumerate(UNUSUAL_SHARES, 1):
+            is_unusual = np.zeros(len(rows), bool)
+            is_unusual[by_rank[len(rows) - round(share * len(rows)) :]] = True
+            is_grouped, is_isolated = self._judge(is_unusual, functools.partial(report, step))
+            if (is_grouped | is_isolated).mean() <= MAX_SUSPECTED_SHARE:
+                break
+        on_progress(num_before + len(rows))
+        return is_grouped, is_isolated
+
+    def _judge(
+        self, is_unusual: NDArray[np.bool_], on_progress: Callable[[float], object]
+    ) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+        """Return which of the N records are in groups apart, and which are isolated, each (N,).
+
+        Args:
+            is_unusual: (N,) the records that can be either.
+            on_progress: Called with the share of the unusual records that are done.
+        """
+        rows, compared = self.rows, self.compared
+        in_group = _find_groups(self.data, rows[compared], is_unusual[compared])  # (R,) for the R compared records
+        ordinary = rows[compared[~is_unusual[compared]]]
+        (to_each_other,) = self._measure(ordinary, ~is_unusual[compared])
+        typical = float(np.median(to_each_other))
+        to_ordinary, to_group = self._measure(rows[is_unusual], ~in_group, in_group, on_progress=on_progress)
+        is_grouped, is_isolated = np.zeros(len(rows), bool), np.zeros(len(rows), bool)
+        is_grouped[is_unusual] = to_ordinary > GROUP_RATIO * to_group
+        is_isolated[is_unusual] = ~is_grouped[is_unusual] & (to_ordinary > ISOLATION_RATIO * typical)
+        return is_grouped, is_isolated
+
+    def count_features(self, suspects: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return, for each feature of the schema, of how many suspects it is the most unusual one.
+
+        Args:
+            suspects: Indexes of the suspects among the N records.
+        """
+        numbers = self.gaussian.find_largest(self._convert(self.rows[suspects]))
+        return np.bincount(self.coordinates.feature_codes[numbers], minlength=len(self.data.schema))
+
+    def _convert(self, rows: NDArray[np.int64]) -> Floats:
+        """Return the coordinates of the records with the given row numbers."""
+        return self.coordinates.compute(self.data, rows)
+
+    def _measure(
+        self,
+        examined: NDArray[np.int64],
+        *neighbors: NDArray[np.bool_],
+        on_progress: Callable[[float], object] = lambda share: None,
+    ) -> list[Floats]:
+        """Return the mean distances of E records to the nearest ones of each of several sets of compared records.
+
+        Args:
+            examined: (E,) row numbers of the records.
+            neighbors: (R,) which of the R compared records belong to the set, for each set.
+            on_progress: Called with the share of the records that are done.
+
+        Returns:
+            (E,) mean distances for each set.
+        """
+        minima = _compute_min_distances(self.data, examined)
+        means = [np.empty(len(examined)) for _ in neighbors]
+        for chunk, distances in _iterate_distances(self.data, examined, self.rows[self.compared]):
+            for mean, is_neighbor in zip(means, neighbors, strict=True):
+                mean[chunk] = _average_nearest(distances[:, is_neighbor], minima[chunk])
+            on_progress(chunk.stop / len(examined))
+        return means
 
 
 def _find_groups(data: PreparedTable, rows: NDArray[np.int64], is_unusual: NDArray[np.bool_]) -> NDArray[np.bool_]:
@@ -223,7 +367,6 @@ def _find_groups(data: PreparedTable, rows: NDArray[np.int64], is_unusual: NDArr
     is_member = is_unusual.copy()
     unusual = np.flatnonzero(is_unusual)
     minima = _compute_min_distances(data, rows[unusual])
-    # At most NUM_COMPARED² distances.
     distances = np.concatenate(
         [chunk_distances for _, chunk_distances in _iterate_distances(data, rows[unusual], rows)]
     )
@@ -302,6 +445,55 @@ def choose_num_references(data: PreparedTable, seconds: float, clock: Callable[[
     expected_seconds = (clock() - started) * num_records / MEASURED_RECORDS
     num_affordable = NUM_REFERENCES * seconds / max(expected_seconds, 1e-9)
     return int(np.clip(num_affordable, MIN_REFERENCES, NUM_REFERENCES))
+
+
+def plan_search(data: PreparedTable, seconds: float, clock: Callable[[], float]) -> SearchSize:
+    """Return how much work `find_suspects` can do in the given time.
+
+    The time is measured by a small search in the first records. If the time is short, the samples are smaller first,
+    down to `MIN_SEARCH_REFERENCES`. Then fewer records are examined, but at least `FIRST_MEASURED_RECORDS`.
+
+    Args:
+        data: The prepared table.
+        seconds: The time in seconds.
+        clock: A function that returns the current time in seconds.
+    """
+    part_sizes = [len(rows) for rows in _list_examined_parts(data)]
+    num_records = sum(part_sizes)
+    if math.isinf(seconds) or num_records <= FIRST_MEASURED_RECORDS:
+        return SearchSize()
+    num_measured = FIRST_MEASURED_RECORDS
+    while True:
+        first = slice(0, num_measured)
+        sample = replace(data, values=data.values[first], split=data.split[first], part_by_record=None)
+        started = clock()
+        find_suspects(sample, 0, SearchSize(MIN_SEARCH_REFERENCES))
+        measured_seconds = clock() - started
+        if measured_seconds >= MEASURING_SHARE * seconds or num_measured >= min(MEASURED_RECORDS, len(data.split)):
+            break
+        num_measured = min(4 * num_measured, MEASURED_RECORDS)
+    measured_distances = _count_distances([len(rows) for rows in _list_examined_parts(sample)], MIN_SEARCH_REFERENCES)
+    num_affordable = seconds * measured_distances / max(COST_FACTOR * measured_seconds, 1e-9)
+    numbers = range(MIN_SEARCH_REFERENCES, NUM_REFERENCES + 1)
+    index = bisect.bisect_right(numbers, num_affordable, key=lambda number: _count_distances(part_sizes, number)) - 1
+    if index >= 0:
+        return SearchSize(numbers[index])
+    share = num_affordable / _count_distances(part_sizes, MIN_SEARCH_REFERENCES)
+    return SearchSize(MIN_SEARCH_REFERENCES, max(share, FIRST_MEASURED_RECORDS / num_records))
+
+
+def _count_distances(part_sizes: Sequence[int], num_references: int) -> float:
+    """Return about how many distances between two records `find_suspects` computes at most.
+
+    Args:
+        part_sizes: Number of examined records of each part of the table.
+        num_references: As in `SearchSize`.
+    """
+    total = 0.0
+    for size in part_sizes:
+        num_compared = min(COMPARED_PER_REFERENCE * num_references, size)
+        total += size * (num_references + sum(UNUSUAL_SHARES) * num_compared) + len(UNUSUAL_SHARES) * num_compared**2
+    return total
 
 
 def compute_median_distances(
@@ -444,7 +636,8 @@ class _TrimmedGaussian:
     Attributes:
         mean: (D,) the mean.
         scales: (D,) the standard deviations.
-        whitening: (D, D) the matrix that makes the coordinates of central records uncorrelated, with variance 1.
+        whitening: (D, D) the matrix that makes the coordinates of central records uncorrelated, with variance 1. (D,)
+            its diagonal, if correlations are not used.
     """
 
     mean: Floats
@@ -478,14 +671,16 @@ class _TrimmedGaussian:
         """Return the Gaussian of records with the given mean and differences from it, (N, D)."""
         variances = (differences**2).mean(0) + MIN_VARIANCE
         if len(mean) > MAX_FITTED_FEATURES:  # without correlations, which would take too long
-            return _TrimmedGaussian(mean, np.sqrt(variances), np.diag(1.0 / np.sqrt(variances)))
+            return _TrimmedGaussian(mean, np.sqrt(variances), 1.0 / np.sqrt(variances))
         covariance = (1.0 - CORRELATION_SHRINKAGE) * (differences.T @ differences / len(differences))
         np.fill_diagonal(covariance, variances)
         return _TrimmedGaussian(mean, np.sqrt(variances), np.linalg.inv(np.linalg.cholesky(covariance)))
 
     def measure(self, x: Floats) -> Floats:
         """Return the squared Mahalanobis distance of each of N records, (N,), from the mean."""
-        distances: Floats = (((x - self.mean) @ self.whitening.T) ** 2).sum(1)
+        differences = x - self.mean
+        whitened = differences * self.whitening if self.whitening.ndim == 1 else differences @ self.whitening.T
+        distances: Floats = (whitened**2).sum(1)
         return distances
 
     def find_largest(self, x: Floats) -> NDArray[np.int64]:

@@ -118,6 +118,8 @@ class InputTables:
             before `index_records` is called.
         time_order: How the times of the normal records (wide) or of their readings (long) change in the order of the
             input. `iterate_readings` sets it anew. It is empty if there is no time column.
+        part_by_record: (N,) for each of the N normal records, the number (from 0) of its part of the input
+            (`DataOptions.part_sizes`). None if there are no parts.
         row_by_record: (N,) for each of the N normal records of a wide table, its number among the records of a random
             sample; −1 if it is not in the sample. None if all records are used.
         time_span: The first and the last time of a normal record or reading, in microseconds since 1970. None if there
@@ -140,6 +142,7 @@ class InputTables:
     skipped_by_reason: dict[str, int] = field(default_factory=dict)
     row_by_event: NDArray[np.int64] | None = None
     time_order: OrderStatistics = field(default_factory=OrderStatistics)
+    part_by_record: NDArray[np.int64] | None = None
     row_by_record: NDArray[np.int64] | None = None
     time_span: tuple[int, int] | None = None
     monitor: ReadingMonitor = field(default_factory=ReadingMonitor)
@@ -197,6 +200,8 @@ class InputTables:
             self.row_by_event = row_by_record[self.row_by_event]
         else:
             self.row_by_record = row_by_record[:-1]
+        if self.part_by_record is not None:
+            self.part_by_record = self.part_by_record[chosen]
         self.skipped_by_reason["records, because of --max-time"] = self.num_records - num_records
         self.num_records = num_records
         return np.asarray(chosen, np.int64)

@@ -50,8 +50,9 @@ def number_records(record_ids: Iterable[str]) -> list[RecordKey]:
 def format_review(keys: Sequence[RecordKey], statistics: NDArray[np.float64], count: int) -> str:
     """Return a CSV table of the calibration records with the largest statistics, the largest first.
 
-    Its columns are the id of the record, its number among the records with this id, its statistic, its p-value among
-    the records, and an empty column in which a person writes `CONFIRMED` if the record is an anomaly.
+    Its columns are the id of the record, its number among the records with this id, its statistic, its p-value (the
+    share of the N records whose statistic is at least as large), and an empty column in which a person writes
+    `CONFIRMED` if the record is an anomaly.
 
     Args:
         keys: The keys of N records (`number_records`).
@@ -63,7 +64,7 @@ def format_review(keys: Sequence[RecordKey], statistics: NDArray[np.float64], co
     writer.writerow([RECORD, OCCURRENCE, "statistic", "p_value", ANOMALOUS])
     for index in np.argsort(-statistics, kind="stable")[:count].tolist():
         num_as_large = int((statistics >= statistics[index]).sum())
-        p_value = num_as_large / (len(statistics) + 1)
+        p_value = num_as_large / len(statistics)
         writer.writerow([*keys[index], f"{statistics[index]:.6g}", f"{p_value:.3g}", ""])
     return text.getvalue()
 
@@ -78,22 +79,27 @@ def read_confirmed_records(path: Path) -> set[tuple[str, int | None]]:
         The ids, each with its number among the records with this id; None if the file has no column `OCCURRENCE`.
 
     Raises:
-        ConfigError: The file cannot be read, or has other columns. Or it has another word than `CONFIRMED` or "no", or
-            a number that is not a positive integer.
+        ConfigError: The file cannot be read, or has other columns, or a row with fewer columns. Or it has another word
+            than `CONFIRMED` or "no", or a number that is not a positive integer.
     """
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
-            rows = list(csv.DictReader(file))
+            reader = csv.DictReader(file)
+            has_columns = {RECORD, ANOMALOUS} <= set(reader.fieldnames or ())
+            # The number of the last line of each row: a record id may contain line breaks.
+            rows = [(reader.line_num, row) for row in reader]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise ConfigError(f"--anomalous {path} cannot be read: {error}") from error
+    if not has_columns:
+        raise ConfigError(
+            f"--anomalous {path}, line 1: expected the columns {RECORD} and {ANOMALOUS}, as calibrate --review writes "
+            "them"
+        )
     confirmed: set[tuple[str, int | None]] = set()
-    for number, row in enumerate(rows, 2):
-        record, word = row.get(RECORD), row.get(ANOMALOUS)
+    for number, row in rows:
+        record, word = row[RECORD], row[ANOMALOUS]
         if record is None or word is None:
-            raise ConfigError(
-                f"--anomalous {path}, line {number}: expected the columns {RECORD} and {ANOMALOUS}, as calibrate "
-                "--review writes them"
-            )
+            raise ConfigError(f"--anomalous {path}, line {number}: the row has fewer columns than the first line")
         word = word.strip().lower()
         if word not in ("", "no", CONFIRMED):
             raise ConfigError(

@@ -510,6 +510,12 @@ def build_calibrate() -> click.Command:
                 "write yes in the column anomalous of each anomaly, and run calibrate with --anomalous FILE instead",
                 err=True,
             )
+            if settings.list_shard_flags():
+                click.echo(
+                    f"the scored shards remain in {shards_folder}: calibrate with the same input, options and --out "
+                    "does not score them again, and deletes them when it has written the model",
+                    err=True,
+                )
             return 0
         statistics = CalibrationStatistics(
             max_statistics=records.max_statistics[is_used],

@@ -577,7 +577,8 @@ class CalibrateSettings(InputSettings, ShardSettings):
     anomalous: Path | None = Field(
         None,
         description="The list of --review, in which a person has written yes in the column anomalous. These records "
-        "are left out. All others are used, so alpha keeps its guarantee.",
+        "are left out, and all others are used. alpha keeps its guarantee if every record marked yes is an anomaly. "
+        "Not with --trim.",
     )
     seen_records: Literal["refuse", "drop", "allow"] = Field(
         "refuse",
@@ -610,6 +611,13 @@ class CalibrateSettings(InputSettings, ShardSettings):
         description="The device of a record of --incidents is its id up to the last occurrence of this text. Default: "
         "up to the last @, else up to the last /.",
     )
+
+    @model_validator(mode="after")
+    def _check_trim(self) -> Self:
+        """Raise `ValueError` if `--anomalous` and `--trim` would both leave records out."""
+        if self.anomalous is not None and self.trim:
+            raise ValueError("--anomalous and --trim cannot be combined: leave out --trim, so that alpha is guaranteed")
+        return self
 
     @property
     def input_order(self) -> Literal["arrival", "random", "schema"] | None:

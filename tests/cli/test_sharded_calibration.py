@@ -152,6 +152,24 @@ def test_shards_of_a_replaced_model_are_deleted_before_segments_are_calibrated(
     assert [path.name for path in tmp_path.iterdir() if "calibration" in path.name] == []
 
 
+@pytest.mark.usefixtures("in_this_process")
+def test_shards_of_a_review_remain_for_the_calibration_without_the_confirmed_records(
+    cli: RunCommand, model_dir: Path, wide: Path, tmp_path: Path
+) -> None:
+    command = ("calibrate", wide, "--model", model_dir, "--out", tmp_path / "out", *SHARDS)
+    folder, review = tmp_path / ".out.calibration", tmp_path / "review.csv"
+    result = cli(*command, "--review", "3")
+    assert result.code == 0, result.err
+    assert f"the scored shards remain in {folder}" in result.err
+    lines = result.out.splitlines(keepends=True)
+    review.write_text(lines[0] + lines[1].rstrip() + "yes\n" + "".join(lines[2:]))
+    result = cli(*command, "--anomalous", review)
+    assert result.code == 0, result.err
+    assert "5 of 5 shards are finished and are skipped" in result.err
+    assert "left out: 1 confirmed record" in result.err
+    assert not folder.exists()
+
+
 def test_the_first_warning_and_the_number_of_the_others_are_stated() -> None:
     warnings = shard_run.list_warnings([{"warnings": []}, {"warnings": ["a", "b"]}, {"warnings": ["c"]}])
     assert shard_run.describe_warnings(warnings) == "shard 1: a (and 2 more warnings)"

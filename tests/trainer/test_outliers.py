@@ -11,18 +11,24 @@ import pytest
 
 from deformer_stream import model_store
 from tests.trainer.tables import mixed, prepared, write
+from trainer import outliers
 from trainer.calibrate import split_folds
 from trainer.data import PreparedTable, Split
 from trainer.job import train
 from trainer.outliers import (
+    FIRST_MEASURED_RECORDS,
     MIN_REFERENCES,
+    MIN_SEARCH_REFERENCES,
     NUM_REFERENCES,
+    SearchSize,
     choose_num_references,
     compute_median_distances,
+    count_examined,
     describe_suspects,
     drop_outliers,
     find_suspects,
     leave_out,
+    plan_search,
     restore_left_out,
 )
 from trainer.settings import TrainConfig
@@ -133,6 +139,23 @@ def test_auto_leaves_out_a_group_of_similar_anomalies(tmp_path: Path, rng: np.ra
     assert lost < 0.01
 
 
+def test_auto_leaves_out_a_group_that_a_tenth_of_the_records_would_cut_off(
+    tmp_path: Path, rng: np.random.Generator
+) -> None:
+    """The tail of the normal records is more unusual than a part of the group, so that a tenth does not contain it."""
+    values = rng.standard_t(4, (2000, 4))
+    values[:140] = np.array([3.0, -3.0, 3.0, 0.0]) + 0.15 * rng.normal(size=(140, 4))
+    found, lost = count_found(prepare_numbers(tmp_path, values), 140)
+    assert found > 0.9
+    assert lost < 0.02
+
+
+def test_auto_leaves_a_mode_of_normal_operation_in_the_training(tmp_path: Path, rng: np.random.Generator) -> None:
+    values = rng.normal(size=(2000, 6))
+    values[:260] += 5.0
+    assert count_found(prepare_numbers(tmp_path, values), 0)[1] < 0.02
+
+
 def test_auto_leaves_out_anomalies_that_only_break_a_correlation(tmp_path: Path, rng: np.random.Generator) -> None:
     """Each reading by itself is ordinary, so the median distance cannot find them; the trimmed Gaussian can."""
     common = rng.normal(size=(2000, 1))
@@ -224,8 +247,95 @@ def test_calibration_records_do_not_influence_what_auto_leaves_out(contaminated:
 def test_auto_leaves_nothing_out_of_a_tiny_table(tmp_path: Path, rng: np.random.Generator) -> None:
     data = prepare_numbers(tmp_path, rng.normal(size=(40, 3)))
     summary = find_suspects(data, 0).summarize()
-    assert summary["records"] == 0
-    assert describe_suspects(summary).startswith("no record was left out")
+    assert (summary["records"], summary["examined"]) == (0, 0)
+    assert describe_suspects(summary).startswith("no record was left out: there are too few records")
+
+
+def test_records_are_searched_part_by_part(tmp_path: Path, rng: np.random.Generator) -> None:
+    """A small type of machines is a group apart from the others, but not an anomaly (--per)."""
+    values = rng.normal(size=(2000, 6))
+    values[1880:] = 4.0 + 0.3 * rng.normal(size=(120, 6))  # the second type
+    values[:60] = -4.0 + 0.3 * rng.normal(size=(60, 6))  # anomalies of the first type
+    columns = {f"x{index}": column for index, column in enumerate(values.T)}
+    together = prepared(tmp_path, columns)
+    is_train = together.split != Split.CALIBRATION
+    assert find_suspects(together, 0).is_grouped[1880:][is_train[1880:]].mean() > 0.9
+    data = prepared(tmp_path, columns, part_sizes=(1880, 120))
+    is_train = data.split != Split.CALIBRATION
+    suspects = find_suspects(data, 0)
+    assert suspects.is_grouped[:60][is_train[:60]].mean() > 0.9
+    assert (suspects.is_grouped | suspects.is_isolated)[1880:].sum() <= 1
+    assert suspects.num_examined == count_examined(data, SearchSize()) == is_train.sum()
+
+
+@pytest.mark.parametrize("part_sizes", [(), (1000, 500, 2500)])
+@pytest.mark.parametrize(
+    "size", [SearchSize(), SearchSize(MIN_SEARCH_REFERENCES), SearchSize(MIN_SEARCH_REFERENCES, 0.2)]
+)
+def test_the_work_of_the_search_is_planned(
+    tmp_path: Path,
+    rng: np.random.Generator,
+    monkeypatch: pytest.MonkeyPatch,
+    size: SearchSize,
+    part_sizes: tuple[int, ...],
+) -> None:
+    """The number of computed distances is at most the planned one, and progress ends at the number of records."""
+    columns = {f"x{index}": rng.normal(size=4000) for index in range(4)}
+    data = prepared(tmp_path, columns, part_sizes=part_sizes)
+    num_computed = 0
+    iterate = outliers._iterate_distances
+
+    def count(table: PreparedTable, rows: np.ndarray, references: np.ndarray, own_distance: float = np.inf) -> object:
+        nonlocal num_computed
+        num_computed += len(rows) * len(references)
+        return iterate(table, rows, references, own_distance)
+
+    monkeypatch.setattr(outliers, "_iterate_distances", count)
+    num_done: list[int] = []
+    suspects = find_suspects(data, 0, size, num_done.append)
+    examined = [int(np.ceil(size.share * len(rows))) for rows in outliers._list_examined_parts(data)]
+    planned = outliers._count_distances(examined, size.num_references)
+    assert 0.4 * planned < num_computed <= 1.01 * planned, "without the second share it is about half"
+    assert num_done == sorted(num_done)
+    assert num_done[-1] == count_examined(data, size) == sum(examined)
+    assert suspects.num_examined == sum(
+        n for n in examined if round(min(outliers.UNUSUAL_SHARES) * n) >= outliers.MIN_UNUSUAL
+    )
+
+
+def test_less_time_means_a_smaller_search(tmp_path: Path, rng: np.random.Generator) -> None:
+    data = prepared(tmp_path, {f"x{index}": rng.normal(size=4000) for index in range(3)})
+    part_sizes = [int((data.split != Split.CALIBRATION).sum())]
+    measured = int((data.split[:FIRST_MEASURED_RECORDS] != Split.CALIBRATION).sum())
+    seconds_per_distance = outliers.COST_FACTOR / outliers._count_distances([measured], MIN_SEARCH_REFERENCES)
+
+    def plan(seconds: float) -> SearchSize:
+        now = iter([0.0, 1.0])  # the first measurement takes a second
+        return plan_search(data, seconds, lambda: next(now))
+
+    def estimate(num_references: int) -> float:
+        return seconds_per_distance * outliers._count_distances(part_sizes, num_references)
+
+    assert plan(0.5 * (estimate(200) + estimate(201))) == SearchSize(200)
+    reduced = plan(estimate(MIN_SEARCH_REFERENCES) / 4)
+    assert (reduced.num_references, reduced.share) == (MIN_SEARCH_REFERENCES, pytest.approx(0.25))
+    assert plan(1e-9) == SearchSize(MIN_SEARCH_REFERENCES, FIRST_MEASURED_RECORDS / part_sizes[0])
+    assert plan_search(data, np.inf, lambda: 0.0) == SearchSize()
+    now = iter([0.0, 0.1, 0.2, 0.3, 0.4, 0.5])  # short measurements are repeated with more records
+    assert plan_search(data, 1e6, lambda: next(now)) == SearchSize()
+    assert not list(now)
+
+
+def test_a_reduced_search_finds_a_group_of_similar_anomalies(tmp_path: Path, rng: np.random.Generator) -> None:
+    values = rng.normal(size=(4000, 6))
+    values[:200] = 3.0 + 0.3 * rng.normal(size=(200, 6))
+    data = prepare_numbers(tmp_path, values)
+    suspects = find_suspects(data, 0, SearchSize(MIN_SEARCH_REFERENCES, 0.5))
+    is_suspect = suspects.is_grouped | suspects.is_isolated
+    num_examined = (data.split[:200] != Split.CALIBRATION).sum() / 2
+    assert is_suspect[:200].sum() > 0.8 * num_examined
+    assert is_suspect[200:].mean() < 0.01
+    assert suspects.num_examined == round((data.split != Split.CALIBRATION).sum() / 2)
 
 
 @pytest.mark.parametrize("folds", [None, 3])

@@ -58,6 +58,12 @@ def test_wide_table_is_sampled_if_time_is_short(tmp_path: Path, small_samples: N
     # A continued run uses as many records, and the sample depends on the seed alone.
     again = prepare(tmp_path / "b", columns, ReadingMonitor(max_records=num_records), continuous=("x", "y"))
     assert again.fingerprint == data.fingerprint
+    # The records of a sample keep their part of the table (--per).
+    assert data.part_by_record is None
+    monitor = ReadingMonitor(max_records=num_records)
+    parts = prepare(tmp_path / "c", columns, monitor, continuous=("x", "y"), part_sizes=(2000, 3000)).part_by_record
+    assert parts is not None
+    assert parts.tolist() == (row_numbers >= 2000).astype(int).tolist()
 
 
 def test_long_table_is_sampled_by_record(tmp_path: Path, small_samples: None) -> None:
