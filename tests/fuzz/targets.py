@@ -48,7 +48,7 @@ from deformer_stream.engine.events import ONLY_MODEL, RejectionReason
 from deformer_stream.errors import ArtifactError, ConfigError, InputError, StateError
 from deformer_stream.incident_store import IncidentCalibration, LogEntry, Replaced, parse_incident_calibration
 from deformer_stream.incidents.fleet import FleetRule
-from deformer_stream.incidents.tracker import IncidentTracker, TrackerOptions
+from deformer_stream.incidents.tracker import IncidentTracker, TrackerOptions, TrackerState
 from deformer_stream.model_set import MODELS_FILE, read_model_set
 from deformer_stream.tables.data_files import describe_unknown_scheme, parse_url
 from deformer_stream.tables.filters import parse_where
@@ -296,19 +296,27 @@ def evidence(data: bytes) -> None:
 
 
 def incident_states(data: bytes) -> None:
-    """Use the bytes as the random numbers that choose a damaged state of a tracker, with a checksum that fits."""
+    """Use the bytes as the random numbers that choose a damaged state of trackers, with a checksum that fits.
+
+    It is the state of one model or of several, and a few times it states the version of the other kind.
+    """
     r = hostile.FedRandom(data)
     _, valid = _make_evidence()
     version = r.choice([FORMAT_VERSION, SET_VERSION])
-    if version == SET_VERSION:
-        valid = encode_incident_state({"a": decode_incident_state(valid)[ONLY_MODEL]})
+    if (version == SET_VERSION) == (r.random() < 0.9):
+        names = r.sample(["a", "fan/ä", "x" * 300, ONLY_MODEL], r.randrange(1, 4))
+        states = [decode_incident_state(valid)[ONLY_MODEL], TrackerState()]
+        valid = encode_incident_state({name: r.choice(states) for name in names})
     body = hostile.mutate(r, valid[HEADER.size :])
     header = HEADER.pack(MAGIC, INCIDENT_STATE, version, hashlib.sha256(body).digest())
     damaged = header + body if r.random() < 0.8 else hostile.mutate(r, valid)
     try:
-        decode_incident_state(damaged)
+        state_by_name = decode_incident_state(damaged)
     except StateError as error:
         _check_message(error)
+        return
+    encoded = encode_incident_state(state_by_name)
+    assert encode_incident_state(decode_incident_state(encoded)) == encoded
 
 
 def incident_calibrations(data: bytes) -> None:
