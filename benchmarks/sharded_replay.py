@@ -59,6 +59,7 @@ from benchmarks.command import RESULTS, describe_machine, format_today, publish_
 from benchmarks.feed import OUTLIER_VALUE, make_model, make_quiet_calibration
 from benchmarks.stream import format_table
 from deformer_stream import model_store
+from deformer_stream.cli.shard_tasks import read_receipt
 from deformer_stream.codec.columns import encode_distinct
 from deformer_stream.codec.tables import mix_bits
 from tests.conftest import ROOT
@@ -282,20 +283,19 @@ def kill_runs(options: argparse.Namespace, inputs: list[str], model: Path, folde
         inputs, model, "--drift", "off", *(f"--{name}={whole / path}" for name, path in OUTPUTS.items())
     )
     running.wait()
+    seconds_of_one = round(running.seconds, 1)
     for engine in options.engines.split(","):
-        row = _kill_runs_of_engine(options, engine, inputs, model, folder / "killed", running.seconds)
+        row = _kill_runs_of_engine(options, engine, inputs, model, folder / "killed")
         are_equal = all(
             compute_digest([whole / name]) == compute_digest(sorted(folder.glob(f"killed/shards/*/{name}")))
             for name in OUTPUTS.values()
         )
-        yield {"part": "kill", **row, "equal": str(are_equal), "one_process_s": round(running.seconds, 1)}
+        yield {"part": "kill", **row, "equal": str(are_equal), "one_process_s": seconds_of_one}
         assert are_equal, "the outputs differ"
         assert not row["written_again"], "finished shards were scored again"
 
 
-def _kill_runs_of_engine(
-    options: argparse.Namespace, engine: str, inputs: list[str], model: Path, target: Path, seconds_of_one: float
-) -> Row:
+def _kill_runs_of_engine(options: argparse.Namespace, engine: str, inputs: list[str], model: Path, target: Path) -> Row:
     """Kill runs of an engine repeatedly, let the last one end, and return the figures.
 
     Args:
@@ -304,7 +304,6 @@ def _kill_runs_of_engine(
         inputs: The inputs.
         model: The model directory.
         target: The folder of the outputs.
-        seconds_of_one: Seconds that one process without shards needs.
     """
     shutil.rmtree(target, ignore_errors=True)
     rng = np.random.default_rng(options.seed)
@@ -315,7 +314,7 @@ def _kill_runs_of_engine(
     num_written_again = num_killed = num_killed_workers = 0
     for _ in range(options.kills):
         running = RunningReplay(inputs, model, "--output-dir", *words, *outputs)
-        _wait_for_moment(running, target, len(finished), rng, seconds_of_one / num_shards)
+        _wait_for_moment(running, target, len(finished), rng)
         workers = [pid for pid in list_children(running.process.pid) if is_worker(pid)]
         if workers and rng.random() < 0.5:
             with contextlib.suppress(ProcessLookupError):
@@ -342,9 +341,7 @@ def _kill_runs_of_engine(
     }
 
 
-def _wait_for_moment(
-    running: RunningReplay, target: Path, num_finished: int, rng: np.random.Generator, seconds_per_shard: float
-) -> None:
+def _wait_for_moment(running: RunningReplay, target: Path, num_finished: int, rng: np.random.Generator) -> None:
     """Wait for the random moment at which a run is killed: at its start, or after it has finished one or two shards.
 
     Args:
@@ -352,14 +349,15 @@ def _wait_for_moment(
         target: The folder of its outputs.
         num_finished: Number of shards that earlier runs have finished.
         rng: The generator.
-        seconds_per_shard: Seconds in which about one shard is scored.
     """
-    seconds, num_new = rng.uniform(0.0, START_SECONDS), 0
-    if rng.random() < SHARE_OF_LATE_KILLS:
-        seconds, num_new = rng.uniform(0.0, seconds_per_shard), int(rng.integers(1, 3))
+    if rng.random() >= SHARE_OF_LATE_KILLS:
+        time.sleep(rng.uniform(0.0, START_SECONDS))
+        return
+    num_new = int(rng.integers(1, 3))
     while running.process.poll() is None and len(list_shards(target)) < num_finished + num_new:
         time.sleep(0.02)
-    time.sleep(seconds)
+    receipts = [read_receipt(path) for path in target.glob("shards/[0-9]*")]
+    time.sleep(rng.uniform(0.0, max([receipt["seconds"] for receipt in receipts], default=0.0)))
 
 
 def list_shards(folder: Path) -> dict[str, int]:
