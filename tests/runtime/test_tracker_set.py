@@ -109,7 +109,10 @@ def test_parts_of_a_state_of_one_model_continue_as_if_they_had_been_apart(place:
 
 
 def test_alerts_of_devices_without_a_closed_record_go_to_the_model_that_closes_it() -> None:
-    """The state has alerts of open records and nothing else, so it does not say which model has raised them."""
+    """The state has alerts of open records and nothing else, so it does not say which model has raised them.
+
+    If it has a record of one of the models, it gets all of these alerts.
+    """
     logs = [make_batches("fan", "a")[1:], make_batches("pump", "b")[1:]]
     alerts = [replace(log[0], closed=take_no_rows(log[0].closed)) for log in logs]
     assert all(batch.alerts for batch in alerts)
@@ -122,6 +125,14 @@ def test_alerts_of_devices_without_a_closed_record_go_to_the_model_that_closes_i
     assert [several.handle(batch) for batch in batches] == expected
     first_alerts = {alert.id for batch in alerts for alert in batch.alerts}
     assert any(first_alerts & set(message.alert_ids) for messages in expected for message in messages)
+
+    only_fan = TrackerSet({ONLY_MODEL: make_plan(ONLY_MODEL)})
+    for batch in (make_batches("fan", "c")[0], *alerts):
+        only_fan.handle(batch)
+    several = TrackerSet(PLANS)
+    several.import_state(only_fan.export_state())
+    pending = {name: state.order.alert_by_record.keys() for name, state in several.export_state().items()}
+    assert pending == {"fan": {alert.record for batch in alerts for alert in batch.alerts}, "pump": set()}
 
 
 def take_no_rows(closed: ClosedRows) -> ClosedRows:
