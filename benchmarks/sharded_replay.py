@@ -35,6 +35,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import logging
 import os
 import shutil
 import signal
@@ -423,6 +424,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for source in options.sources.split(","):
             store = None
             if source == "s3":
+                logging.getLogger("werkzeug").setLevel(logging.WARNING)  # it would log each request
                 patch = cleanup.enter_context(pytest.MonkeyPatch.context())
                 store, _ = cleanup.enter_context(run_server(patch))
             inputs = write_input(folder / "input", options, source, options.readings, store)
