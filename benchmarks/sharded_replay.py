@@ -181,18 +181,24 @@ class RunningReplay:
             self.max_main_bytes = max(self.max_main_bytes, bytes_by_process[main])
             self.max_worker_bytes = max(self.max_worker_bytes, *of_workers, 0)
             time.sleep(0.1)
+        self._check_end()
+
+    def kill(self) -> bool:
+        """Kill the process, and return whether it was running."""
+        if self.process.poll() is not None:
+            self._check_end()
+            return False
+        self.process.kill()
+        self.process.wait()
+        self._log.close()
+        return True
+
+    def _check_end(self) -> None:
+        """Check that the process has ended without an error."""
         self._log.seek(0)
         log = self._log.read()
         self._log.close()
         assert self.process.returncode == 0, log[-2000:]
-
-    def kill(self) -> bool:
-        """Kill the process, and return whether it was running."""
-        is_running = self.process.poll() is None
-        self.process.kill()
-        self.process.wait()
-        self._log.close()
-        return is_running
 
 
 def list_children(pid: int) -> list[int]:
