@@ -211,12 +211,12 @@ def list_children(pid: int) -> list[int]:
 
 
 def is_worker(pid: int) -> bool:
-    """Return whether a process is a worker of the pool on this machine, or of Ray, which names them ray::…"""
+    """Return whether a process is a worker of the pool on this machine, or of Ray, whose services are none."""
     try:
         command = Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:  # the process has ended
         return False
-    return b"spawn_main" in command or command.startswith(b"ray::")
+    return b"spawn_main" in command or command.startswith((b"ray::IDLE", b"ray::_perform"))
 
 
 def _read_resident_bytes(pid: int) -> int:
