@@ -19,7 +19,7 @@ PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 4 --dist loadfile
 # The tests start many programs. Without files of bytecode, each of them would compile the modules of the checkout again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help docs demo demo-page kernels test test-long test-data test-librdkafka test-ray test-kernels wheel test-wheel test-aarch64 test-lowest test-newest sbom first-hours lint check format bench bench-gpu bench-quality bench-incidents chaos chaos-incidents test-outage fuzz kafka kafka-jars test-programs deploy-tools test-deploy clean
+.PHONY: help docs demo demo-page kernels test test-long test-data test-librdkafka test-ray test-kernels wheel test-wheel test-aarch64 test-lowest test-newest sbom first-hours lint check format bench bench-gpu bench-quality bench-incidents chaos chaos-incidents chaos-incidents-models test-outage fuzz kafka kafka-jars test-programs deploy-tools test-deploy clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -93,7 +93,7 @@ test-data: $(VENV)/.dev kernels kafka-jars ## run the tests that read the public
 test-librdkafka: $(VENV)/.dev kernels kafka-jars test-programs ## run the tests of Kafka that CI runs with kafka-python only with librdkafka, too
 	DEFORMER_TEST_CLIENT=librdkafka $(PYTEST) -m kafka tests/connectors tests/contracts tests/integration
 
-test-ray: $(VENV)/.dev kernels ## run replay --engine ray (installs Ray, 300 MB, into build/venv-ray)
+test-ray: $(VENV)/.dev kernels ## run replay and calibrate --engine ray (installs Ray, 300 MB, into build/venv-ray)
 	$(PYTHON) -m venv --clear build/venv-ray
 	build/venv-ray/bin/python -m pip install -q --disable-pip-version-check "$$(grep -oE 'ray>=[0-9.]+' pyproject.toml)"
 	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
@@ -219,6 +219,9 @@ chaos: $(VENV)/.dev kafka-jars ## kill, move and cut off consumers; fail if anyt
 
 chaos-incidents: $(VENV)/.dev kafka-jars ## kill the process that makes incidents twenty times; fail if any incident differs
 	DEFORMER_TEST_CLIENT=$(CLIENT) $(BIN)/python -m tests.chaos.incidents --kills 20
+
+chaos-incidents-models: $(VENV)/.dev kafka-jars ## the same for one process with three models (incidents --models)
+	DEFORMER_TEST_CLIENT=$(CLIENT) $(BIN)/python -m tests.chaos.incidents --kills 20 --models 3
 
 kafka-jars: $(VENV)/.made ## fetch Apache Kafka and a schema registry with Maven (once)
 	@if [ -z "$$DEFORMER_TEST_BOOTSTRAP" ]; then $(BIN)/python tests/kafka/broker.py ensure; fi

@@ -78,19 +78,23 @@ def format_today() -> str:
     return f"{datetime.now(UTC):%Y-%m-%d}"
 
 
-def publish_results(name: str, text: str, lines: Iterable[Mapping[str, Any]] | None = None) -> None:
-    """Print a report and store it in the results folder.
+def publish_results(
+    name: str, text: str, lines: Iterable[Mapping[str, Any]] | None = None, folder: Path | None = None
+) -> None:
+    """Print a report and store it in a folder.
 
     Args:
         name: Name of the files without suffix.
         text: The report, stored as NAME.md.
         lines: The measurements, stored as NAME.jsonl with one line each; not stored if None.
+        folder: The folder, which is created if it does not exist; None for the results folder.
     """
     print("\n" + text)
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / f"{name}.md").write_text(text)
+    folder = RESULTS if folder is None else folder
+    folder.mkdir(exist_ok=True, parents=True)
+    (folder / f"{name}.md").write_text(text)
     if lines is not None:
-        _write_json_lines(RESULTS / f"{name}.jsonl", lines)
+        _write_json_lines(folder / f"{name}.jsonl", lines)
 
 
 class ResultStore:

@@ -1,21 +1,33 @@
 """Measure `deformer-stream replay --output-dir`: speed with several workers, memory, and runs that are killed.
 
-    python -m benchmarks.sharded_replay [PART…] --readings 200000000 --folder /data/scratch
+    python -m benchmarks.sharded_replay [PART…]
+    python -m benchmarks.sharded_replay --readings 100000 --kills 2 --rounds 1 --preset tiny --results build/small
+    python -m benchmarks.sharded_replay --readings 200000000 --rounds 1 --sources disk,hive,s3 --engines local,ray \\
+        --folder /data/scratch
 
-speed        Seconds and readings per second with 1 and 2 workers (--workers), local and with Ray (--engines), and their
-             ratio to the first number of workers of the engine. `scoring_s` is the sum over all shards of the seconds
-             in which they were scored; the rest is the start, and the division of rows among shards. Memory is the
-             largest sum of the resident bytes of all processes, and the largest of one process.
+The second command is a trial of minutes. The third one takes about a day on two cores, and needs some 30 GB of disk:
+14 bytes a reading for the input, and as much for the rows of shards and for scores. With s3, the input is in memory.
+
+Ray is not installed by `make`. `make test-ray` installs it beside everything else, for
+`build/venv-ray/bin/python -m benchmarks.sharded_replay`.
+
+speed        Seconds and readings per second with 1 and 2 workers (--workers) in turn, for --rounds, for each of the
+             --engines: medians, and the ratio to the first number of workers in the same round. `scoring_s` is the sum
+             over all shards of the seconds in which they were scored; the rest is the start, and the division of rows
+             among shards. Memory is the largest sum of the resident bytes of all processes, the largest of a worker,
+             and that of the process that the command has started.
 memory       The same memory for a tenth of the input and for all of it, with 2 workers.
 kill         A run with 2 workers that is killed by SIGKILL, --kills times at random times, and then runs to its end. In
              half of the cases a worker is killed first. `equal` says whether all outputs equal those of `replay`
              in one process without shards. `written_again` is the number of finished shards that were scored again.
 
-The input is a table of random records in --files Parquet files: with --layout long a row is a reading and the readings
-of 1,000 records interleave. --source hive writes them into folders `site=…/day=…`, and --source s3 reads these from a
-local S3 server, which keeps them in memory. The model has random weights, which are as fast as trained ones.
+Each part is measured for each of the --sources. The input is a table of random records in --files Parquet files: with
+--layout long a row is a reading and the readings of 1,000 records interleave. The source hive has them in folders
+`site=…/day=…`, and s3 reads these from a local S3 server, which keeps them in memory. The model has random weights,
+which are as fast as trained ones.
 
-The outputs are compared by sums of hashes of rows, in bounded memory. Each worker computes on one thread.
+The outputs are compared by sums of hashes of rows, in bounded memory. Each worker computes on one thread. Every run is
+printed as a line of JSON when it has ended.
 """
 
 from __future__ import annotations
@@ -23,15 +35,18 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import logging
 import os
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -39,14 +54,18 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from numpy.typing import NDArray
+from pyarrow import fs
 
-from benchmarks.command import describe_machine, format_today, publish_results
+from benchmarks.command import RESULTS, describe_machine, format_today, publish_results
 from benchmarks.feed import OUTLIER_VALUE, make_model, make_quiet_calibration
 from benchmarks.stream import format_table
 from deformer_stream import model_store
+from deformer_stream.cli.shard_tasks import read_receipt
 from deformer_stream.codec.columns import encode_distinct
 from deformer_stream.codec.tables import mix_bits
-from tests.integration.programs import list_workers, make_command, make_environment
+from tests.conftest import ROOT
+from tests.integration.programs import make_command, make_environment
+from tests.s3 import BUCKET, run_server, write_object
 
 PARTS = ("speed", "memory", "kill")
 OUTPUTS = {"output": "scores.parquet", "records": "records.parquet", "alerts": "alerts.jsonl"}
@@ -59,16 +78,29 @@ SHARE_OF_LATE_KILLS = 0.7
 OUTLIER_SHARE = 1e-3
 """Share of the records with an `OUTLIER_VALUE`, which raise an alert."""
 
+MEASURED = ("seconds", "readings_/s", "scoring_s", "total_MiB", "worker_MiB", "main_MiB")
+"""What differs between runs of the same input."""
+
 Row = dict[str, Any]
 
 
-def write_input(folder: Path, options: argparse.Namespace, readings: int) -> list[str]:
-    """Write the input files, and return the inputs of the command."""
+def write_input(
+    folder: Path, options: argparse.Namespace, source: str, readings: int, store: fs.S3FileSystem | None
+) -> list[str]:
+    """Write the input files, and return the inputs of the command.
+
+    Args:
+        folder: The folder of the files. For a store it is deleted, and its name is the beginning of their keys.
+        options: The command's options.
+        source: disk, hive or s3.
+        readings: The number of readings.
+        store: The S3 server, None without one.
+    """
     shutil.rmtree(folder, ignore_errors=True)
     rng, names = np.random.default_rng(0), [f"f{i}" for i in range(options.features)]
     records_per_file = max(1, readings // options.features // options.files)
     for file in range(options.files):
-        subfolder = folder / f"site={'AB'[file % 2]}" / f"day={file}" if options.source != "disk" else folder
+        subfolder = folder / f"site={'AB'[file % 2]}" / f"day={file}" if source != "disk" else folder
         subfolder.mkdir(parents=True, exist_ok=True)
         path = subfolder / f"part-{file:04}.parquet"
         writer: pq.ParquetWriter | None = None
@@ -78,7 +110,10 @@ def write_input(folder: Path, options: argparse.Namespace, readings: int) -> lis
             writer.write_table(table)
         assert writer is not None
         writer.close()
-    return [str(folder)]
+        if store is not None:
+            write_object(store, f"{folder.name}/{path.relative_to(folder)}", path.read_bytes())
+            path.unlink()
+    return [str(folder) if store is None else f"s3://{BUCKET}/{folder.name}"]
 
 
 def _draw_table(
@@ -112,31 +147,58 @@ class RunningReplay:
         inputs: The inputs.
         model: The model directory.
         words: Further words of the command line.
+
+    Attributes:
+        process: The process.
+        max_total_bytes: Largest sum of the resident bytes of all processes.
+        max_main_bytes: Largest number of resident bytes of the process.
+        max_worker_bytes: The same of a worker.
     """
 
     def __init__(self, inputs: list[str], model: Path, *words: object) -> None:
         command = make_command("deformer-stream", "replay", *inputs, "--model", model, "--explanations", "fast", *words)
         # All threads of a worker are one; the environment of this process may say something else.
         environment = {name: value for name, value in make_environment({}).items() if name != "OMP_NUM_THREADS"}
+        # Processes of Ray do not begin in this folder.
+        environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [environment.get("PYTHONPATH")])])
         self._began = time.monotonic()
-        self.process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
-        self.max_total_bytes = self.max_process_bytes = 0
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - it is open as long as the run
+        self.process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=self._log)
+        self.max_total_bytes = self.max_main_bytes = self.max_worker_bytes = 0
 
     @property
     def seconds(self) -> float:
         """Seconds since the start."""
         return time.monotonic() - self._began
 
-    def wait(self) -> str:
-        """Wait for the end, watch the memory, and return the log."""
+    def wait(self) -> None:
+        """Wait for the end, and watch the memory."""
         while self.process.poll() is None:
-            sizes = [_read_resident_bytes(pid) for pid in [self.process.pid, *list_children(self.process.pid)]]
-            self.max_total_bytes = max(self.max_total_bytes, sum(sizes))
-            self.max_process_bytes = max(self.max_process_bytes, *sizes)
+            main, children = self.process.pid, list_children(self.process.pid)
+            bytes_by_process = {pid: _read_resident_bytes(pid) for pid in [main, *children]}
+            of_workers = [size for pid, size in bytes_by_process.items() if is_worker(pid)]
+            self.max_total_bytes = max(self.max_total_bytes, sum(bytes_by_process.values()))
+            self.max_main_bytes = max(self.max_main_bytes, bytes_by_process[main])
+            self.max_worker_bytes = max(self.max_worker_bytes, *of_workers, 0)
             time.sleep(0.1)
-        _, log = self.process.communicate()
+        self._check_end()
+
+    def kill(self) -> bool:
+        """Kill the process, and return whether it was running."""
+        if self.process.poll() is not None:
+            self._check_end()
+            return False
+        self.process.kill()
+        self.process.wait()
+        self._log.close()
+        return True
+
+    def _check_end(self) -> None:
+        """Check that the process has ended without an error."""
+        self._log.seek(0)
+        log = self._log.read()
+        self._log.close()
         assert self.process.returncode == 0, log[-2000:]
-        return log
 
 
 def list_children(pid: int) -> list[int]:
@@ -148,6 +210,15 @@ def list_children(pid: int) -> list[int]:
     return children + [grandchild for child in children for grandchild in list_children(child)]
 
 
+def is_worker(pid: int) -> bool:
+    """Return whether a process is a worker of the pool on this machine, or of Ray, whose services are none."""
+    try:
+        command = Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:  # the process has ended
+        return False
+    return b"spawn_main" in command or command.startswith((b"ray::IDLE", b"ray::_perform"))
+
+
 def _read_resident_bytes(pid: int) -> int:
     """Return the resident bytes of a process, 0 if it has ended."""
     try:
@@ -157,7 +228,7 @@ def _read_resident_bytes(pid: int) -> int:
 
 
 def run_in_shards(inputs: list[str], model: Path, folder: Path, workers: int, engine: str, *words: object) -> Row:
-    """Run the command to its end in a new folder, and return the figures."""
+    """Run the command to its end in a new folder, print the figures, and return them."""
     shutil.rmtree(folder, ignore_errors=True)
     outputs = [f"--{name}={path}" for name, path in OUTPUTS.items()]
     running = RunningReplay(
@@ -165,7 +236,7 @@ def run_in_shards(inputs: list[str], model: Path, folder: Path, workers: int, en
     )
     running.wait()
     seconds, summary = running.seconds, json.loads((folder / "summary.json").read_text())
-    return {
+    row = {
         "engine": engine,
         "workers": workers,
         "readings": summary["readings"],
@@ -174,83 +245,110 @@ def run_in_shards(inputs: list[str], model: Path, folder: Path, workers: int, en
         "readings_/s": round(summary["readings"] / seconds),
         "scoring_s": round(summary["seconds_of_workers"], 1),
         "total_MiB": round(running.max_total_bytes / 2**20),
-        "process_MiB": round(running.max_process_bytes / 2**20),
+        "worker_MiB": round(running.max_worker_bytes / 2**20),
+        "main_MiB": round(running.max_main_bytes / 2**20),
     }
+    print(json.dumps(row), file=sys.stderr, flush=True)
+    return row
 
 
 def measure_speed(options: argparse.Namespace, inputs: list[str], model: Path, folder: Path) -> Iterator[Row]:
     """Yield the speed of each engine with each number of workers."""
+    numbers = list(map(int, options.workers.split(",")))
     for engine in options.engines.split(","):
-        first: Row | None = None
-        for workers in map(int, options.workers.split(",")):
-            row = run_in_shards(inputs, model, folder / "shards", workers, engine)
-            first = first or row
-            yield {"part": "speed", **row, "ratio": round(first["seconds"] / row["seconds"], 2)}
+        rounds = [
+            {workers: run_in_shards(inputs, model, folder / "shards", workers, engine) for workers in numbers}
+            for _ in range(options.rounds)
+        ]
+        for workers in numbers:
+            rows = [measured[workers] for measured in rounds]
+            ratios = [measured[numbers[0]]["seconds"] / measured[workers]["seconds"] for measured in rounds]
+            medians = {name: round(median(row[name] for row in rows), 1) for name in MEASURED}
+            ratio = {"ratio": round(median(ratios), 2), "smallest_ratio": round(min(ratios), 2)}
+            yield {"part": "speed", **rows[0], **medians, **ratio}
 
 
-def measure_memory(options: argparse.Namespace, model: Path, folder: Path) -> Iterator[Row]:
+def measure_memory(
+    options: argparse.Namespace, source: str, store: fs.S3FileSystem | None, model: Path, folder: Path
+) -> Iterator[Row]:
     """Yield the memory for a tenth of the input and for all of it."""
-    for readings in (options.readings // 10, options.readings):
-        inputs = write_input(folder / "input-of-memory", options, readings)
-        yield {"part": "memory", **run_in_shards(inputs, model, folder / "shards", 2, "local")}
+    for engine in options.engines.split(","):
+        for readings in (options.readings // 10, options.readings):
+            inputs = write_input(folder / "input-of-memory", options, source, readings, store)
+            yield {"part": "memory", **run_in_shards(inputs, model, folder / "shards", 2, engine)}
+            if store is not None:
+                store.delete_dir(f"{BUCKET}/input-of-memory")
     shutil.rmtree(folder / "input-of-memory")
 
 
 def kill_runs(options: argparse.Namespace, inputs: list[str], model: Path, folder: Path) -> Iterator[Row]:
-    """Kill a run repeatedly, and yield whether its outputs are those of one process."""
-    whole, target = folder / "whole", folder / "killed"
-    for path in (whole, target):
-        shutil.rmtree(path, ignore_errors=True)
+    """Kill runs of each engine repeatedly, and yield whether their outputs are those of one process."""
+    whole = folder / "whole"
+    shutil.rmtree(whole, ignore_errors=True)
     whole.mkdir()
     running = RunningReplay(
         inputs, model, "--drift", "off", *(f"--{name}={whole / path}" for name, path in OUTPUTS.items())
     )
     running.wait()
-    seconds_of_one = running.seconds
+    seconds_of_one = round(running.seconds, 1)
+    for engine in options.engines.split(","):
+        row = _kill_runs_of_engine(options, engine, inputs, model, folder / "killed")
+        are_equal = all(
+            compute_digest([whole / name]) == compute_digest(sorted(folder.glob(f"killed/shards/*/{name}")))
+            for name in OUTPUTS.values()
+        )
+        yield {"part": "kill", **row, "equal": str(are_equal), "one_process_s": seconds_of_one}
+        assert are_equal, "the outputs differ"
+        assert not row["written_again"], "finished shards were scored again"
+
+
+def _kill_runs_of_engine(options: argparse.Namespace, engine: str, inputs: list[str], model: Path, target: Path) -> Row:
+    """Kill runs of an engine repeatedly, let the last one end, and return the figures.
+
+    Args:
+        options: The command's options.
+        engine: The engine.
+        inputs: The inputs.
+        model: The model directory.
+        target: The folder of the outputs.
+    """
+    shutil.rmtree(target, ignore_errors=True)
     rng = np.random.default_rng(options.seed)
     num_shards = 3 * options.kills  # so that shards are left for each run
-    words = (target, "--workers", 2, "--shards", num_shards, *(f"--{name}={path}" for name, path in OUTPUTS.items()))
+    words = (target, "--workers", 2, "--engine", engine, "--shards", num_shards)
+    outputs = [f"--{name}={path}" for name, path in OUTPUTS.items()]
     finished: dict[str, int] = {}
-    num_written_again = num_killed_workers = 0
+    num_written_again = num_killed = num_killed_workers = 0
     for _ in range(options.kills):
-        running = RunningReplay(inputs, model, "--output-dir", *words)
-        _wait_for_moment(running, target, len(finished), rng, seconds_of_one / num_shards)
-        workers = list_workers(running.process.pid)
+        running = RunningReplay(inputs, model, "--output-dir", *words, *outputs)
+        _wait_for_moment(running, target, len(finished), rng)
+        workers = [pid for pid in list_children(running.process.pid) if is_worker(pid)]
         if workers and rng.random() < 0.5:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(int(rng.choice(workers)), signal.SIGKILL)
             num_killed_workers += 1
             time.sleep(rng.uniform(0.0, 1.0))
-        running.process.kill()
-        running.process.communicate()
+        num_killed += running.kill()
         now = list_shards(target)
         num_written_again += sum(now.get(name) != identity for name, identity in finished.items())
         finished = now
+        print(f"killed: {len(finished)} of {num_shards} shards are finished", file=sys.stderr, flush=True)
     num_finished_before_end = len(finished)
-    RunningReplay(inputs, model, "--output-dir", *words).wait()
+    RunningReplay(inputs, model, "--output-dir", *words, *outputs).wait()
     now = list_shards(target)
     num_written_again += sum(now.get(name) != identity for name, identity in finished.items())
-    are_equal = all(
-        compute_digest([whole / name]) == compute_digest(sorted(target.glob(f"shards/*/{name}")))
-        for name in OUTPUTS.values()
-    )
-    yield {
-        "part": "kill",
-        "kills": options.kills,
+    return {
+        "engine": engine,
+        "kills": num_killed,
         "of_workers": num_killed_workers,
+        "readings": options.readings,
         "shards": len(now),
         "finished_before_last_run": num_finished_before_end,
         "written_again": num_written_again,
-        "equal": str(are_equal),
-        "one_process_s": round(seconds_of_one, 1),
     }
-    assert are_equal, "the outputs differ"
-    assert not num_written_again, "finished shards were scored again"
 
 
-def _wait_for_moment(
-    running: RunningReplay, target: Path, num_finished: int, rng: np.random.Generator, seconds_per_shard: float
-) -> None:
+def _wait_for_moment(running: RunningReplay, target: Path, num_finished: int, rng: np.random.Generator) -> None:
     """Wait for the random moment at which a run is killed: at its start, or after it has finished one or two shards.
 
     Args:
@@ -258,14 +356,15 @@ def _wait_for_moment(
         target: The folder of its outputs.
         num_finished: Number of shards that earlier runs have finished.
         rng: The generator.
-        seconds_per_shard: Seconds in which about one shard is scored.
     """
-    seconds, num_new = rng.uniform(0.0, START_SECONDS), 0
-    if rng.random() < SHARE_OF_LATE_KILLS:
-        seconds, num_new = rng.uniform(0.0, seconds_per_shard), int(rng.integers(1, 3))
+    if rng.random() >= SHARE_OF_LATE_KILLS:
+        time.sleep(rng.uniform(0.0, START_SECONDS))
+        return
+    num_new = int(rng.integers(1, 3))
     while running.process.poll() is None and len(list_shards(target)) < num_finished + num_new:
         time.sleep(0.02)
-    time.sleep(seconds)
+    receipts = [read_receipt(path) for path in target.glob("shards/[0-9]*")]
+    time.sleep(rng.uniform(0.0, max([receipt["seconds"] for receipt in receipts], default=0.0)))
 
 
 def list_shards(folder: Path) -> dict[str, int]:
@@ -305,58 +404,64 @@ def _hash_column(column: pa.Array) -> NDArray[np.uint64]:
     return column.cast(pa.float64()).fill_null(-1.5).to_numpy(zero_copy_only=False).view(np.uint64)
 
 
-@contextlib.contextmanager
-def serve_input(options: argparse.Namespace, inputs: list[str]) -> Iterator[list[str]]:
-    """Copy the input to a local S3 server with --source s3, and yield the inputs of the command."""
-    if options.source != "s3":
-        yield inputs
-        return
-    from tests.s3 import BUCKET, run_server, write_object
-
-    with pytest.MonkeyPatch.context() as patch, run_server(patch) as (store, _):
-        root = Path(inputs[0])
-        for path in sorted(root.rglob("*.parquet")):
-            write_object(store, f"logs/{path.relative_to(root)}", path.read_bytes())
-        yield [f"s3://{BUCKET}/logs"]
-
-
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Run the parts that the command line names, and publish the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", choices=PARTS, default=list(PARTS))
+    parser.add_argument("parts", nargs="*", choices=[*PARTS, []], metavar="PART", help="all by default")
     parser.add_argument("--readings", type=int, default=2_000_000)
     parser.add_argument("--features", type=int, default=20)
     parser.add_argument("--files", type=int, default=16)
     parser.add_argument("--layout", choices=("wide", "long"), default="long")
-    parser.add_argument("--source", choices=("disk", "hive", "s3"), default="disk")
+    parser.add_argument("--sources", default="disk", help="disk, hive or s3, comma-separated")
     parser.add_argument("--preset", default="small")
     parser.add_argument("--workers", default="1,2", help="numbers of workers, comma-separated")
     parser.add_argument("--engines", default="local", help="local or ray, comma-separated")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds of speed")
     parser.add_argument("--kills", type=int, default=10)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", type=Path, help="folder for input and outputs; by default a temporary one")
-    options = parser.parse_args()
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the results")
+    options = parser.parse_args(arguments)
     rows: list[Row] = []
-    with tempfile.TemporaryDirectory(dir=options.folder) as name:
-        folder = Path(name)
+    with contextlib.ExitStack() as cleanup:
+        folder = Path(cleanup.enter_context(tempfile.TemporaryDirectory(dir=options.folder)))
         model = folder / "model"
         model_store.write(model, make_model(options.preset, options.features, 0), make_quiet_calibration(), {}, "")
-        with serve_input(options, write_input(folder / "input", options, options.readings)) as inputs:
-            for part in dict.fromkeys(options.parts):
-                measured = {
-                    "speed": lambda: measure_speed(options, inputs, model, folder),
-                    "memory": lambda: measure_memory(options, model, folder),
-                    "kill": lambda: kill_runs(options, inputs, model, folder),
-                }[part]()
-                for row in measured:
-                    rows.append(row | {"layout": options.layout, "source": options.source, "preset": options.preset})
+        for source in options.sources.split(","):
+            store = None
+            if source == "s3":
+                logging.getLogger("werkzeug").setLevel(logging.WARNING)  # it would log each request
+                patch = cleanup.enter_context(pytest.MonkeyPatch.context())
+                store, _ = cleanup.enter_context(run_server(patch))
+            inputs = write_input(folder / "input", options, source, options.readings, store)
+            for part in dict.fromkeys(options.parts or PARTS):
+                for row in measure(part, options, source, store, inputs, model, folder):
+                    rows.append(row | {"layout": options.layout, "source": source, "preset": options.preset})
                     print(json.dumps(rows[-1]), flush=True)
     tables = "\n".join(
         f"### {part}\n\n{format_table(of_part)}\n"
         for part in PARTS
         if (of_part := [row for row in rows if row["part"] == part])
     )
-    publish_results("sharded_replay", f"# Replay in shards\n\n{format_today()}, {describe_machine()}\n\n{tables}", rows)
+    text = f"# Replay in shards\n\n{format_today()}, {describe_machine()}\n\n{tables}"
+    publish_results("sharded_replay", text, rows, options.results)
+
+
+def measure(
+    part: str,
+    options: argparse.Namespace,
+    source: str,
+    store: fs.S3FileSystem | None,
+    inputs: list[str],
+    model: Path,
+    folder: Path,
+) -> Iterator[Row]:
+    """Return the rows of a part; see `write_input` for the arguments."""
+    if part == "speed":
+        return measure_speed(options, inputs, model, folder)
+    if part == "memory":
+        return measure_memory(options, source, store, model, folder)
+    return kill_runs(options, inputs, model, folder)
 
 
 if __name__ == "__main__":

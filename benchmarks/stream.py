@@ -1,6 +1,7 @@
 """Measure the whole pipeline on one machine, with the Kafka broker on the same cores.
 
     python -m benchmarks.stream [PART…]
+    python -m benchmarks.stream registry --events 200000 --rounds 1 --results build/small      one small part
 
 stages       Events per second of each stage in one process, without Kafka, with and without a Gaussian prior.
 formats      Readings per second that are decoded, of JSON and of the formats of a schema registry, without Kafka.
@@ -12,6 +13,7 @@ irregular    Irregular readings of --stays long records that are open at once ar
              trained on such stays with `deformer-train --irregular`; otherwise its weights are random.
 latency      Time from produce to alert, at several rates (--rates). An alert is visible when it is committed.
 evidence     Throughput, and latency at --evidence-rate, with and without evidence for incidents, in turn, for --rounds.
+registry     Throughput of Avro, Protobuf and JSON Schema against JSON, and of outputs as Avro, in turn, for --rounds.
 models       Throughput and memory with 1, 10 and 50 models in one consumer, in turn, for --rounds.
 start        Time from the start of the process until it is ready.
 memory       Memory of a million open records with 20 readings each, in one process.
@@ -47,6 +49,7 @@ PARTS: dict[str, Callable[[argparse.Namespace, Path], Rows]] = {
     "sustained": stream_kafka.sustained,
     "irregular": stream_kafka.irregular,
     "latency": stream_kafka.latency,
+    "registry": stream_kafka.registry,
     "models": stream_kafka.models,
     "evidence": stream_kafka.evidence,
     "start": stream_kafka.start,
@@ -58,7 +61,7 @@ PARTS: dict[str, Callable[[argparse.Namespace, Path], Rows]] = {
 PARTS_BY_CLIENT = ("throughput", "sustained", "latency", "start")
 """Parts that are measured for each client library."""
 
-PARTS_WITH_KAFKA = (*PARTS_BY_CLIENT, "irregular", "evidence", "models")
+PARTS_WITH_KAFKA = (*PARTS_BY_CLIENT, "irregular", "evidence", "registry", "models")
 
 
 def measure(part: str, options: argparse.Namespace, folder: Path) -> Rows:
@@ -144,7 +147,9 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument(
         "--events", type=int, default=1_000_000, help="Events in the topic of throughput and in the table of replay."
     )
-    parser.add_argument("--payloads", default="json,many,arrow", help="Message formats of throughput, comma-separated.")
+    parser.add_argument(
+        "--payloads", default="json,many,arrow", help="Messages of throughput and registry, with commas."
+    )
     parser.add_argument("--rate", type=int, default=40_000, help="Events per second of sustained.")
     parser.add_argument("--irregular-rate", type=int, default=10_000, help="Readings per second of irregular.")
     parser.add_argument("--stays", type=int, default=1600, help="Records of irregular that are open at once.")
@@ -157,7 +162,7 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument(
         "--evidence-rate", type=int, default=10_000, help="Events per second of the latency of evidence."
     )
-    parser.add_argument("--rounds", type=int, default=4, help="Rounds of evidence and models.")
+    parser.add_argument("--rounds", type=int, default=4, help="Rounds of evidence, registry and models.")
     parser.add_argument("--records", type=int, default=1_000_000, help="Open records of memory.")
     parser.add_argument(
         "--threads", type=int, default=max(1, (os.cpu_count() or 2) - 1), help="Threads of the consumer."

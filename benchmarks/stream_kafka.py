@@ -41,12 +41,15 @@ from benchmarks.irregular_feed import (
     read_or_simulate_records,
 )
 from benchmarks.recovery import measure_ready_seconds
+from benchmarks.stream_local import make_encoders
 from benchmarks.tables import get_tables_folder
 from connectors.kafka import KafkaCluster, ensure_topics
 from deformer_stream import model_store
+from deformer_stream.codec.schema_formats import frame
 from deformer_stream.runtime.timing import limit_rate
 from tests.conftest import load_broker_script
 from tests.integration.programs import Cluster, RunningConsumer
+from tests.schema_registry import run_registry
 
 Rows = Iterator[dict[str, Any]]
 ChangeMessage = Callable[[tuple[bytes | None, bytes]], tuple[bytes | None, bytes]]
@@ -61,6 +64,9 @@ LINGER_SECONDS = 0.005
 """Seconds for which the producer gathers the messages of one request: the default of a Kafka producer."""
 READINGS_PER_MESSAGE = {"json": 1, "many": 4, "arrow": 1000}
 """Readings of a message by message format."""
+REGISTRY_RUNS = (("json", "json"), ("json-schema", "json"), ("avro", "json"), ("protobuf", "json"), ("json", "avro"))
+"""Values of --format and --output-format whose throughput is compared. The first ones need no schema registry."""
+REGISTRY_READINGS_PER_ALERT = 5000
 
 
 @contextmanager
@@ -132,10 +138,16 @@ def _make_messages(
 
 
 def _fill_topic(
-    options: argparse.Namespace, bootstrap: str, topic: str, payload: str, change: ChangeMessage | None = None
+    options: argparse.Namespace,
+    bootstrap: str,
+    topic: str,
+    payload: str,
+    change: ChangeMessage | None = None,
+    readings_per_outlier: int = 0,
 ) -> int:
     """Produce at least `--events` readings and return their number; `change` is applied to each message."""
-    connection, feeds = ProduceConnection(bootstrap, topic), _make_messages(options, payload)
+    connection = ProduceConnection(bootstrap, topic)
+    feeds = _make_messages(options, payload, readings_per_outlier)
     batch_size = max(1, BATCH_MESSAGES // READINGS_PER_MESSAGE[payload])
     sent = 0
     for partition in itertools.cycle(range(PARTITIONS)):
@@ -235,6 +247,61 @@ def models(options: argparse.Namespace, folder: Path) -> Rows:
             "resident_MiB": round(median(resident[num_models]) / 2**20, 1),
             "MiB_a_further_model": round(median(further) / 2**20 / max(1, num_models - 1), 2),
         }
+
+
+def registry(options: argparse.Namespace, folder: Path) -> Rows:
+    """Measure accepted events per second of the formats of a schema registry against JSON, in turn, `--rounds` times.
+
+    Messages have one reading, and several. All runs write evidence, and those with one reading a few alerts, as JSON or
+    as Avro. The shares are those of the throughput with JSON alone in the same round, by the clock and by the processor
+    time of the consumer, which other processes of the machine hardly change.
+    """
+    payloads = [payload for payload in options.payloads.split(",") if payload != "arrow"]
+    runs = [(payload, *formats) for payload in payloads for formats in REGISTRY_RUNS]
+    rates: dict[tuple[str, str, str], list[float]] = {run: [] for run in runs}
+    cpu_rates: dict[tuple[str, str, str], list[float]] = {run: [] for run in runs}
+    with load_broker_script().start() as broker, run_registry() as schemas:
+        for _, (payload, message_format, output_format) in itertools.product(range(options.rounds), runs):
+            topic = _create_topic(broker.bootstrap)
+            change = None
+            if message_format != "json":
+                schema, encode = make_encoders(READINGS_PER_MESSAGE[payload] == 1)[message_format]
+                schema_id = schemas.add(schema.text, schema.type, f"{topic}-value")
+                change = make_conversion(schema_id, encode)
+            sent = _fill_topic(options, broker.bootstrap, topic, payload, change, REGISTRY_READINGS_PER_ALERT)
+            words = ["--format", message_format, "--output-format", output_format, "--evidence", "on"]
+            if {message_format, output_format} != {"json"}:
+                words += ["--schema-registry", schemas.url]
+            with _run_consumer(options, folder, broker.bootstrap, topic, *words) as consumer:
+                cpu_progress: list[tuple[float, int]] = []
+                run = payload, message_format, output_format
+                rates[run].append(_measure_rate(_wait_for_events(consumer, sent, cpu_progress), sent))
+                cpu_rates[run].append(_measure_rate(cpu_progress, sent))
+                consumer.stop()
+    for run in runs:
+        shares, cpu_shares = (
+            [rate / alone for rate, alone in zip(measured[run], measured[run[0], "json", "json"], strict=True)]
+            for measured in (rates, cpu_rates)
+        )
+        yield {
+            "preset": options.preset,
+            "features": options.features,
+            "threads": options.threads,
+            "format": run[1],
+            "output": run[2],
+            "readings_a_message": READINGS_PER_MESSAGE[run[0]],
+            "rounds": options.rounds,
+            "events": options.events,
+            "events_/s": round(median(rates[run])),
+            "share_of_json": round(median(shares), 3),
+            "events_/cpu_s": round(median(cpu_rates[run])),
+            "share_by_cpu": round(median(cpu_shares), 3),
+        }
+
+
+def make_conversion(schema_id: int, encode: Callable[[dict[str, Any]], bytes]) -> ChangeMessage:
+    """Return the function that converts a JSON message to a format of a schema registry."""
+    return lambda message: (message[0], frame(schema_id, encode(orjson.loads(message[1]))))
 
 
 def _name_types(message: tuple[bytes | None, bytes]) -> tuple[bytes | None, bytes]:

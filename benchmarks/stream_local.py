@@ -8,7 +8,7 @@ import resource
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from io import BytesIO
 from itertools import islice
@@ -128,33 +128,45 @@ def encode_documents(
     documents: list[dict[str, Any]],
 ) -> tuple[dict[str, list[bytes | None]], dict[SchemaFormat, RegisteredSchema]]:
     """Return documents as messages of each format, and the schemas of those that have one, all with the id 1."""
-    is_single = "feature" in documents[0]
+    payloads_by_format: dict[str, list[bytes | None]] = {"json": [orjson.dumps(document) for document in documents]}
+    encoders = make_encoders(is_single="feature" in documents[0])
+    for name, (_, encode) in encoders.items():
+        payloads_by_format[name] = [frame(1, encode(document)) for document in documents]
+    return payloads_by_format, {name: schema for name, (schema, _) in encoders.items()}
+
+
+def make_encoders(
+    is_single: bool,
+) -> dict[SchemaFormat, tuple[RegisteredSchema, Callable[[dict[str, Any]], bytes]]]:
+    """Return by format the schema of events, and the function that encodes a document by it, without a schema's id.
+
+    Args:
+        is_single: Whether a document has one reading, not several.
+    """
     avro_fields = [{"name": "feature", "type": "string"}, {"name": "value", "type": "double"}]
+    proto_fields = "string feature = 2; double value = 3;"
     if not is_single:
         avro_fields = [
             {"name": "time", "type": "double"},
             {"name": "values", "type": {"type": "map", "values": "double"}},
         ]
-    avro = {"type": "record", "name": "Event", "fields": [{"name": "record", "type": "string"}, *avro_fields]}
-    proto_fields = "string feature = 2; double value = 3;"
-    if not is_single:
         proto_fields = "double time = 2; map<string, double> values = 3;"
+    avro = {"type": "record", "name": "Event", "fields": [{"name": "record", "type": "string"}, *avro_fields]}
     proto = f'syntax = "proto3"; message Event {{ string record = 1; {proto_fields} }}'
     parsed_avro, message_class = fastavro.parse_schema(avro), make_message_class(proto)
-    payloads_by_format: dict[str, list[bytes | None]] = {"json": [], "json-schema": [], "avro": [], "protobuf": []}
-    for document in documents:
-        text = orjson.dumps(document)
+
+    def encode_avro(document: dict[str, Any]) -> bytes:
         stream = BytesIO()
         fastavro.schemaless_writer(stream, parsed_avro, document)
-        content = b"\0" + message_class(**document).SerializeToString()
-        payloads_by_format["json"].append(text)
-        payloads_by_format["json-schema"].append(frame(1, text))
-        payloads_by_format["avro"].append(frame(1, stream.getvalue()))
-        payloads_by_format["protobuf"].append(frame(1, content))
-    return payloads_by_format, {
-        "avro": RegisteredSchema("AVRO", json.dumps(avro), {}),
-        "protobuf": RegisteredSchema("PROTOBUF", proto, {}),
-        "json-schema": RegisteredSchema("JSON", "{}", {}),
+        return stream.getvalue()
+
+    def encode_protobuf(document: dict[str, Any]) -> bytes:
+        return b"\0" + bytes(message_class(**document).SerializeToString())
+
+    return {
+        "json-schema": (RegisteredSchema("JSON", "{}", {}), orjson.dumps),
+        "avro": (RegisteredSchema("AVRO", json.dumps(avro), {}), encode_avro),
+        "protobuf": (RegisteredSchema("PROTOBUF", proto, {}), encode_protobuf),
     }
 
 

@@ -15,13 +15,14 @@ acknowledged, so it is removed when the folder is opened again.
 from __future__ import annotations
 
 import os
-from base64 import b64decode, b64encode
+from base64 import b64encode
 from collections.abc import Mapping
 from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 from zlib import crc32
 
+import msgspec
 import orjson
 
 from deformer_stream import log
@@ -86,7 +87,7 @@ class StateFolder:
         try:
             self._read_snapshot(saved)
             length = self._read_journal(saved)
-        except (OSError, ValueError, TypeError, KeyError) as error:
+        except (OSError, ValueError, msgspec.DecodeError, RecursionError) as error:
             raise self._make_error(str(error)) from None
         if saved.snapshot is not None:
             try:
@@ -113,12 +114,12 @@ class StateFolder:
         """Read the snapshot, if there is one, into `saved`."""
         if not self._snapshot_path.exists():
             return
-        line, _, snapshot = self._snapshot_path.read_bytes().partition(b"\n")
-        document = _decode_line(line)
-        if document is None:
+        first_line, _, snapshot = self._snapshot_path.read_bytes().partition(b"\n")
+        line = _decode_line(first_line)
+        if line is None:
             raise ValueError(f"{self._snapshot_path.name}: the checksum of the first line is wrong")
-        self._last_commit, saved.next_offset, saved.snapshot = document["commit"], document["next_offset"], snapshot
-        saved.translator_states = _decode_states(document)
+        self._last_commit, saved.next_offset, saved.snapshot = line.commit, line.next_offset, snapshot
+        saved.translator_states = line.states
 
     def _read_journal(self, saved: SavedState) -> int:
         """Read the commits after the snapshot into `saved`, and return the number of bytes of whole lines."""
@@ -126,25 +127,23 @@ class StateFolder:
             return 0
         *lines, rest = self._journal_path.read_bytes().split(b"\n")
         length = 0
-        for index, line in enumerate(lines):
-            document = _decode_line(line)
-            if document is None:
+        for index, encoded in enumerate(lines):
+            line = _decode_line(encoded)
+            if line is None:
                 if index < len(lines) - 1 or rest:
                     raise ValueError(f"{self._journal_path.name}: the checksum of line {index + 1} is wrong")
-                rest = line  # the file was enlarged before a power failure, but not all of the line was written
+                rest = encoded  # the file was enlarged before a power failure, but not all of the line was written
                 break
-            length += len(line) + 1
-            if document["commit"] <= self._last_commit:  # the process was killed before it emptied the journal
+            length += len(encoded) + 1
+            if line.commit <= self._last_commit:  # the process was killed before it emptied the journal
                 continue
-            if document["commit"] != self._last_commit + 1:
+            if line.commit != self._last_commit + 1:
                 raise ValueError(f"{self._journal_path.name}: the commit before line {index + 1} is missing")
-            self._last_commit, saved.next_offset = document["commit"], document["next_offset"]
-            saved.events += [
-                SavedEvent(offset, time, orjson.dumps(value)) for offset, time, value in document["events"]
-            ]
-            if document["decisions"] is not None:
-                saved.decisions.append(b64decode(document["decisions"]))
-            saved.translator_states |= _decode_states(document)
+            self._last_commit, saved.next_offset = line.commit, line.next_offset
+            saved.events += [SavedEvent(offset, time, bytes(value)) for offset, time, value in line.events]
+            if line.decisions is not None:
+                saved.decisions.append(line.decisions)
+            saved.translator_states |= line.states
         if rest:
             log.get_logger("state").warning("commit_cut", file=str(self._journal_path), bytes=len(rest))
         return length
@@ -209,26 +208,44 @@ def _encode_line(document: dict[str, Any]) -> bytes:
     return b"%08x %s\n" % (crc32(text), text)
 
 
-def _decode_line(line: bytes) -> dict[str, Any] | None:
+_Number = Annotated[int, msgspec.Meta(ge=0, lt=2**62)]
+
+
+class _Version(msgspec.Struct):
+    """The part of a line that every release writes."""
+
+    v: int
+
+
+class _Line(msgspec.Struct):
+    """The document of a line of the journal, or of the first line of the snapshot, which has no events and decisions.
+
+    Bytes are base64 in the document.
+    """
+
+    commit: _Number
+    next_offset: _Number
+    states: dict[str, bytes]
+    events: list[tuple[_Number, _Number, msgspec.Raw]] = []
+    decisions: bytes | None = None
+
+
+def _decode_line(line: bytes) -> _Line | None:
     """Return the document of a line without its end; None if the checksum is wrong.
 
     Raises:
         ValueError: A later release has written the line.
+        msgspec.DecodeError: The document is not one of a line.
     """
     checksum, _, text = line.partition(b" ")
     if checksum != b"%08x" % crc32(text):
         return None
-    document: dict[str, Any] = orjson.loads(text)
-    if document["v"] != FORMAT_VERSION:
-        raise ValueError(f"format version {document['v']} is of a later release")
-    return document
+    version = msgspec.json.decode(text, type=_Version).v
+    if version != FORMAT_VERSION:
+        raise ValueError(f"format version {version} is of a later release")
+    return msgspec.json.decode(text, type=_Line)
 
 
 def _encode_states(states: Mapping[str, bytes]) -> dict[str, Any]:
     """Return states of the translator as a part of a document."""
     return {"states": {key: b64encode(value).decode() for key, value in states.items()}}
-
-
-def _decode_states(document: dict[str, Any]) -> dict[str, bytes]:
-    """Return the states that `_encode_states` has written."""
-    return {key: b64decode(value) for key, value in document["states"].items()}

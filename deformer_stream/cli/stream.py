@@ -288,6 +288,7 @@ def _connect_to_kafka(
         Unavailable: No broker responds, or the schema registry does not.
     """
     import uuid
+    from functools import partial
 
     from connectors.kafka import (
         Delivery,
@@ -326,6 +327,7 @@ def _connect_to_kafka(
     if has_next_readings:
         topic_by_schema["next-readings"] = next_readings_topic
     formats = factory.register_output_schemas(settings, registry, topic_by_schema)
+    verify = partial(check_state, has_one_model=settings.models is None)
 
     def connect(attempt: ExitStack) -> tuple[EventSource, list[Sink]]:
         """Connect to the brokers; the connections are closed if that fails."""
@@ -355,7 +357,7 @@ def _connect_to_kafka(
             max_poll_records=settings.max_poll_records,
             session_seconds=settings.session_timeout,
             delivery=delivery,
-            state=StateTopic(cluster, state_topic, limits[state_topic], check_state),
+            state=StateTopic(cluster, state_topic, limits[state_topic], verify),
             on_lost_state=settings.lost_state,
             model=model,
             instance=settings.instance,

@@ -91,7 +91,12 @@ def decode_incident_state(data: bytes, description: str = "the saved state of in
             if cramjam.zstd.decompress_into(content, buffer) != length:
                 raise ValueError("it is shorter than stated")
             content = bytes(buffer)
-        return {ONLY_MODEL: _decoder.decode(content)} if version == FORMAT_VERSION else _set_decoder.decode(content)
+        if version == FORMAT_VERSION:
+            return {ONLY_MODEL: _decoder.decode(content)}
+        state_by_name = _set_decoder.decode(content)
+        if ONLY_MODEL in state_by_name:
+            raise ValueError("one of several models has no name")
+        return state_by_name
     except (ValueError, msgspec.DecodeError, cramjam.DecompressionError, RecursionError) as error:
         reason = " ".join(str(error).split())[:200]
         raise StateError(f"{description} cannot be decoded ({reason}): {_REMEDY}") from error

@@ -33,7 +33,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from typing import Any, TypeAlias, get_args
@@ -401,19 +401,34 @@ def _decode_set(kind: bytes, data: bytes) -> dict[str, bytes]:
     return part_by_model
 
 
-def check_state(snapshot: bytes, decisions: Iterable[bytes]) -> None:
-    """Check that the saved state of a partition can be decoded.
+def describe_other_kind(names: Collection[str], has_one_model: bool) -> str | None:
+    """Return why a process cannot continue saved state, None if it can.
+
+    Args:
+        names: The names of the models in the state; none if it is empty.
+        has_one_model: Whether the process has one model, and not several ones with names.
+    """
+    if not names or (ONLY_MODEL in names) == has_one_model:
+        return None
+    saved, current = ("--models", "--model") if has_one_model else ("--model", "--models")
+    return f"was saved by a process with {saved}, which {current} cannot continue"
+
+
+def check_state(snapshot: bytes, decisions: Iterable[bytes], has_one_model: bool | None = None) -> None:
+    """Check that the saved state of a partition can be decoded, and continued by a process.
 
     Args:
         snapshot: An encoded snapshot (the complete state at some commit).
         decisions: Encoded decisions, one element for each commit after the snapshot.
+        has_one_model: As in `describe_other_kind`; None if every process can continue the state.
 
     Raises:
-        StateError: If one of them cannot be decoded. The message names the option --lost-state. The caller adds what
-            its values do, because this depends on where the state is stored.
+        StateError: If one of them cannot be decoded or continued. The message names the option --lost-state. The caller
+            adds what its values do, because this depends on where the state is stored.
     """
     try:
-        for part in _decode_set(SNAPSHOT, snapshot).values():
+        part_by_name = _decode_set(SNAPSHOT, snapshot)
+        for part in part_by_name.values():
             _decode_snapshot(part)
     except _InvalidStateError as error:
         # The caller states the values of --lost-state and what they do.
@@ -421,6 +436,9 @@ def check_state(snapshot: bytes, decisions: Iterable[bytes]) -> None:
             f"the saved snapshot (complete state of a partition) cannot be decoded ({error}), so the open records "
             "cannot be restored (see --lost-state)"
         ) from error
+    other_kind = None if has_one_model is None else describe_other_kind(part_by_name, has_one_model)
+    if other_kind is not None:
+        raise StateError(f"the saved snapshot {other_kind}: choose another --group (or see --lost-state)")
     try:
         for data in decisions:
             for part in _decode_set(DECISIONS, data).values():

@@ -902,8 +902,10 @@ def divide_state(
 ) -> dict[str, TrackerState]:
     """Return the parts of a state from which the trackers of several models continue.
 
-    A device and its alerts belong to the model that has scored its last record. What belongs to none of the models is
-    dropped, as are fleet incidents with devices of several models. `IncidentTracker.reconcile` must then be called.
+    A device and its alerts belong to the model that has scored its last record. If none of its records has been
+    handled, each model that has scored others gets its alerts, and only the tracker in which the record closes uses
+    them. What belongs to none of the models is dropped, as are fleet incidents with devices of several models.
+    `IncidentTracker.reconcile` must then be called.
 
     Args:
         state: The state of a tracker of all models. It must not be used any more.
@@ -928,10 +930,15 @@ def divide_state(
     for row in state.order.waiting:
         if row.model in name_by_model:
             parts[name_by_model[row.model]].order.waiting.append(row)
+    # Usually one. An alert stays for long in a part in which its record does not close.
+    likely_parts = [part for part in parts.values() if part.state_by_device or part.order.waiting] or parts.values()
     for record, alert in state.order.alert_by_record.items():
         name = get_device(record)
         if name in part_by_device:
             part_by_device[name].order.alert_by_record[record] = alert
+        elif name not in state.state_by_device:
+            for part in likely_parts:
+                part.order.alert_by_record[record] = alert
     for name, group in state.state_by_group.items():
         for part in parts.values():
             recent = [one for one in group.recent if one.device in part.state_by_device]

@@ -30,6 +30,7 @@ from deformer_stream.codec.payloads import Messages, Payload
 from deformer_stream.codec.state import (
     decode_decisions_by_model,
     decode_snapshots,
+    describe_other_kind,
     encode_decisions_by_model,
     encode_snapshots,
 )
@@ -246,13 +247,9 @@ class Recovery:
         Raises:
             StateError: It is the other kind.
         """
-        has_one = ONLY_MODEL in state_by_model
-        if state_by_model and has_one != self._engines.has_one_model:
-            options = ("--model", "--models") if has_one else ("--models", "--model")
-            raise StateError(
-                f"{description} was saved by a process with {options[0]}, which {options[1]} cannot continue: choose "
-                "another --group, or start without the open records (--lost-state forget)"
-            )
+        other_kind = describe_other_kind(state_by_model, self._engines.has_one_model)
+        if other_kind is not None:
+            raise StateError(f"{description} {other_kind}: choose another --group or --state-dir")
 
     def _replay_part(self, codec: Codec | ModelCodecs, now: int) -> None:
         """Process the history among the next messages of the queue, and keep those after the history for later.

@@ -14,11 +14,14 @@ from kafka.record.default_records import DefaultRecordBatch
 
 from benchmarks import stream
 from benchmarks.feed import OUTLIER_VALUE, EventFeed, encode_records, make_model, make_quiet_calibration, make_schema
-from benchmarks.stream_kafka import LINGER_SECONDS, share_messages
+from benchmarks.stream_kafka import LINGER_SECONDS, make_conversion, share_messages
+from benchmarks.stream_local import make_encoders
 from deformer_stream.codec import Codec
 from deformer_stream.codec.payloads import Messages
+from deformer_stream.codec.schema_formats import SchemaTranslator
 from deformer_stream.engine.engine import Engine
 from tests.connectors.raw_batches import encode_batch
+from tests.schema_registry import fetch_from
 
 FEATURES = 4
 
@@ -44,6 +47,29 @@ def test_every_reading_is_accepted_once(payload: str) -> None:
     effects = engine.handle(decoded, 0)
     assert (len(effects.scored), effects.rejections, effects.alerts) == (120, [], [])
     assert len(effects.closed) == 30
+
+
+@pytest.mark.parametrize("readings", [1, 2])
+def test_formats_of_a_registry_say_what_json_says(readings: int) -> None:
+    """Messages are converted as those of the part `registry` are."""
+    feed = EventFeed(FEATURES, num_open=10)
+    sent = list(islice(feed.json_messages() if readings == 1 else feed.json_messages_of_many(readings), 40))
+    schema = make_schema(FEATURES)
+    expected, _ = Codec(schema).decode(_make_messages(sent))
+    for name, (registered, encode) in make_encoders(is_single=readings == 1).items():
+        convert = make_conversion(1, encode)
+        codec = Codec(schema, translator=SchemaTranslator(name, fetch_from(registered), 2**20))
+        decoded, rejected = codec.decode(_make_messages([convert(message) for message in sent]))
+        assert (len(decoded), rejected) == (40 * readings, [])
+        assert decoded.record_ids == expected.record_ids
+        found = sorted(zip(decoded.message_indices, decoded.features, decoded.values, strict=True))
+        assert found == sorted(zip(expected.message_indices, expected.features, expected.values, strict=True))
+
+
+def _make_messages(sent: list[tuple[bytes | None, bytes]]) -> Messages:
+    """Return key and value of messages as a poll."""
+    n, keys, values = len(sent), [key for key, _ in sent], [value for _, value in sent]
+    return Messages("t", keys, list(values), np.zeros(n, np.int64), np.zeros(n, np.int32), np.arange(n))
 
 
 def test_a_wild_reading_alerts() -> None:

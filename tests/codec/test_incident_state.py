@@ -74,7 +74,13 @@ def forge(body: bytes, kind: bytes = INCIDENT_STATE, version: int = FORMAT_VERSI
     return HEADER.pack(magic, kind, version, hashlib.sha256(body).digest()) + body
 
 
+def forge_set(content: bytes) -> bytes:
+    """Return saved state of several models with a valid checksum."""
+    return forge((9).to_bytes(8, "big") + content, version=SET_VERSION)  # small, so it is not compressed
+
+
 VALID = encode_incident_state({ONLY_MODEL: TrackerState()})
+SEVERAL = encode_incident_state({"pump": TrackerState(), "fan": TrackerState()})
 
 
 @pytest.mark.parametrize(
@@ -96,6 +102,20 @@ VALID = encode_incident_state({ONLY_MODEL: TrackerState()})
         (forge((1).to_bytes(8, "big") + b"\x90"), "cannot be decoded"),
         (forge((2).to_bytes(8, "big") + b"\x81\xa8num_late\xa1x"), "cannot be decoded"),
         (forge((9).to_bytes(8, "big") + b"\x81\xafstate_by_device" + b"\x81" * 100_000), "cannot be decoded"),
+        (SEVERAL[:-1], "altered"),
+        (forge(SEVERAL[HEADER.size :], version=4), "version 4"),
+        (forge_set(b""), "cannot be decoded"),
+        (forge_set(b"\x80\x80"), "cannot be decoded"),  # something follows the map
+        (forge_set(b"\x82\xa1a\x80"), "cannot be decoded"),  # the second model is missing
+        (forge_set(b"\x90"), "cannot be decoded"),
+        (forge_set(b"\x81\x01\x80"), "cannot be decoded"),
+        (forge_set(b"\x81\xa1\xff\x80"), "cannot be decoded"),  # the name is not UTF-8
+        (forge_set(b"\x81\xa1a\x90"), "cannot be decoded"),
+        (forge_set(b"\x81\xa1a\xc0"), "cannot be decoded"),
+        (forge_set(b"\x82\xa1a\x80\xa1b\x81\xa8num_late\xa1x"), "cannot be decoded"),
+        (forge_set(b"\x81\xa1a" * 100_000), "cannot be decoded"),
+        (forge_set(b"\x81\xa0\x80"), "no name"),
+        (forge_set(b"\x82\xa1a\x80\xa0\x80"), "no name"),
     ],
 )
 def test_damaged_state_is_refused_by_one_line(data: bytes, cause: str) -> None:

@@ -352,6 +352,26 @@ def test_lists_of_protobuf_have_a_limited_number_of_items() -> None:
     assert "more than 65536 items" in rejection.detail
 
 
+def test_schema_of_protobuf_may_change() -> None:
+    """Both schemas are in use: a type is widened, a field is added, and one that the earlier schema has is missing."""
+    fields = "string record = 1; string feature = 2; int32 value = 3;"
+    texts = [
+        f'syntax = "proto3"; message Event {{ {fields} bool valid = 4; }}',
+        f'syntax = "proto3"; message Event {{ {fields.replace("int32", "int64")} string site = 5; }}',
+    ]
+    codec = make_codec("protobuf", *(RegisteredSchema("PROTOBUF", text, {}) for text in texts))
+    first, second = (make_message_class(text) for text in texts)
+    reading = {"record": "a", "feature": "Pressure"}
+    events, rejections = decode(
+        codec,
+        frame(1, b"\0" + first(**reading, value=-1, valid=True).SerializeToString()),
+        frame(2, b"\0" + second(**reading, value=2**40, site="north").SerializeToString()),
+        frame(1, b"\0" + first(**reading, value=2**30).SerializeToString()),
+    )
+    assert rejections == []
+    assert events.values.tolist() == [-1.0, 2.0**40, 2.0**30]
+
+
 def test_imports_of_protobuf_are_compiled() -> None:
     common = 'syntax = "proto3"; package common; message Values { double Pressure = 1; }'
     text = 'syntax = "proto3"; import "plant/common.proto"; message R { string record = 1; common.Values values = 2; }'

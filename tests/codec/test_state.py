@@ -570,6 +570,16 @@ def test_state_of_the_only_model_has_the_format_of_earlier_releases() -> None:
     assert_same_snapshot(decode_snapshots(encode_snapshot(EXAMPLE))[ONLY_MODEL], EXAMPLE)
 
 
+def test_state_of_one_model_is_not_that_of_several() -> None:
+    one, several, empty = encode_snapshot(EXAMPLE), encode_snapshots(SEVERAL), encode_snapshots({})
+    for snapshot, has_one_model in ((one, True), (several, False), (empty, False)):
+        check_state(snapshot, [], has_one_model)
+    with pytest.raises(StateError, match=r"process with --model, which --models cannot continue.*--lost-state"):
+        check_state(one, [], has_one_model=False)
+    with pytest.raises(StateError, match=r"process with --models, which --model cannot continue.*--lost-state"):
+        check_state(several, [], has_one_model=True)
+
+
 def seal(body: bytes, kind: bytes = b"S") -> bytes:
     """Return the state of several models with a valid header."""
     return HEADER.pack(b"deformer", kind, FORMAT_VERSION, hashlib.sha256(body).digest()) + body

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+from zlib import crc32
 
 import pytest
 
@@ -118,6 +121,36 @@ def test_damage_is_an_error(tmp_path: Path, name: str) -> None:
         path.write_bytes(damaged)
         with pytest.raises(StateError, match="move it away"):
             load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "cause"),
+    [
+        ({"v": 2}, "later release"),
+        ({"v": "1"}, "`int`"),
+        ({"commit": 2.5}, "`int`"),
+        ({"next_offset": -1}, ">= 0"),
+        ({"next_offset": 2**70}, "<= 4611686018427387903"),
+        ({"events": {}}, "`array`"),
+        ({"events": [[0, 0]]}, "length"),
+        ({"decisions": 5}, "`bytes"),
+        ({"decisions": "no base64"}, "base64"),
+        ({"states": []}, "`object`"),
+        ({"states": {"g/n": None}}, "`bytes`"),
+    ],
+)
+def test_a_line_with_a_checksum_and_wrong_content_is_an_error(
+    tmp_path: Path, change: dict[str, Any], cause: str
+) -> None:
+    save_three_commits(tmp_path)
+    path = tmp_path / "journal"
+    first, _, rest = path.read_bytes().partition(b"\n")
+    text = json.dumps(json.loads(first.partition(b" ")[2]) | change).encode()
+    path.write_bytes(b"%08x %b\n%b" % (crc32(text), text, rest))
+    with pytest.raises(StateError, match="move it away") as refused:
+        load(tmp_path)
+    assert cause in str(refused.value)
+    assert "\n" not in str(refused.value)
 
 
 def test_a_missing_commit_is_an_error(tmp_path: Path) -> None:

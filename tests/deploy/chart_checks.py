@@ -230,6 +230,32 @@ def test_values_of_options_keep_their_types(tmp_path: Path) -> None:
     assert "flow" in str(settings.units)
 
 
+def test_a_folder_of_models_takes_the_place_of_one_model(tmp_path: Path) -> None:
+    several = ["--set", "model.several=true,model.folder=models/plant,model.pattern=^(?P<type>[a-z]+)-"]
+    for by, receivers in (("type", ""), ("", "{https://example.org/hook}")):
+        delivery = ["--set", f"delivery.enabled=true,receivers.webhook={receivers}"] if receivers else []
+        objects = load_objects(*MINIMAL, *several, "--set", f"model.by={by}", *delivery)
+        pods = get_pods(objects)
+        file = tmp_path / "deformer.toml"
+        file.write_text(find_object(objects, "ConfigMap", "deformer-stream")["data"]["deformer.toml"])
+        consume, incidents, serve = (
+            load_settings(SETTINGS_BY_COMMAND[command], {}, file, command)
+            for command in ("consume", "incidents", "serve")
+        )
+        for settings in (consume, incidents):
+            assert settings.model is None
+            assert str(settings.models) == "/models/models/plant"
+        assert serve.model is None
+        assert consume.model_by == (by or None)
+        assert consume.model_pattern.pattern == "^(?P<type>[a-z]+)-"
+        for name, pod in pods.items():
+            mounts = {mount["mountPath"] for mount in pod["containers"][0]["volumeMounts"]}
+            assert ("/models" in mounts) == (name != "delivery")
+    fetched = ["--set", "model.claim.existing=,model.fetch.enabled=true,model.fetch.source=store:plant/2026-11"]
+    (container,) = get_pods(load_objects(*MINIMAL, *several, *fetched))["consume"]["initContainers"]
+    assert container["args"][-2:] == ["store:plant/2026-11", "/models/models/plant"]
+
+
 def test_the_number_of_replicas_is_left_to_autoscaling() -> None:
     objects = load_objects("--values", str(DEPLOY / "helm" / "values-production.yaml"))
     assert "replicas" not in find_object(objects, "StatefulSet", "-consume")["spec"]
@@ -335,6 +361,8 @@ def test_a_packaged_chart_has_the_rules_and_the_dashboard(tmp_path: Path) -> Non
         ("serve.auth.existingSecret=", "serve.auth"),
         ("kafka.security.protocol=SASL_SSL,kafka.security.mechanism=PLAIN", "existingSecret"),
         ("kafka.security.protocol=SASL_SSL,kafka.security.existingSecret=s", "mechanism is required"),
+        ("model.by=type", "set model.several=true"),
+        ("model.several=yes", "several"),
         ("delivery.enabled=true", "delivery has no receiver"),
         ("delivery.enabled=true,incidents.enabled=false", "set incidents.enabled=true"),
         ("serve.ingress.enabled=true", "serve.ingress.host"),

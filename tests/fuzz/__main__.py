@@ -17,6 +17,7 @@ SEEDS = Path(__file__).parent / "corpus"
 TARGETS = (
     *("one_message", "messages", "arrow_messages", "registry_messages", "long_tables", "wide_tables"),
     *("model_directories", "saved_states", "model_choices", "evidence", "incident_states", "incident_calibrations"),
+    *("state_folders", "avro_outputs"),
     *("input_urls", "conditions", "condition_grammar", "model_sets", "compressed_files", "bridge_payloads"),
     *("sparkplug_payloads", "avro_schemas"),
 )

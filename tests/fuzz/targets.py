@@ -9,6 +9,7 @@ import json
 import re
 import shutil
 import tempfile
+import zlib
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -16,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
+from connectors.files import StateFolder
 from connectors.files.lines import read_lines
 from deformer_stream import model_store
 from deformer_stream.calibration.false_alarm_patterns import FalseAlarmPattern, PatternAdjuster
@@ -40,6 +42,7 @@ from deformer_stream.codec.incident_state import (
     encode_incident_state,
 )
 from deformer_stream.codec.model_choice import ModelChoice, ModelCodecs
+from deformer_stream.codec.output_formats import AvroFormat, OutputReader, OutputSchema, load_schema
 from deformer_stream.codec.payloads import LongRows, Messages, WideRows
 from deformer_stream.codec.schema_formats import RegisteredSchema, SchemaFormat, SchemaTranslator, frame
 from deformer_stream.codec.sparkplug import SparkplugTranslator
@@ -48,8 +51,10 @@ from deformer_stream.engine.events import ONLY_MODEL, RejectionReason
 from deformer_stream.errors import ArtifactError, ConfigError, InputError, StateError
 from deformer_stream.incident_store import IncidentCalibration, LogEntry, Replaced, parse_incident_calibration
 from deformer_stream.incidents.fleet import FleetRule
-from deformer_stream.incidents.tracker import IncidentTracker, TrackerOptions
+from deformer_stream.incidents.tracker import IncidentTracker, TrackerOptions, TrackerState
 from deformer_stream.model_set import MODELS_FILE, read_model_set
+from deformer_stream.runtime.plant_source import SavedEvent
+from deformer_stream.runtime.ports import PartitionState
 from deformer_stream.tables.data_files import describe_unknown_scheme, parse_url
 from deformer_stream.tables.filters import parse_where
 from deformer_stream.tables.table import Table
@@ -57,6 +62,7 @@ from tests.codec.sparkplug_messages import SimulatedNode
 from tests.codec.test_state import DECIDED, EXAMPLE
 from tests.fuzz import forgery, hostile, invariants
 from tests.incidents.evidence_logs import SECOND, make_log
+from tests.incidents.examples import make_incident
 from tests.models import SCHEMA, write_model
 from tests.schema_registry import fetch_from
 
@@ -296,19 +302,100 @@ def evidence(data: bytes) -> None:
 
 
 def incident_states(data: bytes) -> None:
-    """Use the bytes as the random numbers that choose a damaged state of a tracker, with a checksum that fits."""
+    """Use the bytes as the random numbers that choose a damaged state of trackers, with a checksum that fits.
+
+    It is the state of one model or of several, and a few times it states the version of the other kind.
+    """
     r = hostile.FedRandom(data)
     _, valid = _make_evidence()
     version = r.choice([FORMAT_VERSION, SET_VERSION])
-    if version == SET_VERSION:
-        valid = encode_incident_state({"a": decode_incident_state(valid)[ONLY_MODEL]})
+    if (version == SET_VERSION) == (r.random() < 0.9):
+        names = r.sample(["a", "fan/ä", "x" * 300, ONLY_MODEL], r.randrange(1, 4))
+        states = [decode_incident_state(valid)[ONLY_MODEL], TrackerState()]
+        valid = encode_incident_state({name: r.choice(states) for name in names})
     body = hostile.mutate(r, valid[HEADER.size :])
     header = HEADER.pack(MAGIC, INCIDENT_STATE, version, hashlib.sha256(body).digest())
     damaged = header + body if r.random() < 0.8 else hostile.mutate(r, valid)
     try:
-        decode_incident_state(damaged)
+        state_by_name = decode_incident_state(damaged)
     except StateError as error:
         _check_message(error)
+        return
+    encoded = encode_incident_state(state_by_name)
+    assert encode_incident_state(decode_incident_state(encoded)) == encoded
+
+
+@cache
+def _save_state_folder() -> tuple[Path, bytes, bytes]:
+    """Return a folder to work in, and a snapshot and a journal of `consume` without Kafka."""
+    folder = Path(tempfile.mkdtemp(prefix="deformer-fuzz-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    store = StateFolder(folder)
+    store.load()
+    events = [SavedEvent(i, 10**15 + i, b'{"device":"p","feature":"x","value":%d}' % i) for i in range(4)]
+    store.save(0, [], PartitionState(snapshot=state.encode_snapshot(EXAMPLE)), {"g/n": b"birth"})
+    store.save(2, events[:2], PartitionState(decisions=state.encode_decisions(DECIDED)), {"g/n#seq": b"1"})
+    store.save(4, events[2:], PartitionState(), {})
+    store.close()
+    return folder, (folder / "snapshot").read_bytes(), (folder / "journal").read_bytes()
+
+
+def state_folders(data: bytes) -> None:
+    """Use the bytes as the random numbers that choose a damaged folder of saved state, mostly with checksums that fit.
+
+    What can be loaded is the state of a process, whose next commit can be loaded again.
+    """
+    r = hostile.FedRandom(data)
+    folder, snapshot, journal = _save_state_folder()
+    first, _, body = snapshot.partition(b"\n")
+    damaged = [_damage_line(r, line) if r.random() < 0.5 else line for line in (first, *journal.splitlines())]
+    (folder / "snapshot").write_bytes(b"\n".join([damaged[0], body if r.random() < 0.9 else hostile.mutate(r, body)]))
+    (folder / "journal").write_bytes(b"".join(line + b"\n" for line in damaged[1:]))
+    store = StateFolder(folder)
+    try:
+        saved = store.load()
+        assert all(isinstance(json.loads(event.value), object) for event in saved.events)
+        store.save(saved.next_offset + 1, [SavedEvent(saved.next_offset, 0, b"{}")], PartitionState(), {"k": b"v"})
+        store.close()
+        store = StateFolder(folder)
+        assert store.load().translator_states == saved.translator_states | {"k": b"v"}
+    except StateError as error:
+        _check_message(error)
+    finally:
+        store.close()
+
+
+def _damage_line(r: hostile.Random, line: bytes) -> bytes:
+    """Return a damaged line of a folder of saved state, in most cases with a checksum that fits."""
+    text = line.partition(b" ")[2]
+    document = hostile.alter_document(r, json.loads(text))
+    text = json.dumps(document).encode() if r.random() < 0.7 else hostile.mutate(r, text).replace(b"\n", b"")
+    return b"%08x %b" % (zlib.crc32(text), text) if r.random() < 0.9 else hostile.mutate(r, line).replace(b"\n", b"")
+
+
+@cache
+def _encode_outputs() -> tuple[OutputReader, list[bytes]]:
+    """Return a reader of output topics as Avro, and a message of evidence and one of an incident."""
+    names: tuple[OutputSchema, ...] = ("evidence", "incidents")
+    texts = [load_schema(name) for name in names]
+    reader = OutputReader(fetch_from(*(RegisteredSchema("AVRO", text, {}) for text in texts)))
+    evidence_format, incident_format = (AvroFormat(text, schema_id + 1) for schema_id, text in enumerate(texts))
+    payloads, _ = _make_evidence()
+    messages = [evidence_format.convert("evidence", payload) for payload in payloads[:4]]
+    incident = encode_incident(make_incident(7, state="updated"))
+    return reader, [*messages, incident_format.convert("incident", incident)]
+
+
+def avro_outputs(data: bytes) -> None:
+    """Use the bytes as the random numbers that choose a damaged message of an output topic as Avro."""
+    r = hostile.FedRandom(data)
+    reader, valid = _encode_outputs()
+    message = hostile.mutate(r, r.choice(valid))
+    for decode in (decode_evidence, decode_incident):
+        try:
+            decode(reader(message))
+        except (InputError, ConfigError) as error:
+            _check_message(error)
 
 
 def incident_calibrations(data: bytes) -> None:
@@ -486,7 +573,7 @@ TARGETS: dict[str, Target] = {
             saved_states,
             model_choices,
         ),
-        *(evidence, incident_states, incident_calibrations),
+        *(evidence, incident_states, incident_calibrations, state_folders, avro_outputs),
         *(input_urls, conditions, condition_grammar, model_sets, compressed_files),
         *(bridge_payloads, sparkplug_payloads),
     )

@@ -151,7 +151,10 @@ def test_killed_processes_change_no_incident(kafka: SimpleNamespace, model_dir: 
 
 
 def test_killed_processes_change_no_incident_of_several_models(kafka: SimpleNamespace, tmp_path: Path) -> None:
-    """The incidents of two models equal those of an undisturbed process and of a replay of the evidence."""
+    """The incidents of two models equal those of an undisturbed process and of a replay of the evidence.
+
+    `make chaos-incidents-models` kills twenty times.
+    """
     models = write_folder(tmp_path / "models", 2)
     figures = run_kills(kafka.bootstrap, ("--models", models), tmp_path, 3, 1.0, seed=12)
     assert figures["ok"], figures

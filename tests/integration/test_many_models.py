@@ -170,3 +170,18 @@ def test_group_of_one_model_is_not_continued_with_several(
         assert consumer.process.wait(60.0) != 0
         assert "--group" in consumer.read_log()
         assert "--lost-state forget" in consumer.read_log()
+    with RunningConsumer(tmp_path / "forgetting.log", *options, "--lost-state", "forget") as consumer:
+        consumer.wait_until_ready()
+        assert len(consumer.list_log_events("state_lost")) == 1
+        produce(cluster.brokers, name, make_messages(draw_messages(2, 5)))
+        consumer.wait_for(cluster.is_consumed(name, name), "the messages of both types")
+        consumer.stop()
+    # From now on, its own state is continued.
+    with RunningConsumer(tmp_path / "again.log", *options) as consumer:
+        consumer.wait_until_ready()
+        assert {name_type(0), name_type(1)} <= {
+            metric.partition('model="')[2].rstrip('"}')
+            for metric in consumer.read_metrics()
+            if metric.startswith("deformer_model_events_total")
+        }
+        consumer.stop()

@@ -1,4 +1,7 @@
-"""Tests of `replay --engine ray`, which need Ray: `make test-ray` installs it beside the tests and runs this file."""
+"""Tests of `replay` and `calibrate --engine ray`, which need Ray.
+
+`make test-ray` installs it beside the tests and runs this file.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ import pytest
 
 from deformer_stream.errors import InputError
 from deformer_stream.runtime.ray_tasks import RayPool
+from tests.cli.test_sharded_calibration import compare as compare_calibrations
 from tests.cli.test_sharded_replay import ALPHA, OUTPUTS, compare, draw_readings, list_shards, write_lines
 from tests.commands import RunCommand
 from tests.conftest import ROOT
@@ -61,6 +65,13 @@ def test_shards_scored_by_ray_are_those_of_one_process(cli: RunCommand, model_di
     result = cli("replay", *inputs, *options, "--output-dir", tmp_path / "in-shards", *_name_outputs())
     assert "4 of 4 shards are finished" in result.err
     assert list_shards(tmp_path / "in-shards") == finished
+
+
+def test_a_calibration_by_ray_is_that_of_one_process(cli: RunCommand, model_dir: Path, tmp_path: Path) -> None:
+    """The new models are equal byte by byte. Ray divides the rows among the shards, too."""
+    inputs = [write_lines(tmp_path / f"log-{i}.jsonl", draw_readings(120, i)) for i in range(2)]
+    shard_options = ("--shards", "4", "--engine", "ray", "--workers", "2")
+    compare_calibrations(cli, tmp_path, model_dir, inputs, "--ties", "arrival", shard_options=shard_options)
 
 
 def _name_outputs() -> list[str]:

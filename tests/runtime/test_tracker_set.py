@@ -10,7 +10,7 @@ from deformer_stream.calibration.false_alarm_patterns import FalseAlarmPattern
 from deformer_stream.calibration.incident_budget import parse_budget, plan_budget
 from deformer_stream.codec.incident_state import decode_incident_state, encode_incident_state
 from deformer_stream.engine.events import ONLY_MODEL
-from deformer_stream.incidents.events import EvidenceBatch, Incident
+from deformer_stream.incidents.events import ClosedRows, EvidenceBatch, Incident
 from deformer_stream.incidents.fleet import FleetRule
 from deformer_stream.incidents.tracker import TrackerOptions
 from deformer_stream.runtime.incident_plan import DetectionPlan, describe_plans
@@ -106,6 +106,39 @@ def test_parts_of_a_state_of_one_model_continue_as_if_they_had_been_apart(place:
     assert [several.handle(batch) for batch in batches[place:]] == expected[place:]
     assert any(expected[:place])
     assert any(expected[place:])
+
+
+def test_alerts_of_devices_without_a_closed_record_go_to_the_model_that_closes_it() -> None:
+    """The state has alerts of open records and nothing else, so it does not say which model has raised them.
+
+    If it has a record of one of the models, it gets all of these alerts.
+    """
+    logs = [make_batches("fan", "a")[1:], make_batches("pump", "b")[1:]]
+    alerts = [replace(log[0], closed=take_no_rows(log[0].closed)) for log in logs]
+    assert all(batch.alerts for batch in alerts)
+    batches = interleave(*([replace(log[0], alerts=()), *log[1:]] for log in logs))
+    whole, one, several = TrackerSet(PLANS), TrackerSet({ONLY_MODEL: make_plan(ONLY_MODEL)}), TrackerSet(PLANS)
+    for batch in alerts:
+        assert whole.handle(batch) == one.handle(batch) == []
+    several.import_state(one.export_state())
+    expected = [whole.handle(batch) for batch in batches]
+    assert [several.handle(batch) for batch in batches] == expected
+    first_alerts = {alert.id for batch in alerts for alert in batch.alerts}
+    assert any(first_alerts & set(message.alert_ids) for messages in expected for message in messages)
+
+    only_fan = TrackerSet({ONLY_MODEL: make_plan(ONLY_MODEL)})
+    for batch in (make_batches("fan", "c")[0], *alerts):
+        only_fan.handle(batch)
+    several = TrackerSet(PLANS)
+    several.import_state(only_fan.export_state())
+    pending = {name: state.order.alert_by_record.keys() for name, state in several.export_state().items()}
+    assert pending == {"fan": {alert.record for batch in alerts for alert in batch.alerts}, "pump": set()}
+
+
+def take_no_rows(closed: ClosedRows) -> ClosedRows:
+    """Return the columns without their rows."""
+    columns = (closed.times, closed.p_values, closed.scores, closed.num_readings, closed.is_alerted)
+    return ClosedRows([], *(column[:0] for column in columns))
 
 
 def test_what_belongs_to_none_of_the_models_is_resolved() -> None:

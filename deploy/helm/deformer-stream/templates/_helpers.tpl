@@ -151,7 +151,7 @@ http{{ if .Values.serve.ingress.tlsSecret }}s{{ end }}://{{ .Values.serve.ingres
 {{- $kafka := .Values.kafka -}}
 {{- $security := $kafka.security -}}
 {{- $shared := dict "topic" $kafka.topic "bootstrap-servers" $kafka.bootstrapServers "group" $kafka.group -}}
-{{- $_ := set $shared "model" (printf "/models/%s" .Values.model.folder) -}}
+{{- $_ := set $shared (ternary "models" "model" .Values.model.several) (printf "/models/%s" .Values.model.folder) -}}
 {{- if ne $security.protocol "PLAINTEXT" -}}
 {{- $_ := set $shared "security-protocol" $security.protocol -}}
 {{- end -}}
@@ -169,6 +169,12 @@ http{{ if .Values.serve.ingress.tlsSecret }}s{{ end }}://{{ .Values.serve.ingres
 {{- end -}}
 {{- end -}}
 {{- $consume := dict "http" "0.0.0.0:9464" "alerts" "" -}}
+{{- with .Values.model.by -}}
+{{- $_ := set $consume "model-by" . -}}
+{{- end -}}
+{{- with .Values.model.pattern -}}
+{{- $_ := set $consume "model-pattern" . -}}
+{{- end -}}
 {{- $incidents := dict "http" "0.0.0.0:9465" -}}
 {{- $serve := dict "http" "0.0.0.0:8080" "metrics" (include "deformer.metricsUrls" .) -}}
 {{- if .Values.incidents.enabled -}}
@@ -240,6 +246,9 @@ http{{ if .Values.serve.ingress.tlsSecret }}s{{ end }}://{{ .Values.serve.ingres
 {{- end -}}
 {{- if not (or $claim.existing $claim.create .Values.model.fetch.enabled) -}}
 {{- fail "the model is missing: name a claim that holds it (model.claim.existing), or enable model.fetch" -}}
+{{- end -}}
+{{- if and (or .Values.model.by .Values.model.pattern) (not .Values.model.several) -}}
+{{- fail "model.by and model.pattern choose one of several models: set model.several=true" -}}
 {{- end -}}
 {{- $login := .Values.kafka.security -}}
 {{- if and (include "deformer.hasPassword" .) (not $login.existingSecret) (not (and $login.username $login.password)) -}}
