@@ -35,9 +35,9 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from benchmarks import incidents
 from benchmarks.command import build_parser, describe_machine, format_today, publish_results, run_benchmark
 from benchmarks.hydraulic import BLOCK_CYCLES, classify_cycles, read_cycles, split_blocks
 from benchmarks.tables import (
@@ -51,7 +51,7 @@ from deformer_stream import Detector
 from deformer_stream.calibration.fault_classifier import FaultClassifier
 from deformer_stream.demo.simulate import FEATURES, simulate
 from deformer_stream.engine.fault_inputs import compute_fault_inputs
-from deformer_stream.errors import ConfigError, InputError
+from deformer_stream.errors import ConfigError
 from deformer_stream.kernels.cpu import CpuKernels
 from trainer.fault_training import draw_orders, train_classifier
 
@@ -64,7 +64,6 @@ ALPHA, LEVEL = 0.01, 0.9
 SHARES = (0.25, 0.5, 1.0)
 NUM_LABELS = (5, 10, 20)
 NUM_PARTS = 5
-TEP_FAULT_ROW = 160
 NUM_PEER_SUBSETS = 24
 """Number of subsets of each labelled record from which a peer learns."""
 
@@ -103,19 +102,16 @@ def make_pumps_case() -> Case:
 
 def make_tep_case() -> Case:
     """Return the Tennessee Eastman process; the parts are blocks of time of each fault."""
-    folder = get_tables_folder().parent / "tep"
-    if not (folder / "normal_train.parquet").exists():
-        raise InputError(f"no tables in {folder}: set DEFORMER_DATA to the folder that contains tep/")
-    names = [name for name in pq.read_schema(folder / "normal_train.parquet").names if name != "fault"]
-    normal = pq.read_table(folder / "normal_test.parquet", columns=names)
-    normal = pa.concat_tables([pq.read_table(folder / "normal_train.parquet", columns=names), normal.slice(0, 480)])
-    tables, faults, parts = [], [], []
-    for path in sorted(folder.glob("fault*.parquet")):
-        table = pq.read_table(path, columns=names).slice(TEP_FAULT_ROW)
-        tables.append(table)
-        faults += [path.stem] * len(table)
-        parts += (np.arange(len(table)) * NUM_PARTS // len(table)).tolist()
-    return Case("tep", normal, pa.concat_tables(tables), np.array(faults), np.array(parts))
+    plant = incidents.make_tep_case()
+    fold = plant.folds[0]
+    rows_by_fault = {name: fold.tests[name][fault[0] :] for name, fault in plant.faults.items() if fault is not None}
+    parts = [np.arange(len(rows)) * NUM_PARTS // len(rows) for rows in rows_by_fault.values()]
+    normal, records = (
+        pa.table(dict(zip(plant.columns, np.concatenate(rows).T, strict=True)))
+        for rows in ([fold.fit, *fold.held_out.values()], list(rows_by_fault.values()))
+    )
+    faults = np.repeat(list(rows_by_fault), [len(rows) for rows in rows_by_fault.values()])
+    return Case("tep", normal, records, faults, np.concatenate(parts))
 
 
 def make_hydraulic_case() -> Case:

@@ -23,7 +23,7 @@ import json
 import os
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,6 +64,9 @@ NAME_BY_METHOD = {
     "mixture": "GMM",
 }
 """Column titles by the keys of the JSON lines."""
+
+PEERS = tuple(NAME_BY_METHOD)[1:]
+"""Keys of the other detectors."""
 
 MAX_COMPONENTS = 10
 """Largest number of components among which BIC chooses."""
@@ -160,13 +163,16 @@ def compute_ranking_metrics(scores: Floats, is_anomaly: Bools) -> dict[str, floa
     }
 
 
-def score_by_peers(train_rows: Floats, test_rows: Floats, seed: int) -> dict[str, Floats]:
-    """Return the scores of the test rows by each of the other detectors, larger is more anomalous.
+def score_by_peers(
+    train_rows: Floats, test_rows: Floats, seed: int, names: Collection[str] = PEERS
+) -> dict[str, Floats]:
+    """Return the scores of the test rows by other detectors, larger is more anomalous.
 
     Args:
         train_rows: (N, F) normal rows.
         test_rows: (M, F) rows to score.
         seed: Seed of the detectors with random parts.
+        names: The detectors, some of `PEERS`; all by default.
     """
     from sklearn.ensemble import IsolationForest
     from sklearn.neighbors import LocalOutlierFactor, NearestNeighbors
@@ -174,16 +180,26 @@ def score_by_peers(train_rows: Floats, test_rows: Floats, seed: int) -> dict[str
 
     scaler = StandardScaler().fit(train_rows)
     train_z, test_z = scaler.transform(train_rows), scaler.transform(test_rows)
-    distances, _ = NearestNeighbors(n_neighbors=NUM_NEIGHBOURS).fit(train_z).kneighbors(test_z)
-    forest = IsolationForest(random_state=seed).fit(train_z)
-    outlier_factor = LocalOutlierFactor(min(NUM_LOF_NEIGHBOURS, len(train_z) - 1), novelty=True).fit(train_z)
-    return {
-        "forest": -forest.score_samples(test_z),
-        "neighbours": distances.mean(1),
-        "ecod": compute_ecod_scores(train_z, test_z),
-        "lof": -outlier_factor.score_samples(test_z),
-        "mixture": score_by_gaussian_mixture(train_z, test_z, seed),
+
+    def score_by_forest() -> Floats:
+        return np.asarray(-IsolationForest(random_state=seed).fit(train_z).score_samples(test_z))
+
+    def score_by_neighbours() -> Floats:
+        distances, _ = NearestNeighbors(n_neighbors=NUM_NEIGHBOURS).fit(train_z).kneighbors(test_z)
+        return np.asarray(distances.mean(1))
+
+    def score_by_lof() -> Floats:
+        num_neighbours = min(NUM_LOF_NEIGHBOURS, len(train_z) - 1)
+        return np.asarray(-LocalOutlierFactor(num_neighbours, novelty=True).fit(train_z).score_samples(test_z))
+
+    score_by_name: dict[str, Callable[[], Floats]] = {
+        "forest": score_by_forest,
+        "neighbours": score_by_neighbours,
+        "ecod": lambda: compute_ecod_scores(train_z, test_z),
+        "lof": score_by_lof,
+        "mixture": lambda: score_by_gaussian_mixture(train_z, test_z, seed),
     }
+    return {name: score() for name, score in score_by_name.items() if name in names}
 
 
 def compute_ecod_scores(train_rows: Floats, test_rows: Floats) -> Floats:
