@@ -98,6 +98,8 @@ def _describe_model(result: TrainingOutput | IrregularOutput) -> str:
     """
     config = result.model.config
     prior = f"prior of {format_count(config.gaussians, 'Gaussian')}" if config.gaussians else "no Gaussian prior"
+    if config.neighbors:
+        prior = f"prior of {format_count(config.process_rank, 'factor')}"
     exemplars = f"{format_count(config.exemplars, 'exemplar')} and " if config.exemplars else ""
     preset = result.summary["preset"]["name"]
     if isinstance(result, IrregularOutput):

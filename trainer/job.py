@@ -207,7 +207,7 @@ def train(
             budget.clock = run.budget.clock = time.monotonic
         budget.mark_phase("training")
         warnings.add(*check_steps(result, budget.limit))
-        has_prior, has_old_model = run.priors is not None, settings.init_from is not None
+        has_prior, has_old_model = run.model.num_prior_components > 0, settings.init_from is not None
         warnings.add(*check_best_step(result, has_prior, has_old_model))
         final_costs = planned.costs and replace(planned.costs, fixed=planned.fixed_seconds)
         final_phases = _FinalPhases(settings, budget, final_costs, on_message)

@@ -19,7 +19,7 @@ from deformer_stream import model_store
 from deformer_stream.calibration.conformal import MAX_CALIBRATION_RECORDS
 from deformer_stream.counts import format_count
 from deformer_stream.model.deformer import DEformer, ModelConfig
-from trainer import finetune, gaussian_prior
+from trainer import factor_analysis, finetune, gaussian_prior
 from trainer.budget import (
     PROGRESS_SECONDS,
     PhaseCosts,
@@ -34,8 +34,10 @@ from trainer.distributed import Ranks
 from trainer.evaluate import evaluate_held_out
 from trainer.examples import VALIDATION_ORDERS
 from trainer.exemplars import MAX_REFERENCE_RECORDS, measure_distance_seconds
+from trainer.factor_analysis import NEIGHBORS
 from trainer.fit import MIN_VALIDATION_ROWS, SINGLE_PROCESS, Recipe, TrainingRun
 from trainer.gaussian_prior import CrossFittedPriors
+from trainer.gaussian_process import attach_compiled_process
 from trainer.recipes import (
     AUTO_PRESETS,
     MIN_STEPS_OF_LARGER_PRESET,
@@ -125,10 +127,20 @@ class FittedPrior:
         priors: The prior and its variants that are used in training. None if the model has no prior.
         max_records: Largest number of records to which it was fitted. It is stored in the checkpoint, because a
             continued run must get the same prior again.
+        process: The parameters of the prior of wide records (`trainer.factor_analysis`), in place of `priors`.
     """
 
     priors: CrossFittedPriors | None
     max_records: int
+    process: dict[str, torch.Tensor] | None = None
+
+    @property
+    def hyperparameters(self) -> dict[str, int]:
+        """The hyperparameters of a network with this prior."""
+        if self.process is None:
+            return {"gaussians": self.priors.num_components if self.priors else 0}
+        rank = self.process["factors"].shape[2]
+        return {"gaussians": 0, "neighbors": NEIGHBORS, "process_rank": rank, "process_scales": 1}
 
 
 def estimate_least_seconds(start_seconds: float) -> float:
@@ -228,7 +240,8 @@ class RunPlanner:
         run, settings, reason, step_costs = self._choose_preset(data, old_model, prior)
         maximum = count_all_records(data)
         num_train = len(run.train_rows)
-        num_prior_records = min(num_train, prior.max_records) if prior.priors is not None else 0
+        has_prior = prior.priors is not None or prior.process is not None
+        num_prior_records = min(num_train, prior.max_records) if has_prior else 0
         if self.budget.limit is None:
             return PlannedRun(run, settings, reason, None, maximum, num_prior_records)
         costs = self._measure_phase_costs(run.averaged_model, data)
@@ -282,8 +295,7 @@ class RunPlanner:
         torch.manual_seed(settings.seed)  # the initial weights depend on the seed alone
         if old_model is None:
             config = model_config(settings, data.schema.has_repeating_sensors)
-            num_gaussians = prior.priors.num_components if prior.priors else 0
-            model = DEformer(data.schema, replace(config, gaussians=num_gaussians))
+            model = DEformer(data.schema, replace(config, **prior.hyperparameters))  # type: ignore[arg-type]
         else:
             model = finetune.extend_model(old_model, data.schema)
             model.ranking = old_model.ranking  # `add_ranking` keeps the old exemplars and adds those of this table
@@ -291,6 +303,10 @@ class RunPlanner:
         if prior.priors is not None:
             model.gaussians = prior.priors.full
             prior.priors.by_fold.to(device)
+        if prior.process is not None and model.process is not None:
+            model.process.load_state_dict(prior.process)
+            if device.type == "cpu":
+                attach_compiled_process(model.process, data.schema)
         model = model.to(device)
         recipe = choose_recipe(settings, int((data.split == Split.TRAIN).sum()))
         recipe = recipe if batch is None else replace(recipe, batch=batch)
@@ -317,12 +333,16 @@ class RunPlanner:
         """
         seed = self.settings.seed
         if old_model is not None:
+            num_old_features = len(old_model.schema)
+            if old_model.process is not None:
+                return FittedPrior(None, 0, factor_analysis.adapt_factors(old_model.process, data, num_old_features))
             if old_model.gaussians is None:
                 return FittedPrior(None, 0)
-            num_old_features = len(old_model.schema)
             priors = finetune.adapt_priors(old_model.gaussians, data, num_old_features, seed)
             return FittedPrior(priors, gaussian_prior.MAX_ROWS)
         max_gaussians, deadline = choose_gaussians(self.settings), math.inf
+        if max_gaussians and int(data.schema.is_linear.sum()) > gaussian_prior.MAX_FEATURES:
+            return self._fit_factors(data, max_records)
         if self.state is not None:
             # A run that is continued must get the same prior again, so it must not depend on the time.
             max_gaussians = self.state["identity"]["gaussians"]
@@ -356,6 +376,30 @@ class RunPlanner:
         return FittedPrior(
             gaussian_prior.fit_priors(data, max_gaussians, seed, is_time_short, max_records), max_records
         )
+
+    def _fit_factors(self, data: PreparedTable, max_records: int | None) -> FittedPrior:
+        """Fit the prior of wide records. Under a time limit, more factors are tried as long as there is time.
+
+        Args:
+            data: The prepared table.
+            max_records: Largest number of records to which the prior is fitted, if it is known already.
+        """
+        max_records, rank = max_records or factor_analysis.MAX_ROWS, None
+        if self.state is not None:
+            # A run that is continued must get the same prior again, so it must not depend on the time.
+            max_records, rank = self.state["identity"]["prior_records"], self.state["identity"]["process_rank"]
+        started = previous = self.budget.elapsed
+        deadline = started + PRIOR_SHARE * self.budget.remaining
+
+        def is_time_short() -> bool:
+            """Return whether a larger number of factors, and the final fit, probably take longer than they may."""
+            nonlocal previous
+            now = self.budget.elapsed
+            last_seconds, previous = now - previous, now
+            return now + 4.0 * last_seconds > deadline
+
+        factors = factor_analysis.fit_factors(data, self.settings.seed, max_records, is_time_short, rank)
+        return FittedPrior(None, max_records, factors.to_state(data.schema.is_linear))
 
     def _choose_preset(
         self, data: PreparedTable, old_model: DEformer | None, prior: FittedPrior

@@ -170,7 +170,7 @@ def _compute_tree_inputs(
     first_row = torch.arange(len(node_codes), device=model.device)[:, None] * len(paths)
     cells = first_row + path_index, depth
     if path_ages is None:
-        prior: PriorConditional | None = None if model.gaussians is None else model.gaussians(path_codes, path_values)
+        prior = model.apply_prior(path_codes, path_values)
         return (None if prior is None else prior[cells]), None
     rows_per_pass = max(1, MAX_READINGS_PER_PASS // max(1, paths.shape[1]))
     priors: list[PriorConditional] = []

@@ -501,6 +501,9 @@ class CpuKernels:
         """
         query_offsets = batch.query_offsets
         self._check_times(batch)
+        ages = batch.ages
+        if ages is None and self.parameters.has_process:
+            ages = np.zeros(len(batch.features))  # all readings of a record have one time
         num_components, prior_terms = self.parameters.num_prior_components, None
         if num_components:
             # The kernels compute whole vectors of components of a mixture.
@@ -515,7 +518,7 @@ class CpuKernels:
             query_offsets=query_offsets,
             num_cached=batch.num_cached,
             depths=batch.depths,
-            ages=batch.ages,
+            ages=ages,
             page_table=batch.page_table,
             page_pool=kv_cache.pool,
             prior_log_weights=log_weights,

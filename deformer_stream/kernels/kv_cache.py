@@ -393,7 +393,8 @@ def cpu_cache_shape(parameters: ModelParameters) -> CacheShape:
     config = parameters.config
     num_mixture_components = parameters.num_prior_components if parameters.has_mixture else 0
     network = config.layers, config.heads, config.d_model, num_mixture_components
-    sensors = len(parameters.schema), parameters.schema.reading_times is not None, config.context_limit
+    has_readings = parameters.schema.reading_times is not None or parameters.has_process
+    sensors = len(parameters.schema), has_readings, config.context_limit
     return "kernels", *sensors, parameters.cached_tokens_per_reading, *network, config.precision
 
 
@@ -403,7 +404,8 @@ class CpuKVCache(PagePool):
     A page holds the keys and values of some tokens for all layers. If the model has a Gaussian prior (a mixture whose
     exact conditionals are inputs of the network), a record has further pages. They hold the Cholesky factors of the
     covariances of its readings: one row per reading, in float32, for all components of the mixture. If readings are
-    irregular, a page also holds the readings of its tokens, from which time inputs and the prior are computed.
+    irregular, or if the prior is a Gaussian process, a page also holds the readings of its tokens, from which time
+    inputs and the prior are computed.
 
     Args:
         parameters: The model whose keys and values are cached.
@@ -433,7 +435,7 @@ class CpuKVCache(PagePool):
         max_readings = max_cached_readings(parameters) if max_readings is None else max_readings
         # A key and a value of width d_model for each token and layer.
         page_bytes = 2 * config.layers * config.d_model * self.PAGE_TOKENS * item_bytes
-        if parameters.schema.reading_times is not None:
+        if parameters.schema.reading_times is not None or parameters.has_process:
             page_bytes += self.PAGE_TOKENS * READING_BYTES  # a multiple of the cache line, as the rest of the page is
         count_token_pages = partial(num_token_pages, parameters.cached_tokens_per_reading, self.PAGE_TOKENS)
         page_count_functions: list[Callable[[Ints], Ints]] = [count_token_pages]

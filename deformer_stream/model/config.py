@@ -23,7 +23,8 @@ IRREGULAR = (
     *("neighbors", "neighbor_decay", "process_rank", "process_scales", "outlier_limit"),
     *("context_recent", "context_block"),
 )
-"""Names of the hyperparameters of models for irregular readings. They have their default values in other models."""
+"""Names of the hyperparameters of models for irregular readings. They have their default values in other models, except
+those of the process that is the prior of wide records."""
 
 NON_NEGATIVE = (
     "gaussians",
@@ -64,8 +65,9 @@ class ModelConfig:
         gaussians: The number of components of the Gaussian prior, 0 for a network without a prior. The prior is a
             mixture of Gaussians that is fitted before training. Its exact conditional distributions are inputs of the
             network.
-        neighbors: The number of earlier readings on which the Gaussian process prior of irregular readings is
-            conditioned for each reading, 0 for a network without it. It takes the place of the mixture of `gaussians`.
+        neighbors: The number of earlier readings on which the Gaussian process prior of irregular readings, or of wide
+            records, is conditioned for each reading; 0 for a network without it. It takes the place of the mixture of
+            `gaussians`. All readings of a record that are not irregular have one time.
         neighbor_decay: The factor by which the correlation of a reading is multiplied for each later reading of its
             sensor, before the neighbors are chosen (`gaussian_process`); greater than 0, at most 1. 1 has no effect.
         process_rank: The rank of the covariance matrices of the Gaussian process prior, without their diagonals.

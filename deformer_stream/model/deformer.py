@@ -61,7 +61,7 @@ from deformer_stream.model.parameters import (
     count_cached_tokens,
     standardise_coordinates,
 )
-from deformer_stream.model.process_conditionals import apply_process, check_outlier_limit
+from deformer_stream.model.process_conditionals import apply_process, check_outlier_limit, fill_ages
 from deformer_stream.model.ranking import Ranking
 from deformer_stream.model.schema import LINEAR_LIMIT, Schema
 from deformer_stream.model.time_inputs import compute_gaps, encode_times
@@ -270,15 +270,10 @@ class DEformer(nn.Module):
         """Create the linear maps of time inputs that are added to the tokens of irregular readings.
 
         Raises:
-            ValueError: Only one of the hyperparameters and the schema is for irregular readings, or the network has a
-                single token for each reading.
+            ValueError: Readings are irregular, but the network has a mixture of Gaussians or a single token for each
+                reading.
         """
         times, d = self.schema.reading_times, self.config.d_model
-        if times is None and self.config.neighbors:
-            raise ValueError(
-                "the hyperparameter neighbors is for irregular readings, but the schema has no reading_times: use "
-                "gaussians in place of neighbors"
-            )
         if times is not None and (self.config.gaussians or self.config.tokens == "single"):
             raise ValueError(
                 "a model of irregular readings needs two tokens for each reading (tokens='pair') and no mixture of "
@@ -384,7 +379,7 @@ class DEformer(nn.Module):
         """
         codes = features.clamp(min=0)
         if prior is None:
-            prior = self._apply_prior(features, values, ages)
+            prior = self.apply_prior(features, values, ages)
         if time_inputs is None:
             time_inputs = self.encode_times(features, ages)
         num_readings = codes.shape[1]
@@ -454,8 +449,8 @@ class DEformer(nn.Module):
         gaps = compute_gaps(all_codes, all_ages)[:, all_codes.shape[1] - features.shape[1] :]
         return encode_times(self.schema.reading_times, ages, gaps).to(self.dtype)
 
-    def _apply_prior(
-        self, features: Tensor, values: Tensor, ages: Tensor | None, first: int = 0
+    def apply_prior(
+        self, features: Tensor, values: Tensor, ages: Tensor | None = None, first: int = 0
     ) -> PriorConditional | None:
         """Return the distributions of the readings of contexts under the Gaussian prior, None if there is no prior.
 
@@ -469,8 +464,8 @@ class DEformer(nn.Module):
         if self.gaussians is not None:
             prior = cast(PriorConditional, self.gaussians(features, values))
             prior = prior[:, first:] if first else prior
-        elif self.process is not None and ages is not None:
-            prior = apply_process(self.process, features, values, ages, first)
+        elif self.process is not None:
+            prior = apply_process(self.process, features, values, fill_ages(features, ages), first)
         return prior
 
     def _unpack_cached_readings(self, cache: KVCacheView) -> tuple[Tensor, Tensor]:
@@ -614,7 +609,7 @@ class DEformer(nn.Module):
         if not self.num_prior_components or cache.readings is None:
             return None
         # Return the distributions of the new readings only.
-        return self._apply_prior(*self._append_to_cached(features, values, cache, ages))
+        return self.apply_prior(*self._append_to_cached(features, values, cache, ages))
 
     def compute_log_p_others(self, features: Tensor, values: Tensor, cache: KVCacheView, ages: Tensor) -> Tensor | None:
         """Return ln of the p-values of new readings given the earlier readings of other sensors, by the process.

@@ -1,4 +1,4 @@
-"""The Gaussian process prior of records with irregular readings, whose conditionals are inputs of the network.
+"""The Gaussian process prior of irregular readings and of wide records, whose conditionals are inputs of the network.
 
 A network learns slowly that a sensor's next value is near its last one, and that sensors move together. A Gaussian
 process over (sensor, time) expresses it directly. It is fitted to the training records before the network is trained.
@@ -28,6 +28,9 @@ arXiv 2307.11648). That is slower, and was no better at the same cost (`docs/exp
 
 Real readings have more outliers than a Gaussian distribution. So the distribution of a reading is a mixture of two
 Gaussians with the same mean: the conditional of the process, and a wider one for outliers.
+
+Wide records, which are not irregular, have the process with one time scale as well. All of their readings have one
+time, so that its covariance is that of a factor analysis (`trainer.factor_analysis`).
 
 The process contains only features whose values are numbers on a line (`Schema.is_linear`). Shapes use these letters: N
 is the number of records, L the number of readings of each record, S the number of features, Q the number of time

@@ -72,6 +72,11 @@ def check_outlier_limit(config: ModelConfig, num_sensors: int) -> None:
         )
 
 
+def fill_ages(features: Tensor, ages: Tensor | None) -> Tensor:
+    """Return the ages of readings, 0 for all of them if there are none because readings are not irregular."""
+    return torch.zeros(features.shape, dtype=torch.float64, device=features.device) if ages is None else ages
+
+
 def apply_process(
     process: GaussianProcessPrior, features: Tensor, values: Tensor, ages: Tensor, first: int = 0
 ) -> PriorConditional:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from hypothesis import strategies as st
@@ -45,8 +47,18 @@ def schemas(draw: st.DrawFn, max_features: int = 60, context: bool = False) -> S
     return schema
 
 
+PRIORS: tuple[dict[str, int], ...] = ({}, {"gaussians": 3}, {"neighbors": 2, "process_rank": 2, "process_scales": 1})
+"""Hyperparameters of the Gaussian prior: none, a mixture, and the factor analysis of wide records."""
+
+
+def make_config(prior: dict[str, int], **hyperparameters: Any) -> ModelConfig:
+    """Return hyperparameters, with those of the Gaussian prior in a dict of their own."""
+    return ModelConfig(**hyperparameters, **prior)
+
+
 configs = st.builds(
-    ModelConfig,
+    make_config,
+    prior=st.sampled_from(PRIORS),
     d_model=st.sampled_from([16, 32]),
     layers=st.integers(1, 3),
     heads=st.sampled_from([1, 4]),
@@ -58,7 +70,6 @@ configs = st.builds(
     memory=st.sampled_from(["all", "values"]),
     tokens=st.sampled_from(["pair", "single"]),
     hidden=st.sampled_from([(24,), (16, 24)]),
-    gaussians=st.sampled_from([0, 3]),
 )
 """Hyperparameters of small models."""
 
@@ -77,6 +88,10 @@ def make_model(schema: Schema, config: ModelConfig, seed: int = 0, dtype: torch.
             model.gaussians.means.copy_(torch.randn(shape[:-1]))
             mixing = torch.randn(shape, dtype=torch.float64) / shape[-1] ** 0.5
             model.gaussians.covariances.copy_(mixing @ mixing.mT + 0.2 * torch.eye(shape[-1]))
+        if model.process is not None:
+            model.process.means.copy_(torch.randn(model.process.means.shape))
+            model.process.factors.copy_(torch.randn(model.process.factors.shape))
+            model.process.noise.copy_(0.3 + torch.rand(model.process.noise.shape))
     return model
 
 

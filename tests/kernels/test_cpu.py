@@ -57,7 +57,7 @@ from deformer_stream.model.deformer import PRESETS, DEformer, ModelConfig
 from deformer_stream.model.distributions import Conditional
 from deformer_stream.model.schema import Feature, Schema
 from tests.effort import num_examples
-from tests.engine.random_models import draw_records, make_model, normalise_values, schemas
+from tests.engine.random_models import draw_records, make_config, make_model, normalise_values, schemas
 from tests.engine.test_engine import ENOUGH_CACHE_BYTES, Collected, batch_of, run_stream
 
 Ints = NDArray[np.int64]
@@ -65,8 +65,12 @@ Floats = NDArray[np.float64]
 Precision = Literal["float32", "bfloat16"]
 PRECISIONS: tuple[Precision, ...] = ("float32", "bfloat16")
 CONFIG = ModelConfig(d_model=64, layers=2, heads=4, feedforward=96, mixtures=3, hidden=(24,))
+PRIORS: tuple[dict[str, int], ...] = (
+    *({}, {"gaussians": 1}, {"gaussians": 11}, {"neighbors": 5, "process_rank": 2, "process_scales": 1}),
+)
 SHAPES = st.builds(
-    ModelConfig,
+    make_config,
+    prior=st.sampled_from(PRIORS),
     d_model=st.sampled_from([64, 128]),
     layers=st.integers(1, 3),
     heads=st.sampled_from([1, 2, 4]),
@@ -76,7 +80,6 @@ SHAPES = st.builds(
     activation=st.sampled_from(["gelu", "relu"]),
     memory=st.sampled_from(["all", "values"]),
     hidden=st.just((24,)),
-    gaussians=st.sampled_from([0, 1, 11]),
 )
 # Absolute tolerance of log-densities and scores. In bfloat16, a sum in another order may round to another number.
 TOLERANCE: dict[Precision, float] = {"float32": 2e-3, "bfloat16": 5e-2}
@@ -165,12 +168,12 @@ def test_streamed_scores_equal_pytorchs_scores_of_complete_records(
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("gaussians", [0, 5])
+@pytest.mark.parametrize("prior", [PRIORS[0], PRIORS[2], PRIORS[3]])
 @pytest.mark.parametrize("memory", ["all", "values"])
 def test_scores_do_not_depend_on_batches_or_eviction(
-    precision: Precision, gaussians: int, memory: Literal["all", "values"]
+    precision: Precision, prior: dict[str, int], memory: Literal["all", "values"]
 ) -> None:
-    config = replace(CONFIG, precision=precision, gaussians=gaussians, memory=memory)
+    config = replace(CONFIG, precision=precision, memory=memory, **prior)  # type: ignore[arg-type]
     schema = Schema(tuple(Feature(f"f{i}", "continuous") for i in range(21)))
     model = attach_kernels(make_model(schema, config, dtype=torch.float32))
     codes, raw_values = draw_records(schema, 60, 1, missing_share=0.2)
@@ -201,13 +204,13 @@ def test_scores_do_not_depend_on_the_instruction_set(precision: Precision, memor
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("gaussians", [0, 5])
+@pytest.mark.parametrize("prior", [PRIORS[0], PRIORS[2], PRIORS[3]])
 @pytest.mark.parametrize("memory", ["all", "values"])
 def test_rebuilt_cache_equals_the_cache_of_single_steps(
-    precision: Precision, gaussians: int, memory: Literal["all", "values"]
+    precision: Precision, prior: dict[str, int], memory: Literal["all", "values"]
 ) -> None:
     """The pages and the scores of the next reading are the same bits, although a rebuild computes less."""
-    config = replace(CONFIG, precision=precision, gaussians=gaussians, memory=memory, layers=3)
+    config = replace(CONFIG, precision=precision, memory=memory, layers=3, **prior)  # type: ignore[arg-type]
     schema = Schema(tuple(Feature(f"f{i}", "continuous") for i in range(21)))
     model, num_records = attach_kernels(make_model(schema, config, dtype=torch.float32)), 30
     codes, raw_values = draw_records(schema, num_records, 1)

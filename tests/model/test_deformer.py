@@ -211,7 +211,7 @@ def test_prefill_returns_as_many_cache_entries_per_reading_as_the_model_states(
     assert model.cached_tokens_per_reading == num_tokens
 
 
-@pytest.mark.parametrize("change", [{"tokens": "single"}, {"gaussians": 2}])
+@pytest.mark.parametrize("change", [{"tokens": "single"}, {"gaussians": 2}, {"neighbors": 2, "process_scales": 1}])
 def test_cache_without_the_readings_that_the_model_needs_is_rejected(change: dict[str, Any]) -> None:
     config = ModelConfig(d_model=16, layers=1, heads=2, feedforward=16, mixtures=2, **change)
     model = make_model(make_continuous_schema(3), config)

@@ -1,4 +1,4 @@
-/* Conditionals of the Gaussian process prior of irregular readings, by Vecchia's approximation.
+/* Conditionals of the Gaussian process prior of irregular readings and of wide records, by Vecchia's approximation.
  *
  * A reading is conditioned on its neighbors: K earlier readings of its context. model/gaussian_process.py describes the
  * process and the choice of the neighbors, and is the reference. The choice costs time that is linear in the number of
@@ -228,7 +228,10 @@ static void write_process_conditional(const Process *process, const Batch *batch
     if (batch->log_p_others) batch->log_p_others[query] = (float)log_p_others;
 }
 
-/* Go through the irregular readings of the records from `from` to before `to`, in order of arrival: compute the time
+/* Return whether the cache holds the readings of records: irregular ones, and those on which a process is conditioned. */
+INLINE int has_contexts(const Network *net) { return net->times || net->process; }
+
+/* Go through the readings of the records from `from` to before `to`, in order of arrival: compute the time
  * inputs of all of them, and the conditionals of the scored ones under the process; write them into the pages.
  *
  * time_inputs: (readings of the records, T) output. */
@@ -243,8 +246,10 @@ static void compute_contexts(const Network *net, const Batch *batch, int64_t fro
             int64_t k = batch->depths ? batch->depths[m] : batch->num_cached[i] + m - begin;
             for (; num_loaded < k && num_loaded < batch->num_cached[i]; num_loaded++)
                 load_reading(net, batch, i, num_loaded, &s->readings);
-            encode_time(net->times, &s->readings, k, code, batch->ages[m], time_inputs);
-            time_inputs += net->times->num_inputs;
+            if (net->times) {
+                encode_time(net->times, &s->readings, k, code, batch->ages[m], time_inputs);
+                time_inputs += net->times->num_inputs;
+            }
             if (net->process && query >= batch->query_offsets[i])
                 write_process_conditional(net->process, batch, query, m, k, s);
             put_reading(net->process, &s->readings, k, code, batch->ages[m], batch->values[m]);

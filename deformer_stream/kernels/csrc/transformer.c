@@ -337,10 +337,8 @@ static void encode_unit(const Network *net, const Batch *batch, int64_t from, in
     int64_t begin = batch->offsets[from], num_queries = batch->query_offsets[to] - batch->query_offsets[from];
     const float *time_inputs = NULL;
     if (net->prior) compute_prior(net->prior, batch, from, to, s->prior_rows);
-    if (net->times) {
-        compute_contexts(net, batch, from, to, &s->context, s->time_inputs);
-        time_inputs = s->time_inputs;
-    }
+    if (has_contexts(net)) compute_contexts(net, batch, from, to, &s->context, s->time_inputs);
+    if (net->times) time_inputs = s->time_inputs;
     build_query_inputs(net, batch, from, to, time_inputs, s->qkv);
     encode_queries(net->encoder, net->d, batch, from, to, s->qkv, s->x);
     encode_observations(net->encoder, net->d, batch->features + begin, batch->values + begin, time_inputs,
@@ -426,7 +424,7 @@ static int allocate_scratch(const Network *net, const Batch *batch, int64_t num_
     s->pages = allocate_zeroed((s->max_tokens / KV_PAGE_TOKENS + 1) * sizeof *s->pages);
     s->prefetch.pages = allocate_zeroed((num_pages + 1) * sizeof *s->prefetch.pages);
     return s->x && s->a && s->qkv && s->hidden && s->query && s->weights && s->floats && s->prior_rows && s->pages &&
-           s->prefetch.pages && s->time_inputs && (!net->times || allocate_context(net->process, longest, &s->context));
+           s->prefetch.pages && s->time_inputs && (!has_contexts(net) || allocate_context(net->process, longest, &s->context));
 }
 
 /* Free the memory that `allocate_scratch` has allocated; pointers may be NULL. */
