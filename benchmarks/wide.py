@@ -283,10 +283,10 @@ def describe_prior(line: dict[str, Any]) -> str:
 def format_training(lines: list[dict[str, Any]]) -> str:
     """Return a Markdown table of the training runs."""
     titles = ["tags", "limit", "used", "ratio", "steps", "calibration records", "exemplars", "prior"]
-    text = format_markdown_header([*titles, "start, data, prior, planning, training, rest", "peak memory", "load"])
+    text = format_markdown_header([*titles, "start, reading, prior, planning, training, rest", "peak memory", "load"])
     for line in lines:
         training, phases = line["training"], dict(line["training"]["phases"])
-        first = [phases.pop(name, 0.0) for name in ("start", "data", "prior", "planning", "training")]
+        first = [phases.pop(name, 0.0) for name in ("start", "reading", "prior", "planning", "training")]
         cells = [
             f"{line['tags']:,}",
             f"{training['limit']:g} s",

@@ -183,7 +183,7 @@ class GaussianProcessPrior(nn.Module):
         codes = features[:, first:].clamp(min=0)
         share, factor = self.outlier_share[codes], self.outlier_factor[codes]
         log_weights = torch.stack([torch.log1p(-share), share.log()], -1)
-        means = torch.where(has_prior, mean, 0.0).unsqueeze(-1).expand_as(log_weights)
+        means = torch.where(has_prior, mean, 0.0).unsqueeze(-1).expand_as(log_weights).contiguous()
         scales = torch.stack([deviation, factor * deviation], -1)
         scales = torch.where(has_prior.unsqueeze(-1), scales, 1.0)
         log_weights, means, scales = (t.to(values.dtype) for t in (log_weights, means, scales))

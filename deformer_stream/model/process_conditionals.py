@@ -231,7 +231,7 @@ def make_prior_conditional(
     """
     share, factor = process.outlier_share[codes], process.outlier_factor[codes]
     log_weights = torch.stack([torch.log1p(-share), share.log()], -1)
-    means = torch.where(has_prior, mean, 0.0).unsqueeze(-1).expand_as(log_weights)
+    means = torch.where(has_prior, mean, 0.0).unsqueeze(-1).expand_as(log_weights).contiguous()
     scales = torch.where(has_prior.unsqueeze(-1), torch.stack([deviation, factor * deviation], -1), 1.0)
     return PriorConditional(log_weights.to(dtype), means.to(dtype), scales.to(dtype), has_prior)
 

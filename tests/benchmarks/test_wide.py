@@ -57,7 +57,7 @@ def test_the_benchmark_measures_a_plant_and_writes_its_report(tmp_path: Path, mo
 
     def run_briefly(case: Case, folder: Path, verbose: bool, uses_processor_time: bool) -> dict[str, Any]:
         train(folder / "table.parquet", folder / "model", preset="tiny", layers=1, epochs=1)
-        phases = {"start": 1.0, "data": 1.0, "prior": 1.0, "planning": 0.0, "training": 1.0, "report": 1.0}
+        phases = {"start": 1.0, "reading": 1.0, "prior": 1.0, "planning": 0.0, "training": 1.0, "report": 1.0}
         figures = {"limit": case.limit, "used": 5.0, "ratio": 0.1, "steps": 4, "calibrated": 120, "load": 1.0}
         return figures | {"phases": phases}
 
