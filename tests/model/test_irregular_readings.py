@@ -341,8 +341,6 @@ def test_number_of_state_values_is_computed_without_the_model(neighbors: int) ->
 
 
 def test_hyperparameters_must_fit_the_schema() -> None:
-    with pytest.raises(ValueError, match="no reading_times"):
-        DEformer(Schema(SCHEMA.features), make_config())
     with pytest.raises(ValueError, match="two tokens for each reading"):
         DEformer(SCHEMA, ModelConfig(gaussians=2))
     with pytest.raises(ValueError, match="one prior"):
