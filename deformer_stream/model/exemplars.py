@@ -64,13 +64,14 @@ class Exemplars:
         """Return the exemplars of a model, None if it has none."""
         if "ranking.positions" not in parameters.arrays:
             return None
-        arrays = (parameters.arrays[f"ranking.{name}"] for name in ("positions", "known", "deviations", "typical"))
+        names = "positions", "known", "deviations", "typical"
+        positions, known, deviations, typical = (parameters.arrays[f"ranking.{name}"] for name in names)
         prior, prior_weight = None, parameters.config.prior_weight
         if prior_weight:
             # A trained model has one variant of the prior, at index 0.
-            names = "log_weights", "means", "covariances"
-            prior = Mixture(*(parameters.arrays[f"gaussians.{name}"][0] for name in names))
-        return Exemplars(parameters.schema, *arrays, prior, prior_weight)
+            prior_names = "log_weights", "means", "covariances"
+            prior = Mixture(*(parameters.arrays[f"gaussians.{name}"][0] for name in prior_names))
+        return Exemplars(parameters.schema, positions, known, deviations, typical, prior, prior_weight)
 
     def score(
         self,

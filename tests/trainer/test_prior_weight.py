@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,13 +12,15 @@ import torch
 from numpy.typing import NDArray
 from sklearn.metrics import roc_auc_score
 
+from deformer_stream import load, model_store
 from deformer_stream.model.deformer import DEformer, ModelConfig
 from deformer_stream.model.exemplars import Exemplars
 from deformer_stream.model.schema import Feature, Schema
-from tests.trainer.tables import prepared
+from tests.trainer.tables import prepared, write
 from trainer.data import PreparedTable, Split
 from trainer.exemplars import add_ranking, choose_exemplar_rows, score_complete_records
 from trainer.gaussian_prior import CrossFittedPriors, extract_mixture, fit_priors
+from trainer.job import train
 from trainer.prior_weight import (
     INTERPOLATION_RANGE,
     MAX_WEIGHT,
@@ -26,6 +29,7 @@ from trainer.prior_weight import (
     compute_auroc,
     interpolate_records,
 )
+from trainer.settings import TrainConfig
 
 Floats = NDArray[np.float64]
 
@@ -89,6 +93,27 @@ def compute_scores(model: DEformer, raw: Floats) -> Floats:
     assert exemplars is not None
     codes = np.tile(np.arange(raw.shape[1]), (len(raw), 1))
     return exemplars.score(codes, model.schema.normalise(codes, raw), np.zeros(len(raw)))
+
+
+def test_trained_model_stores_the_learnt_weight(tmp_path: Path) -> None:
+    table = write(
+        tmp_path / "table.parquet", {f"x{i}": x for i, x in enumerate(draw_classes(np.random.default_rng(6), 500).T)}
+    )
+    small: dict[str, Any] = {"d_model": 16, "layers": 1, "heads": 2, "feedforward": 32, "mixtures": 4, "hidden": (16,)}
+    anomalies = [{f"x{i}": x for i, x in enumerate(row)} for row in mix_classes(np.random.default_rng(7), 5).tolist()]
+    versions, scores = [], []
+    for weight in (None, 0.0):
+        out = tmp_path / str(weight)
+        output = train([table], TrainConfig(out=out, epochs=1, gaussians=3, prior_weight=weight, **small))
+        artifact = model_store.read(out)
+        assert artifact.scoring_model.config.prior_weight == output.model.config.prior_weight
+        assert (output.model.config.prior_weight > 0) is (weight is None)
+        versions.append(artifact.manifest["format_version"])
+        scores.append(load(out).score(anomalies))
+    assert versions == [10, 1]
+    assert (scores[0].anomaly_score != scores[1].anomaly_score).all()
+    assert np.array_equal(scores[0].p_value, scores[1].p_value)
+    assert np.array_equal(scores[0].log_likelihood, scores[1].log_likelihood)
 
 
 @pytest.mark.parametrize(
