@@ -36,6 +36,12 @@ exemplars, so its ranking would take longer.
 MAX_REFERENCE_RECORDS = 1000
 """Largest number of normal records from which the typical distance and the typical centered NLL are computed."""
 
+MIN_PRIOR_RECORDS = 300
+"""Number of records from which the weight and the typical value of the prior's density are computed if time is over.
+
+It takes some tenths of a second at most, and from fewer records the weight would depend on chance.
+"""
+
 MIN_DIFFERENCE_RATE = 0.05
 """Smallest assumed probability that two records differ in a label.
 
@@ -98,11 +104,8 @@ def add_ranking(
     new_indexes = np.arange(ranking.num_exemplars - num_new, ranking.num_exemplars)
     reference_indexes = np.sort(rng.permutation(new_indexes)[:num_reference_records])
     held_out_rows = rng.permutation(data.select_rows(Split.CALIBRATION))[:num_reference_records]
-    distances, centered_nll, prior_nll = [], [], []
-    prior = None if priors is None or prior_weight == 0 else extract_mixture(priors.full)
-    estimator = None
-    if prior is not None and priors is not None and prior_weight is None:
-        estimator = PriorWeightEstimator(ranking, data, exemplar_rows, priors, seed)
+    distances, centered_nll = [], []
+    num_done = 0
     batch_size = batch_size or max(len(reference_indexes), len(held_out_rows), 1)
     if batch_size < len(reference_indexes):
         # If the time ends before the last batch, the records that are done must be a random sample.
@@ -113,21 +116,28 @@ def add_ranking(
         batch = slice(start, start + batch_size)
         if len(reference_indexes[batch]):
             distances.append(_compute_distances_to_others(ranking, reference_indexes[batch]))
-            if estimator is not None:
-                estimator.add(reference_indexes[batch], distances[-1])
         if len(held_out_rows[batch]):
             centered_nll.append(_compute_centered_nll(model, data, held_out_rows[batch], seed))
-            if prior is not None:  # the prior was fitted to training records only
-                values = np.asarray(data.values[held_out_rows[batch]], np.float64)
-                prior_nll.append(prior.compute_neg_log_density(values[:, data.schema.is_linear]))
-    if estimator is not None:
+        num_done = start + batch_size
+    typical = [_summarize_typical(np.concatenate(distances)), _summarize_typical(np.concatenate(centered_nll))]
+    # The density needs no network, so it is computed for more records than the time permitted for the network.
+    num_prior_records = min(max(num_done, MIN_PRIOR_RECORDS), MAX_REFERENCE_RECORDS)
+    if priors is None:
+        prior_weight = 0.0
+    elif prior_weight is None:
+        estimator = PriorWeightEstimator(ranking, data, exemplar_rows, priors, seed)
+        indexes = rng.permutation(new_indexes)[:num_prior_records]
+        estimator.add(indexes, _compute_distances_to_others(ranking, indexes))
         prior_weight = estimator.estimate_weight()
-    weight = 0.0 if prior is None or prior_weight is None else prior_weight
-    terms = [distances, centered_nll, *([prior_nll] if weight else [])]
-    typical = [_summarize_typical(np.concatenate(term)) for term in terms]
+    if priors is not None and prior_weight:
+        # The prior was fitted to training records, so the typical density is that of calibration records.
+        rows = rng.permutation(data.select_rows(Split.CALIBRATION))[:num_prior_records]
+        values = np.asarray(data.values[np.sort(rows)], np.float64)
+        prior_nll = extract_mixture(priors.full).compute_neg_log_density(values[:, data.schema.is_linear])
+        typical.append(_summarize_typical(prior_nll))
     ranking.typical = torch.tensor(typical, dtype=torch.float64)
     model.ranking = ranking.to(model.device)
-    model.config = replace(model.config, exemplars=ranking.num_exemplars, prior_weight=weight)
+    model.config = replace(model.config, exemplars=ranking.num_exemplars, prior_weight=prior_weight)
     return model
 
 
@@ -237,9 +247,9 @@ def measure_distance_seconds(
     def compute_distances(num_records: int) -> None:
         """Compute the distance of each of `num_records` exemplars to its nearest other exemplars, and the densities."""
         indexes = np.arange(num_old, num_old + num_records)
-        distances = _compute_distances_to_others(ranking, indexes)
+        _compute_distances_to_others(ranking, indexes)
         if estimator is not None and prior is not None:
-            estimator.add(indexes, distances)
+            estimator.add(indexes, _compute_distances_to_others(ranking, indexes))
             values = np.asarray(data.values[exemplar_rows[:num_records]], np.float64)
             prior.compute_neg_log_density(values[:, data.schema.is_linear])
 
