@@ -15,14 +15,16 @@ from typing import Any
 from deformer_stream.errors import ArtifactError
 
 BASE_VERSION, GROUPS_VERSION, TIES_VERSION, WINDOW_VERSION, PER_SLOT_VERSION, READING_TIMES_VERSION = 1, 2, 3, 4, 5, 6
-EXTREME_VERSION, STEP_VERSION, OUTLIER_LIMIT_VERSION = 7, 8, 9
+EXTREME_VERSION, STEP_VERSION, OUTLIER_LIMIT_VERSION, PRIOR_WEIGHT_VERSION = 7, 8, 9, 10
+LATEST_VERSION = PRIOR_WEIGHT_VERSION
 """Format versions of the manifest (manifest.json of a model directory), each with one addition to the one before.
 
 Version 2 adds separate calibrations of groups of records, version 3 a rule for readings with equal event times, version
 4 the windows of time that are the records, version 5 a rule for several readings in one time slot, version 6
 irregular readings, which keep their own times, version 7 the evidence of single readings and of levels, version 8
-that of steps, and version 9 a limit for outliers among the conditions of other readings. A manifest gets the lowest
-version that has all of its contents. Older releases can therefore read it, unless they would ignore a part of it.
+that of steps, version 9 a limit for outliers among the conditions of other readings, and version 10 a weight of the
+Gaussian prior's density in the ranking of complete records. A manifest gets the lowest version that has all of its
+contents. Older releases can therefore read it, unless they would ignore a part of it.
 """
 MANIFEST = "manifest.json"
 MAX_MANIFEST_BYTES = 64 * 2**20
@@ -51,10 +53,10 @@ def read_manifest(directory: Path) -> dict[str, Any]:
         raise ArtifactError(f"{path} contains {shorten(manifest)} instead of a JSON object: {REMEDY}")
     version = manifest.get("format_version")
     expected_version = determine_version(manifest)
-    if isinstance(version, int) and version > OUTLIER_LIMIT_VERSION:
+    if isinstance(version, int) and version > LATEST_VERSION:
         raise ArtifactError(
             f"{path} has format version {shorten(version)}, but this release reads no version above "
-            f"{OUTLIER_LIMIT_VERSION}: install the newer deformer-stream that wrote it, or train again"
+            f"{LATEST_VERSION}: install the newer deformer-stream that wrote it, or train again"
         )
     # `write` always states the lowest version that can express the contents.
     if version != expected_version:
@@ -113,6 +115,7 @@ def determine_version(manifest: dict[str, Any]) -> int:
 
     A manifest gets the lowest version, so that releases that know only this version can still read it:
 
+    - Version 10 is needed if the density of the Gaussian prior is a term of the ranking ("prior_weight").
     - Version 9 is needed if outliers count less as conditions of other readings ("outlier_limit").
     - Version 8 is needed if steps from the last value are evidence ("step" of the cumulative sums).
     - Version 7 is needed if single readings and levels are evidence ("extreme" and "level" of the cumulative sums).
@@ -126,9 +129,10 @@ def determine_version(manifest: dict[str, Any]) -> int:
         manifest: The parsed manifest; its contents may be invalid.
     """
     # Each version can also express what lower versions can, so the highest version is checked first.
-    calibration = manifest.get("calibration")
+    calibration, hyperparameters = manifest.get("calibration"), manifest.get("hyperparameters")
+    if isinstance(hyperparameters, dict) and "prior_weight" in hyperparameters:
+        return PRIOR_WEIGHT_VERSION
     if "reading_times" in manifest:
-        hyperparameters = manifest.get("hyperparameters")
         if isinstance(hyperparameters, dict) and "outlier_limit" in hyperparameters:
             return OUTLIER_LIMIT_VERSION
         cusum = calibration.get("cusum") if isinstance(calibration, dict) else None

@@ -24,7 +24,10 @@ from deformer_stream.calibration.cusum import CusumScale
 from deformer_stream.durable_file import replace_file
 from deformer_stream.errors import ArtifactError, ConfigError, Unavailable
 from deformer_stream.model.deformer import DEformer
+from deformer_stream.model.exemplars import Exemplars
+from deformer_stream.model.parameters import check_parameters
 from deformer_stream.model.reading_times import ReadingTimes
+from deformer_stream.model.schema import Schema
 from tests.engine.random_models import draw_records, make_model, normalise_values
 from tests.fuzz.forgery import sign
 from tests.models import CONFIG, SCHEMA, TRAINING_SUMMARY, make_calibration, make_small_model, write_model
@@ -109,6 +112,69 @@ def test_written_model_is_read_with_equal_scores_and_calibration(
 def test_manifest_without_the_key_tokens_means_pairs_of_tokens(directory: Path) -> None:
     forge_manifest(directory, lambda manifest: manifest["hyperparameters"].pop("tokens"))
     assert model_store.read(directory).model.config.tokens == "pair"
+
+
+def write_ranking_model(directory: Path, **changes: Any) -> DEformer:
+    """Write a model that ranks with the density of its Gaussian prior, and return it."""
+    model = make_model(SCHEMA, replace(CONFIG, gaussians=2, exemplars=3, **changes), 0, torch.float32)
+    assert model.ranking is not None
+    model.ranking.typical = 1.0 + torch.rand(model.ranking.typical.shape, dtype=torch.float64)
+    model_store.write(directory, model, make_calibration(model), {}, "")
+    return model
+
+
+def test_weight_of_the_prior_in_the_ranking_survives_a_round_trip(tmp_path: Path) -> None:
+    model = write_ranking_model(tmp_path / "with", prior_weight=0.7)
+    artifact = model_store.read(tmp_path / "with")
+    assert artifact.manifest["format_version"] == 10  # earlier releases do not know the term
+    assert artifact.manifest["hyperparameters"]["prior_weight"] == 0.7
+    assert model.ranking is not None
+    assert model.gaussians is not None
+    exemplars = Exemplars.from_parameters(artifact.scoring_model.extract_parameters())
+    assert exemplars is not None
+    assert exemplars.prior is not None
+    assert exemplars.prior_weight == 0.7
+    np.testing.assert_array_equal(exemplars.typical, model.ranking.typical.numpy())
+    np.testing.assert_array_equal(exemplars.prior.covariances, model.gaussians.covariances[0].numpy())
+    copy = artifact.model.ranking
+    assert copy is not None
+    assert torch.equal(copy.typical, model.ranking.typical)
+
+
+def test_model_without_a_weight_of_the_prior_keeps_its_format_version(tmp_path: Path) -> None:
+    write_ranking_model(tmp_path / "without")
+    manifest = model_store.read_manifest(tmp_path / "without")
+    assert manifest["format_version"] == 1
+    assert "prior_weight" not in manifest["hyperparameters"]
+    artifact = model_store.read(tmp_path / "without")
+    assert artifact.scoring_model.config.prior_weight == 0.0
+
+
+def test_inconsistent_weight_of_the_prior_is_refused(tmp_path: Path) -> None:
+    """An altered manifest can state a weight for a model without the other numbers of the term, or none for one."""
+    write_ranking_model(tmp_path / "with", prior_weight=0.7)
+    write_ranking_model(tmp_path / "without")
+
+    def add_weight(manifest: Manifest) -> None:
+        manifest["hyperparameters"]["prior_weight"] = 0.7
+        manifest["format_version"] = 10
+
+    forge_manifest(tmp_path / "without", add_weight)
+    assert_read_fails(tmp_path / "without", "ranking.typical")
+    forge_manifest(tmp_path / "with", lambda manifest: manifest.update(format_version=9))
+    assert_read_fails(tmp_path / "with", "its contents need version 10")
+
+    def remove_weight(manifest: Manifest) -> None:
+        del manifest["hyperparameters"]["prior_weight"]
+        manifest["format_version"] = 1
+
+    forge_manifest(tmp_path / "with", lambda manifest: manifest.update(format_version=10))
+    forge_manifest(tmp_path / "with", remove_weight)
+    assert_read_fails(tmp_path / "with")
+    labels_only = Schema(tuple(feature for feature in SCHEMA.features if feature.kind == "discrete"))
+    config = replace(CONFIG, gaussians=2, exemplars=3, prior_weight=0.7)
+    with pytest.raises(ValueError, match="prior_weight needs a feature"):
+        check_parameters(labels_only, config, {})
 
 
 def test_fingerprint_depends_on_weights_and_calibration_and_not_on_the_training_summary(tmp_path: Path) -> None:

@@ -74,7 +74,9 @@ def write_model(folder: Path, **changes: Any) -> Path:
     return folder / "model"
 
 
-@pytest.fixture(params=[{"gaussians": 3, "exemplars": 4}, {"memory": "all", "precision": "bfloat16"}])
+@pytest.fixture(
+    params=[{"gaussians": 3, "exemplars": 4, "prior_weight": 0.7}, {"memory": "all", "precision": "bfloat16"}]
+)
 def model(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
     return write_model(tmp_path, **request.param)
 

@@ -94,13 +94,15 @@ def _describe_model(result: TrainingOutput | IrregularOutput) -> str:
 
     It contains the number of layers and their width, and the size of the Gaussian prior (mixture of Gaussians fitted
     before training). Complete records are ranked from normal to anomalous by the density. If the model has exemplars
-    (stored training records), the mean distance to the nearest of them counts too.
+    (stored training records), the mean distance to the nearest of them counts too. If the density of the Gaussian prior
+    does, its weight is stated.
     """
     config = result.model.config
     prior = f"prior of {format_count(config.gaussians, 'Gaussian')}" if config.gaussians else "no Gaussian prior"
     if config.neighbors:
         prior = f"prior of {format_count(config.process_rank, 'factor')}"
     exemplars = f"{format_count(config.exemplars, 'exemplar')} and " if config.exemplars else ""
+    prior_term = f" and that of the prior (weight {config.prior_weight:.2f})" if config.prior_weight else ""
     preset = result.summary["preset"]["name"]
     if isinstance(result, IrregularOutput):
         process = f"process with {format_count(config.neighbors, 'neighbor')}" if config.neighbors else "no process"
@@ -110,7 +112,7 @@ def _describe_model(result: TrainingOutput | IrregularOutput) -> str:
         )
     return (
         f"{format_count(config.layers, 'layer')} of {config.d_model} (preset {preset}), {prior}; "
-        f"ranks records by {exemplars}the density"
+        f"ranks records by {exemplars}the density{prior_term}"
     )
 
 

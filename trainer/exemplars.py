@@ -1,8 +1,9 @@
 """Add exemplars (stored training records) to a trained model, so that it can rank complete records by anomaly.
 
-The ranking score of a complete record combines two numbers. One is its distance to the nearest exemplars. The other is
-its centered NLL (negative log-likelihood minus the entropy of the conditionals). Each is expressed relative to its
-typical values, which are its median and 90% quantile for normal records.
+The ranking score of a complete record combines several numbers. One is its distance to the nearest exemplars. Another
+is its centered NLL (negative log-likelihood minus the entropy of the conditionals). If it is useful for the table,
+−ln p under the Gaussian prior is a third one (`prior_weight`). Each is expressed relative to its typical values, which
+are its median and 90% quantile for normal records.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from deformer_stream.model.exemplars import Exemplars
 from deformer_stream.model.ranking import Ranking
 from trainer.budget import measure_seconds_per_record
 from trainer.data import PreparedTable, Split
+from trainer.gaussian_prior import CrossFittedPriors, extract_mixture
+from trainer.prior_weight import PriorWeightEstimator
 from trainer.sampling import create_generator, draw_random_keys, gather_values, order_readings, read_rows
 
 MAX_EXEMPLARS = 4096
@@ -32,6 +35,12 @@ exemplars, so its ranking would take longer.
 
 MAX_REFERENCE_RECORDS = 1000
 """Largest number of normal records from which the typical distance and the typical centered NLL are computed."""
+
+MIN_PRIOR_RECORDS = 300
+"""Number of records from which the weight and the typical value of the prior's density are computed if time is over.
+
+It takes some tenths of a second at most, and from fewer records the weight would depend on chance.
+"""
 
 MIN_DIFFERENCE_RATE = 0.05
 """Smallest assumed probability that two records differ in a label.
@@ -56,6 +65,8 @@ def add_ranking(
     batch_size: int | None = None,
     should_continue: Callable[[int], bool] = lambda num_done: True,
     calibration_exemplars: bool = True,
+    priors: CrossFittedPriors | None = None,
+    prior_weight: float | None = None,
 ) -> DEformer:
     """Store exemplars (training records for comparison) and typical values of normal records in the model.
 
@@ -76,6 +87,8 @@ def add_ranking(
             typical values are computed from the records that are done.
         calibration_exemplars: Whether calibration records may become exemplars. If not, their anomaly scores are
             comparable with those of new records, and a threshold can be computed from them.
+        priors: The Gaussian prior of the model with its variants, None if the model has no prior.
+        prior_weight: The weight of the prior's density in the ranking. None to learn it; it is 0 without a prior.
 
     Returns:
         The same model, which was changed in place.
@@ -86,11 +99,13 @@ def add_ranking(
         model.ranking = None
         return model
     # The exemplars of an old model (`--init-from`) come first. The typical distance is computed from new ones only.
-    num_new = min(ranking.num_exemplars, len(_choose_exemplar_rows(data, max_exemplars, None, calibration_exemplars)))
+    exemplar_rows = choose_exemplar_rows(data, max_exemplars, seed, calibration_exemplars)
+    num_new = len(exemplar_rows)
     new_indexes = np.arange(ranking.num_exemplars - num_new, ranking.num_exemplars)
     reference_indexes = np.sort(rng.permutation(new_indexes)[:num_reference_records])
     held_out_rows = rng.permutation(data.select_rows(Split.CALIBRATION))[:num_reference_records]
     distances, centered_nll = [], []
+    num_done = 0
     batch_size = batch_size or max(len(reference_indexes), len(held_out_rows), 1)
     if batch_size < len(reference_indexes):
         # If the time ends before the last batch, the records that are done must be a random sample.
@@ -103,10 +118,26 @@ def add_ranking(
             distances.append(_compute_distances_to_others(ranking, reference_indexes[batch]))
         if len(held_out_rows[batch]):
             centered_nll.append(_compute_centered_nll(model, data, held_out_rows[batch], seed))
+        num_done = start + batch_size
     typical = [_summarize_typical(np.concatenate(distances)), _summarize_typical(np.concatenate(centered_nll))]
+    # The density needs no network, so it is computed for more records than the time permitted for the network.
+    num_prior_records = min(max(num_done, MIN_PRIOR_RECORDS), MAX_REFERENCE_RECORDS)
+    if priors is None:
+        prior_weight = 0.0
+    elif prior_weight is None:
+        estimator = PriorWeightEstimator(ranking, data, exemplar_rows, priors, seed)
+        indexes = rng.permutation(new_indexes)[:num_prior_records]
+        estimator.add(indexes, _compute_distances_to_others(ranking, indexes))
+        prior_weight = estimator.estimate_weight()
+    if priors is not None and prior_weight:
+        # The prior was fitted to training records, so the typical density is that of calibration records.
+        rows = rng.permutation(data.select_rows(Split.CALIBRATION))[:num_prior_records]
+        values = np.asarray(data.values[np.sort(rows)], np.float64)
+        prior_nll = extract_mixture(priors.full).compute_neg_log_density(values[:, data.schema.is_linear])
+        typical.append(_summarize_typical(prior_nll))
     ranking.typical = torch.tensor(typical, dtype=torch.float64)
     model.ranking = ranking.to(model.device)
-    model.config = replace(model.config, exemplars=ranking.num_exemplars)
+    model.config = replace(model.config, exemplars=ranking.num_exemplars, prior_weight=prior_weight)
     return model
 
 
@@ -117,12 +148,14 @@ def score_complete_records(
     centered_nll: NDArray[np.float64],
     exemplar_rows: NDArray[np.int64],
     should_continue: Callable[[int], bool] = lambda num_done: True,
+    priors: CrossFittedPriors | None = None,
 ) -> NDArray[np.float64]:
     """Return the anomaly scores of complete calibration records, computed as those of new records (`Exemplars.score`).
 
     A calibration record that is an exemplar is compared with all exemplars but itself. If all calibration records are
     exemplars, the p-value of a new record is at least the conformal one: were the new record an exemplar as well, the
-    calibration records could only be nearer to their nearest exemplars.
+    calibration records could only be nearer to their nearest exemplars. With `--folds`, calibration records may be
+    records to which the Gaussian prior was fitted. Their density is then that of the variant without their fold.
 
     Args:
         model: The trained model with its exemplars. Without them, the scores are the centered NLLs.
@@ -132,6 +165,7 @@ def score_complete_records(
         exemplar_rows: (M,) row numbers of the last M exemplars of the model, which are records of the table.
         should_continue: Called before each batch with the number of records that are scored. If it returns False, no
             more records are scored.
+        priors: The Gaussian prior of the model with its variants; needed if its density is a term of the ranking.
 
     Returns:
         The scores of the N records, or of the first ones if `should_continue` returned False.
@@ -149,11 +183,18 @@ def score_complete_records(
         batch = rows[start : start + DISTANCE_BATCH]
         values = np.asarray(data.values[batch], np.float64)
         own_exemplar = np.array([index_by_row.get(row, -1) for row in batch.tolist()])
+        prior_nll = None
+        if exemplars.prior is not None and priors is not None:
+            x = values[:, data.schema.is_linear]
+            without_fold = priors.compute_neg_log_density(x, batch)
+            is_training = data.split[batch] == Split.TRAIN
+            prior_nll = np.where(is_training, without_fold, exemplars.prior.compute_neg_log_density(x))
         scores = exemplars.score(
             np.where(np.isnan(values), -1, codes),
             np.nan_to_num(values),
             centered_nll[start : start + DISTANCE_BATCH],
             own_exemplar,
+            prior_nll,
         )
         parts.append(scores)
     return np.concatenate(parts)
@@ -175,11 +216,17 @@ def choose_exemplar_rows(
 
 
 def measure_distance_seconds(
-    model: DEformer, data: PreparedTable, max_exemplars: int, seed: int, clock: Callable[[], float]
+    model: DEformer,
+    data: PreparedTable,
+    max_exemplars: int,
+    seed: int,
+    clock: Callable[[], float],
+    priors: CrossFittedPriors | None = None,
 ) -> float:
     """Return the measured seconds to compute the distance of one record to the exemplars; 0 if there are none.
 
-    Exemplars are training records that the model stores to rank complete records.
+    Exemplars are training records that the model stores to rank complete records. With a Gaussian prior, the time to
+    estimate the weight of its density is included.
 
     Args:
         model: The model before training. It is not changed.
@@ -187,28 +234,37 @@ def measure_distance_seconds(
         max_exemplars: Largest number of exemplars.
         seed: Seed of the random choice of exemplars.
         clock: A function that returns the current time in seconds.
+        priors: The Gaussian prior of the model with its variants, None if the weight is not estimated.
     """
     ranking = _create_ranking(model, data, max_exemplars, np.random.default_rng([seed, RANKING_SEED]), True)
     if ranking is None:
         return 0.0
+    exemplar_rows = choose_exemplar_rows(data, max_exemplars, seed, True)
+    num_old = ranking.num_exemplars - len(exemplar_rows)
+    prior = None if priors is None else extract_mixture(priors.full)
+    estimator = None if priors is None else PriorWeightEstimator(ranking, data, exemplar_rows, priors, seed)
 
-    def compute_distances(num_records: int) -> NDArray[np.float64]:
-        """Return the distance of each of the first `num_records` exemplars to its nearest other exemplars."""
-        return _compute_distances_to_others(ranking, np.arange(num_records))
+    def compute_distances(num_records: int) -> None:
+        """Compute the distance of each of `num_records` exemplars to its nearest other exemplars, and the densities."""
+        indexes = np.arange(num_old, num_old + num_records)
+        _compute_distances_to_others(ranking, indexes)
+        if estimator is not None and prior is not None:
+            estimator.add(indexes, _compute_distances_to_others(ranking, indexes))
+            values = np.asarray(data.values[exemplar_rows[:num_records]], np.float64)
+            prior.compute_neg_log_density(values[:, data.schema.is_linear])
 
-    return measure_seconds_per_record(compute_distances, clock, ranking.num_exemplars)
+    return measure_seconds_per_record(compute_distances, clock, len(exemplar_rows))
 
 
 def _choose_exemplar_rows(
-    data: PreparedTable, max_exemplars: int, rng: np.random.Generator | None, calibration_exemplars: bool
+    data: PreparedTable, max_exemplars: int, rng: np.random.Generator, calibration_exemplars: bool
 ) -> NDArray[np.int64]:
     """Return the row numbers of the table's records that become exemplars (stored records to compare with), ascending.
 
     Args:
         data: The prepared table.
         max_exemplars: Largest number of exemplars.
-        rng: The source of the random choice. With None, the first records are returned, for callers that need only the
-            number of exemplars.
+        rng: The source of the random choice.
         calibration_exemplars: Whether calibration records may become exemplars.
     """
     rows = np.arange(len(data.split))
@@ -217,7 +273,7 @@ def _choose_exemplar_rows(
         rows = np.flatnonzero((data.split == Split.TRAIN) | (data.split == Split.VALIDATION))
     if len(rows) <= max_exemplars:
         return rows
-    return rows[:max_exemplars] if rng is None else np.sort(rng.choice(rows, max_exemplars, replace=False))
+    return np.sort(rng.choice(rows, max_exemplars, replace=False))
 
 
 def _create_ranking(

@@ -15,6 +15,7 @@ import torch
 from deformer_stream.errors import ConfigError
 from deformer_stream.model.deformer import DEformer
 from deformer_stream.model.gaussian_prior import GaussianPrior
+from deformer_stream.model.mixture import Mixture
 from deformer_stream.model.schema import Schema
 from trainer.data import PreparedTable, Split
 from trainer.gaussian_prior import (
@@ -23,7 +24,6 @@ from trainer.gaussian_prior import (
     CrossFittedPriors,
     Floats,
     Ints,
-    Mixture,
     build_prior,
     compute_cross_validated_nll,
     extract_mixture,
@@ -76,7 +76,7 @@ def extend_model(old: DEformer, schema: Schema) -> DEformer:
             "exclude the new columns, or train anew without --init-from"
         )
     try:
-        model = DEformer(schema, replace(old.config, exemplars=0))
+        model = DEformer(schema, replace(old.config, exemplars=0, prior_weight=0.0))
     except ValueError as error:
         raise ConfigError(
             f"--init-from: the new features cannot be added to the old model ({error}); "

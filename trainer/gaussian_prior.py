@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from deformer_stream.model.gaussian_prior import GaussianPrior, PriorConditional
+from deformer_stream.model.mixture import Mixture
 from deformer_stream.model.schema import Schema
 from trainer.data import PreparedTable, Split
 from trainer.sampling import Noise, create_generator, read_rows
@@ -88,46 +89,6 @@ FIT_SEED, DRAW_SEED = 0x6A55, 0x6A56
 
 
 @dataclass(frozen=True, slots=True)
-class Mixture:
-    """A mixture of K Gaussians (components) over D continuous features.
-
-    Attributes:
-        log_weights: (K,) natural logarithm of the components' probabilities.
-        means: (K, D) means in normalised units.
-        covariances: (K, D, D) covariance matrices, positive definite.
-    """
-
-    log_weights: Floats
-    means: Floats
-    covariances: Floats
-
-    def compute_log_densities(self, x: Floats) -> Floats:
-        """Return ln(weight · density) of each record under each of the K components.
-
-        The log-density of a record is the log-sum-exp of its row of the result.
-
-        Args:
-            x: (N, D) records with D features, without missing values.
-
-        Returns:
-            (N, K) log-densities in nats.
-        """
-        K, D = self.means.shape
-        cholesky_factors = np.linalg.cholesky(self.covariances)  # (K, D, D)
-        inverse_factors = np.linalg.inv(cholesky_factors)
-        # Whitening multiplies a record by the inverse Cholesky factor, so that its features are uncorrelated and have
-        # variance 1. One matrix product whitens the records for all components.
-        whitened_means = (inverse_factors @ self.means[:, :, None]).reshape(K * D)
-        whitened = x @ inverse_factors.reshape(K * D, D).T - whitened_means  # (N, K · D)
-        # ln of a Gaussian density: −½ |whitened|² − ½ ln det covariance − ½ D ln 2π.
-        half_log_determinants = np.log(np.diagonal(cholesky_factors, axis1=1, axis2=2)).sum(1)
-        log_normalizers = half_log_determinants + 0.5 * D * np.log(2 * np.pi)
-        squared_distances = (whitened * whitened).reshape(-1, K, D).sum(2)
-        log_densities: Floats = self.log_weights - log_normalizers - 0.5 * squared_distances
-        return log_densities
-
-
-@dataclass(frozen=True, slots=True)
 class Shrinkage:
     """How far the covariances of a mixture's components are moved towards a common one, against overfitting.
 
@@ -187,6 +148,21 @@ class CrossFittedPriors:
         with torch.no_grad():
             conditionals: PriorConditional = self.by_fold(features, values, folds)
         return conditionals
+
+    def compute_neg_log_density(self, x: Floats, rows: Ints) -> Floats:
+        """Return −ln p of whole records in nats, (N,), under the variants that were fitted without their folds.
+
+        Args:
+            x: (N, D) normalised values of the features of the mixture, NaN if missing.
+            rows: (N,) row numbers of the records in the table.
+        """
+        result = np.empty(len(x))
+        for fold in range(NUM_FOLDS):
+            is_in_fold = self.fold_by_row[rows] == fold
+            if is_in_fold.any():
+                mixture = extract_mixture(self.by_fold, fold)
+                result[is_in_fold] = mixture.compute_neg_log_density(x[is_in_fold])
+        return result
 
 
 def fit_priors(
@@ -565,13 +541,15 @@ def _compute_outer_products(vectors: Floats) -> Floats:
     return outer_products
 
 
-def extract_mixture(prior: GaussianPrior) -> Mixture:
-    """Return the mixture of Gaussians that the prior of a trained model contains, as float64 NumPy arrays.
+def extract_mixture(prior: GaussianPrior, variant: int = 0) -> Mixture:
+    """Return a mixture of Gaussians that a prior contains, as float64 NumPy arrays.
 
-    A `GaussianPrior` can store several mixtures (variants), one after the other in the first dimension of its tensors.
-    The prior of a trained model stores a single one, at index 0.
+    Args:
+        prior: The prior. It can store several mixtures (variants), one after the other in the first dimension of its
+            tensors. That of a trained model stores a single one.
+        variant: The index of the mixture.
     """
-    tensors = (prior.log_weights[0], prior.means[0], prior.covariances[0])
+    tensors = (prior.log_weights[variant], prior.means[variant], prior.covariances[variant])
     return Mixture(*(tensor.double().cpu().numpy() for tensor in tensors))
 
 

@@ -53,6 +53,7 @@ from trainer.evaluate import HeldOutLikelihood, compute_independent_nll, evaluat
 from trainer.exemplars import MAX_REFERENCE_RECORDS, add_ranking, choose_exemplar_rows, score_complete_records
 from trainer.faults import learn_faults
 from trainer.fit import SINGLE_PROCESS, TrainingResult, TrainingStatus
+from trainer.gaussian_prior import CrossFittedPriors
 from trainer.job_output import JobOutput, summarize_job
 from trainer.outliers import (
     SearchSize,
@@ -229,8 +230,8 @@ def train(
             part = fold_run.run.budget
             scores += final_phases.score_calibration_records(fold_model, fold_data, order, fold_seed, part)
             budget.mark_phase("folds")
-        model = final_phases.add_ranking(result.model, data)
-        record_scores = final_phases.score_complete_records(model, data, scores.centered_nll)
+        model = final_phases.add_ranking(result.model, data, run.priors)
+        record_scores = final_phases.score_complete_records(model, data, scores.centered_nll, run.priors)
         calibration = build_calibration(
             scores, data.schema, order, settings.calibration_trim, data.ties, record_scores=record_scores
         )
@@ -392,11 +393,16 @@ class _FinalPhases:
         self.calibration_rows.append(rows[: len(scores.statistics)])
         return scores
 
-    def add_ranking(self, model: DEformer, data: PreparedTable) -> DEformer:
+    def add_ranking(self, model: DEformer, data: PreparedTable, priors: CrossFittedPriors | None) -> DEformer:
         """Add exemplars (stored training records) and typical values of normal records to the model.
 
         By comparison with them the model ranks complete records from normal to anomalous. As many records as the time
         permits are used for the typical values.
+
+        Args:
+            model: The trained model.
+            data: The prepared table.
+            priors: The Gaussian prior with its variants, None if the model has none.
 
         Returns:
             The same model, which was changed in place.
@@ -414,6 +420,8 @@ class _FinalPhases:
                 seed,
                 should_continue=phase.should_continue,
                 calibration_exemplars=calibration_exemplars,
+                priors=priors,
+                prior_weight=self.settings.prior_weight,
             )
         minimum = compute_min_counts(maximum)
         num_records = self._plan(maximum).ranking
@@ -433,10 +441,16 @@ class _FinalPhases:
             batch_size,
             phase.should_continue,
             calibration_exemplars,
+            priors,
+            self.settings.prior_weight,
         )
 
     def score_complete_records(
-        self, model: DEformer, data: PreparedTable, centered_nll: NDArray[np.float64]
+        self,
+        model: DEformer,
+        data: PreparedTable,
+        centered_nll: NDArray[np.float64],
+        priors: CrossFittedPriors | None,
     ) -> NDArray[np.float64] | None:
         """Return the anomaly scores of the complete calibration records, or of as many as the time permits.
 
@@ -444,6 +458,7 @@ class _FinalPhases:
             model: The model with its exemplars.
             data: The prepared table.
             centered_nll: The centered NLLs of the records that were scored for the calibration, in the same order.
+            priors: The Gaussian prior with its variants, None if the model has none.
 
         Returns:
             The scores; None if there are none.
@@ -460,7 +475,7 @@ class _FinalPhases:
         maximum = replace(count_all_records(data), calibration=0, ranking=0)
         later_seconds = 0.0 if self.costs is None else compute_min_counts(maximum).estimate_seconds(self.costs)
         phase = self._start_phase("scoring complete calibration records", len(rows), 1, later_seconds)
-        scores = score_complete_records(model, data, rows, centered_nll, exemplar_rows, phase.should_continue)
+        scores = score_complete_records(model, data, rows, centered_nll, exemplar_rows, phase.should_continue, priors)
         return scores if len(scores) else None
 
     def evaluate_held_out(self, model: DEformer, data: PreparedTable) -> HeldOutLikelihood:

@@ -244,7 +244,7 @@ class RunPlanner:
         num_prior_records = min(num_train, prior.max_records) if has_prior else 0
         if self.budget.limit is None:
             return PlannedRun(run, settings, reason, None, maximum, num_prior_records)
-        costs = self._measure_phase_costs(run.averaged_model, data)
+        costs = self._measure_phase_costs(run.averaged_model, data, prior.priors)
         fixed_seconds = costs.fixed
         if self.settings.folds:
             costs, maximum = _leave_out_final_phases(costs, maximum)
@@ -473,12 +473,15 @@ class RunPlanner:
         max_records = min(run.recipe.batch, len(run.train_rows))
         return measure_seconds_per_record(run.measure_step_seconds, self.budget.clock, max_records)
 
-    def _measure_phase_costs(self, model: DEformer, data: PreparedTable) -> PhaseCosts:
+    def _measure_phase_costs(
+        self, model: DEformer, data: PreparedTable, priors: CrossFittedPriors | None
+    ) -> PhaseCosts:
         """Measure on a few records how long calibration, ranking and held-out figures take.
 
         Args:
             model: The model before training, which takes as long as the trained one.
             data: The prepared table.
+            priors: The Gaussian prior with its variants, None if the model has none.
 
         Returns:
             The seconds per record of each phase, increased by a safety factor.
@@ -498,7 +501,9 @@ class RunPlanner:
             clock,
             len(rows),
         )
-        distance_seconds = measure_distance_seconds(model, data, choose_exemplars(settings), settings.seed, clock)
+        distance_seconds = measure_distance_seconds(
+            model, data, choose_exemplars(settings), settings.seed, clock, priors
+        )
         return PhaseCosts(
             calibration=SAFETY_FACTOR * calibration_seconds,
             ranking=SAFETY_FACTOR * (calibration_seconds + distance_seconds),

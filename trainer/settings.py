@@ -450,6 +450,13 @@ class TrainConfig(TrainSettings):
         description="Whether calibration records may be among the records that are stored to rank complete records. "
         "False makes the anomaly scores of calibration records comparable with those of new records.",
     )
+    prior_weight: float | None = Field(
+        None,
+        ge=0,
+        le=100,
+        description="Weight of the density of the Gaussian prior in the ranking of complete records, 0 for none. By "
+        "default it is learnt for each table.",
+    )
 
     batch: int | None = Field(None, ge=1)
     optimizer: Optimizer | None = None

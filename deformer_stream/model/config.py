@@ -26,6 +26,12 @@ IRREGULAR = (
 """Names of the hyperparameters of models for irregular readings. They have their default values in other models, except
 those of the process that is the prior of wide records."""
 
+LEFT_OUT_IF_DEFAULT = (*IRREGULAR, "prior_weight")
+"""Names of the hyperparameters that are not stored if they have their default values.
+
+So the manifests and fingerprints of models without them stay as they are.
+"""
+
 NON_NEGATIVE = (
     "gaussians",
     "exemplars",
@@ -80,6 +86,8 @@ class ModelConfig:
         context_block: The number of readings of a block. 0 if a reading is conditional on all earlier readings.
         exemplars: The number of training records that are stored as exemplars. Complete records are ranked by their
             distance to the nearest exemplars. 0 stores none.
+        prior_weight: The weight of the density of the Gaussian prior (`gaussians`) in the ranking of complete records.
+            Training learns it for each table. 0 if it is no term of the ranking.
         precision: "bfloat16" rounds the factors of the matrix products in the Transformer layers to bfloat16 when the
             model scores, but not in training. Sums, and everything outside the layers, are float32.
 
@@ -109,6 +117,7 @@ class ModelConfig:
     context_recent: int = 0
     context_block: int = 0
     exemplars: int = 0
+    prior_weight: float = 0.0
     precision: Precision = "float32"
 
     def __post_init__(self) -> None:
@@ -128,6 +137,10 @@ class ModelConfig:
             )
         if not 0 <= self.outlier_limit < math.inf:
             raise ValueError(f"the hyperparameter outlier_limit is {self.outlier_limit}, but it must be 0 or positive")
+        if not 0 <= self.prior_weight < math.inf:
+            raise ValueError(f"the hyperparameter prior_weight is {self.prior_weight}, but it must be 0 or positive")
+        if self.prior_weight and not (self.gaussians and self.exemplars):
+            raise ValueError("the hyperparameter prior_weight needs gaussians and exemplars of at least 1")
         for width in self.hidden:
             _check_integer("each width in the hyperparameter hidden", width, minimum=1)
         if self.d_model % self.heads:
@@ -154,10 +167,9 @@ class ModelConfig:
     def to_json(self) -> dict[str, Any]:
         """Return a dict from hyperparameter names to values, for the manifest (manifest.json) of a model directory.
 
-        Hyperparameters of irregular readings are left out if they have their default values. So the fingerprints of
-        models without them stay as they are.
+        Those of `LEFT_OUT_IF_DEFAULT` are left out if they have their default values.
         """
-        defaults = {field.name: field.default for field in fields(self) if field.name in IRREGULAR}
+        defaults = {field.name: field.default for field in fields(self) if field.name in LEFT_OUT_IF_DEFAULT}
         return {name: value for name, value in asdict(self).items() if value != defaults.get(name)}
 
     @staticmethod

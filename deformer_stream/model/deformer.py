@@ -186,7 +186,8 @@ class DEformer(nn.Module):
             # The inputs are the weight, the mean and the scale of each component (PriorConditional.to_network_input).
             self.guidance = nn.Linear(3 * num_prior_components, config.d_model)
         self.head = Head(schema, config.d_model, config.mixtures, num_prior_components)
-        self.ranking = Ranking(schema, config.exemplars) if config.exemplars else None
+        has_prior_term = config.prior_weight > 0
+        self.ranking = Ranking(schema, config.exemplars, has_prior_term) if config.exemplars else None
         self.register_buffer("is_context", torch.tensor(schema.is_context), persistent=False)
 
     def _init_identities(self) -> None:

@@ -1,5 +1,8 @@
 """Ranking of complete records by their distance to the nearest exemplars, as `ranking.Ranking` does, without PyTorch.
 
+The centered NLL (negative log-likelihood of the readings minus its expectation) is a second term. If training has found
+it useful for the table, the density of the record under the Gaussian prior is a third (`trainer.prior_weight`).
+
 Shapes use these letters: R is the number of records, F the number of features, M the number of exemplars (stored
 training records).
 """
@@ -11,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from deformer_stream.model.mixture import Mixture
 from deformer_stream.model.parameters import ModelParameters
 from deformer_stream.model.schema import Feature, Schema
 
@@ -41,7 +45,10 @@ class Exemplars:
         known: (M, F) false where the exemplar has no reading of the feature.
         deviations: (F,) the typical difference of each feature.
         typical: (2, 2) statistics of normal records. Row 0 is for the distance, row 1 for the centered NLL; column 0 is
-            the median, column 1 the difference between the 90% quantile and the median.
+            the median, column 1 the difference between the 90% quantile and the median. With a `prior`, (3, 2): row 2
+            is for −ln p of the record under the prior.
+        prior: The Gaussian prior, whose density is a term of the ranking; None if it is none.
+        prior_weight: The weight of this term, 0 without a prior.
     """
 
     schema: Schema
@@ -49,14 +56,22 @@ class Exemplars:
     known: Bools
     deviations: Singles
     typical: Floats
+    prior: Mixture | None = None
+    prior_weight: float = 0.0
 
     @staticmethod
     def from_parameters(parameters: ModelParameters) -> Exemplars | None:
         """Return the exemplars of a model, None if it has none."""
         if "ranking.positions" not in parameters.arrays:
             return None
-        arrays = (parameters.arrays[f"ranking.{name}"] for name in ("positions", "known", "deviations", "typical"))
-        return Exemplars(parameters.schema, *arrays)
+        names = "positions", "known", "deviations", "typical"
+        positions, known, deviations, typical = (parameters.arrays[f"ranking.{name}"] for name in names)
+        prior, prior_weight = None, parameters.config.prior_weight
+        if prior_weight:
+            # A trained model has one variant of the prior, at index 0.
+            prior_names = "log_weights", "means", "covariances"
+            prior = Mixture(*(parameters.arrays[f"gaussians.{name}"][0] for name in prior_names))
+        return Exemplars(parameters.schema, positions, known, deviations, typical, prior, prior_weight)
 
     def score(
         self,
@@ -64,12 +79,14 @@ class Exemplars:
         values: Floats,
         centered_nll: Floats,
         own_exemplar: NDArray[np.int64] | None = None,
+        prior_nll: Floats | None = None,
     ) -> Floats:
         """Return the anomaly score of complete records; larger is more anomalous.
 
-        The score is the distance to the nearest exemplars (stored training records) plus `CENTERED_NLL_WEIGHT` times
-        the centered NLL (negative log-likelihood minus its expectation). Both terms are first standardised: 0 is the
-        median of normal records, 1 is their 90% quantile.
+        The score is the distance to the nearest exemplars (stored training records), plus `CENTERED_NLL_WEIGHT` times
+        the centered NLL (negative log-likelihood minus its expectation), plus `prior_weight` times −ln p of the record
+        under the Gaussian prior. The terms are first standardised: 0 is the median of normal records, 1 is their 90%
+        quantile. In −ln p, a missing reading counts by its expectation (`Mixture.compute_neg_log_density`).
 
         Args:
             codes: (R, L), for each of R records the feature codes (indexes in the schema) of at most L readings in any
@@ -77,6 +94,8 @@ class Exemplars:
             values: (R, L), the normalised values of continuous features and the label codes of discrete ones.
             centered_nll: (R,), the sum of the centered NLLs of the record's readings.
             own_exemplar: As in `compute_distances`.
+            prior_nll: (R,), −ln p of the records under the Gaussian prior, for records to which the prior was fitted.
+                By default it is computed with the prior of the model.
 
         Returns:
             (R,), the scores of the records.
@@ -88,12 +107,21 @@ class Exemplars:
         known = np.zeros((len(codes), num_features + 1), bool)
         np.put_along_axis(value_by_feature, columns, values, 1)
         np.put_along_axis(known, columns, codes >= 0, 1)
-        positions = compute_positions(self.schema, value_by_feature[:, :num_features]) / self.deviations
-        distances = self.compute_distances(positions, known[:, :num_features], own_exemplar)
-        (distance_median, distance_spread), (nll_median, nll_spread) = self.typical
+        value_by_feature, known = value_by_feature[:, :num_features], known[:, :num_features]
+        positions = compute_positions(self.schema, value_by_feature) / self.deviations
+        distances = self.compute_distances(positions, known, own_exemplar)
+        (distance_median, distance_spread), (nll_median, nll_spread) = self.typical[:2]
         distance_score = (distances - distance_median) / distance_spread
         nll_score = (centered_nll - nll_median) / nll_spread
         score: Floats = distance_score + CENTERED_NLL_WEIGHT * nll_score
+        if self.prior is None:
+            return score
+        if prior_nll is None:
+            is_linear = self.schema.is_linear
+            x = np.where(known[:, is_linear], value_by_feature[:, is_linear], np.nan)
+            prior_nll = self.prior.compute_neg_log_density(x)
+        prior_median, prior_spread = self.typical[2]
+        score += self.prior_weight * (prior_nll - prior_median) / prior_spread
         return score
 
     def compute_distances(

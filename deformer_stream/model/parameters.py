@@ -306,7 +306,7 @@ def describe_tensors(schema: Schema, config: ModelConfig) -> dict[str, TensorDes
         add("ranking.positions", config.exemplars, num_features)
         add("ranking.known", config.exemplars, num_features, dtype=np.dtype(np.bool_))
         add("ranking.deviations", num_features)
-        add("ranking.typical", 2, 2, dtype=double)
+        add("ranking.typical", 3 if config.prior_weight else 2, 2, dtype=double)
     return tensors
 
 
@@ -331,6 +331,8 @@ def check_parameters(schema: Schema, config: ModelConfig, arrays: Mapping[str, A
         ValueError: An array is missing or unknown, has another shape, or holds parameters that no model can have.
     """
     described = describe_tensors(schema, config)
+    if config.prior_weight and "gaussians.means" not in described:
+        raise ValueError("the hyperparameter prior_weight needs a feature that the Gaussian prior can contain")
     missing, unknown = described.keys() - arrays.keys(), arrays.keys() - described.keys()
     if missing or unknown:
         raise ValueError(

@@ -4,7 +4,8 @@ Alerts need a statistic that is comparable from reading to reading while a recor
 can use all readings at once. If there are few training records, the distance to the nearest of them is the best simple
 ranking, because it needs no training. It misses anomalies in the relation of a few features, which the density of the
 network detects. The score is therefore the sum of the distance and the centered NLL (negative log-likelihood of the
-readings minus its expectation). Each of the two is in units of its spread among normal records.
+readings minus its expectation). Each of the two is in units of its spread among normal records. On some tables the
+density of the Gaussian prior is a third term (`exemplars.Exemplars`).
 
 Shapes use these letters: R is the number of records, F the number of features, M the number of exemplars (stored
 training records).
@@ -37,6 +38,7 @@ class Ranking(nn.Module):
     Args:
         schema: The F features.
         num_exemplars: The number M of exemplars.
+        has_prior: Whether the density of the Gaussian prior is a term of the ranking.
 
     Attributes:
         positions: (M, F), the positions of the readings of the exemplars, divided by `deviations`. This and the
@@ -46,7 +48,8 @@ class Ranking(nn.Module):
             training. For labels that are not numbers, it is the probability that two records have different labels.
         typical: (2, 2), statistics of normal records. Row 0 is for the distance to the nearest exemplars, row 1 for the
             centered NLL (negative log-likelihood minus its expectation). Column 0 is the median, column 1 the
-            difference between the 90% quantile and the median.
+            difference between the 90% quantile and the median. With `has_prior`, (3, 2): row 2 is for −ln p of the
+            record under the Gaussian prior.
     """
 
     is_text_label: Tensor
@@ -56,7 +59,7 @@ class Ranking(nn.Module):
     deviations: Tensor
     typical: Tensor
 
-    def __init__(self, schema: Schema, num_exemplars: int) -> None:
+    def __init__(self, schema: Schema, num_exemplars: int, has_prior: bool = False) -> None:
         super().__init__()
         self.schema = schema
         is_text_label = [has_unordered_labels(feature) for feature in schema.features]
@@ -69,7 +72,8 @@ class Ranking(nn.Module):
         self.register_buffer("positions", torch.zeros(shape))
         self.register_buffer("known", torch.ones(shape, dtype=torch.bool))
         self.register_buffer("deviations", torch.ones(len(schema)))
-        self.register_buffer("typical", torch.tensor([[0.0, 1.0], [0.0, 1.0]], dtype=torch.float64))
+        num_terms = 3 if has_prior else 2
+        self.register_buffer("typical", torch.tensor([[0.0, 1.0]], dtype=torch.float64).repeat(num_terms, 1))
 
     @property
     def num_exemplars(self) -> int:

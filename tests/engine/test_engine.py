@@ -21,6 +21,7 @@ from deformer_stream.engine.engine import Engine, Limits, compute_alert_id
 from deformer_stream.engine.events import NO_TIME, Alert, CloseReason, Decisions, Effects, EventBatch, RejectionReason
 from deformer_stream.errors import InvariantViolated
 from deformer_stream.model.deformer import DEformer, ModelConfig
+from deformer_stream.model.exemplars import Exemplars
 from deformer_stream.model.schema import Feature, Schema
 from tests.engine.random_models import draw_records, make_model, normalise_values
 
@@ -128,6 +129,33 @@ def run_stream(
         start += size
     collected.add(engine.finish())
     return collected
+
+
+def test_density_of_the_prior_changes_the_ranking_and_nothing_else() -> None:
+    """Log-likelihoods, p-values and alerts are bit-identical. Some records lack readings."""
+    codes, raw = draw_records(SCHEMA, NUM_RECORDS, seed=1, missing_share=0.2)
+    runs = []
+    for weight in (0.0, 0.7):
+        config = replace(CONFIG, gaussians=3, exemplars=4, prior_weight=weight)
+        model, calibration = build_model(config)
+        assert model.ranking is not None
+        model.ranking.typical[:, 1] = 2.0
+        runs.append(run_stream(codes, raw, Engine(model, calibration, "fp", 0.05, Limits()), seed=2, max_batch=60))
+    without, with_prior = runs
+    assert without.alerts, "the test needs alerts"
+    assert repr(with_prior.readings) == repr(without.readings)
+    assert repr(with_prior.alert_by_level) == repr(without.alert_by_level)
+    exemplars = Exemplars.from_parameters(model.extract_parameters())
+    assert exemplars is not None
+    assert exemplars.prior is not None
+    for r in range(NUM_RECORDS):
+        *others, score, p_value, alert_seq = with_prior.closed[str(r)]
+        *expected_others, score_without, expected_p_value, expected_alert_seq = without.closed[str(r)]
+        assert (others, p_value, alert_seq) == (expected_others, expected_p_value, expected_alert_seq)
+        by_feature, is_reading = np.full((1, F), np.nan), codes[r] >= 0
+        by_feature[0, codes[r, is_reading]] = SCHEMA.normalise(codes[r, is_reading], raw[r, is_reading])
+        nll = exemplars.prior.compute_neg_log_density(by_feature[:, SCHEMA.is_linear])[0]
+        assert score == pytest.approx(score_without + 0.7 * nll / 2.0, rel=1e-9)
 
 
 @pytest.mark.parametrize("change", [{}, {"memory": "all"}, {"tokens": "single"}])

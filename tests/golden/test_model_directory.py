@@ -50,6 +50,7 @@ def test_scores_are_those_of_the_release_that_wrote_the_model(artifact: Artifact
 def test_ranking_is_that_of_the_release_that_wrote_the_model(artifact: Artifact) -> None:
     exemplars = Exemplars.from_parameters(artifact.scoring_model.extract_parameters())
     assert exemplars is not None
+    assert exemplars.prior is None, "that release ranked without the density of the prior"
     codes, raw_values = np.array(EXPECTED["features"]), np.array(EXPECTED["values"])
     values = artifact.schema.normalise(np.maximum(codes, 0), raw_values)
     scores = exemplars.score(codes, values, np.zeros(len(codes)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
@@ -155,7 +156,8 @@ def test_presets_are_ordered_by_size_and_the_largest_is_that_of_the_paper() -> N
 @settings(max_examples=num_examples(60), deadline=None)
 @given(schema=schemas(max_features=12), config=configs, exemplars=st.sampled_from([0, 5]))
 def test_description_of_the_tensors_equals_the_state_dict(schema: Schema, config: ModelConfig, exemplars: int) -> None:
-    config = ModelConfig(**{**config.to_json(), "exemplars": exemplars})
+    has_prior_term = exemplars > 0 and config.gaussians > 0 and schema.is_linear.any()
+    config = replace(config, exemplars=exemplars, prior_weight=0.5 if has_prior_term else 0.0)
     state_dict = DEformer(schema, config).state_dict()
     expected = {name: (tuple(t.shape), t.detach().numpy().dtype) for name, t in state_dict.items()}
     assert describe_tensors(schema, config) == expected
@@ -178,6 +180,10 @@ def test_description_of_the_tensors_equals_the_state_dict(schema: Schema, config
         ({"hidden": (16, 0)}, "each width in the hyperparameter hidden must be an integer of at least 1"),
         ({"gaussians": -1}, "gaussians must be an integer of at least 0"),
         ({"dropout": 1.0}, "dropout"),
+        ({"prior_weight": -0.1, "gaussians": 1, "exemplars": 1}, "prior_weight is -0.1"),
+        ({"prior_weight": float("nan"), "gaussians": 1, "exemplars": 1}, "prior_weight is nan"),
+        ({"prior_weight": 0.5, "gaussians": 1}, "prior_weight needs gaussians and exemplars"),
+        ({"prior_weight": 0.5, "exemplars": 1}, "prior_weight needs gaussians and exemplars"),
     ],
 )
 def test_invalid_hyperparameter_is_rejected_with_the_allowed_values(change: dict[str, object], message: str) -> None:

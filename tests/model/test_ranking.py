@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
 from deformer_stream.model.exemplars import CENTERED_NLL_WEIGHT, Exemplars
+from deformer_stream.model.mixture import Mixture
 from deformer_stream.model.ranking import Ranking
 from deformer_stream.model.schema import Feature, Schema
 
@@ -95,6 +98,21 @@ def test_distance_and_centered_nll_count_in_units_of_normal_records() -> None:
     (distance,) = score(make_ranking(EXEMPLARS), {0: 3.0})
     (total,) = score(ranking, {0: 3.0}, centered_nll=25.0)
     assert total == pytest.approx((distance - 1.0) / 2.0 + CENTERED_NLL_WEIGHT * 3.0)
+
+
+def test_density_of_the_prior_counts_in_units_of_normal_records() -> None:
+    """Labels are not in the prior. A missing reading counts by its expectation."""
+    exemplars = make_exemplars(make_ranking(EXEMPLARS))
+    typical = np.array([[0.0, 1.0], [0.0, 1.0], [3.0, 2.0]])
+    prior = Mixture(np.zeros(1), np.array([[1.0, -1.0]]), np.array([[[1.0, 0.5], [0.5, 2.0]]]))
+    with_prior = replace(exemplars, typical=typical, prior=prior, prior_weight=0.4)
+    codes, values = np.array([[3, 0, 2, 1], [2, 1, -1, -1]]), np.array([[1.0, 0.5, 1.0, 2.0], [1.0, 2.0, 0.0, 0.0]])
+    nll = prior.compute_neg_log_density(np.array([[0.5, 2.0], [np.nan, 2.0]]))
+    without = exemplars.score(codes, values, np.ones(2))
+    np.testing.assert_allclose(with_prior.score(codes, values, np.ones(2)), without + 0.4 * (nll - 3.0) / 2.0)
+    given = np.array([7.0, 5.0])
+    scores = with_prior.score(codes, values, np.ones(2), prior_nll=given)
+    np.testing.assert_allclose(scores, without + 0.4 * (given - 3.0) / 2.0)
 
 
 def test_own_exemplar_is_left_out_of_the_nearest() -> None:
