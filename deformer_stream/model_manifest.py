@@ -15,8 +15,8 @@ from typing import Any
 from deformer_stream.errors import ArtifactError
 
 BASE_VERSION, GROUPS_VERSION, TIES_VERSION, WINDOW_VERSION, PER_SLOT_VERSION, READING_TIMES_VERSION = 1, 2, 3, 4, 5, 6
-EXTREME_VERSION, STEP_VERSION, OUTLIER_LIMIT_VERSION, PRIOR_WEIGHT_VERSION = 7, 8, 9, 10
-LATEST_VERSION = PRIOR_WEIGHT_VERSION
+EXTREME_VERSION, STEP_VERSION, OUTLIER_LIMIT_VERSION, PRIOR_WEIGHT_VERSION, WIDE_PRIOR_VERSION = 7, 8, 9, 10, 11
+LATEST_VERSION = WIDE_PRIOR_VERSION
 """Format versions of the manifest (manifest.json of a model directory), each with one addition to the one before.
 
 Version 2 adds separate calibrations of groups of records, version 3 a rule for readings with equal event times, version
@@ -115,6 +115,7 @@ def determine_version(manifest: dict[str, Any]) -> int:
 
     A manifest gets the lowest version, so that releases that know only this version can still read it:
 
+    - Version 11 is needed if wide records have a Gaussian process as their prior ("neighbors" without "reading_times").
     - Version 10 is needed if the density of the Gaussian prior is a term of the ranking ("prior_weight").
     - Version 9 is needed if outliers count less as conditions of other readings ("outlier_limit").
     - Version 8 is needed if steps from the last value are evidence ("step" of the cumulative sums).
@@ -130,6 +131,8 @@ def determine_version(manifest: dict[str, Any]) -> int:
     """
     # Each version can also express what lower versions can, so the highest version is checked first.
     calibration, hyperparameters = manifest.get("calibration"), manifest.get("hyperparameters")
+    if isinstance(hyperparameters, dict) and "neighbors" in hyperparameters and "reading_times" not in manifest:
+        return WIDE_PRIOR_VERSION
     if isinstance(hyperparameters, dict) and "prior_weight" in hyperparameters:
         return PRIOR_WEIGHT_VERSION
     if "reading_times" in manifest:

@@ -9,6 +9,8 @@ normal records, and that of the distance (docs/experiments/30-density-of-the-pri
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -21,11 +23,11 @@ from trainer.gaussian_prior import CrossFittedPriors
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-MAX_WEIGHT = 1.5
+MAX_WEIGHT = 0.5
 """The largest weight. That of the distance to the nearest exemplars is 1."""
 
-DIFFERENCE_SCALE = 0.043
-"""The weight is exp(δ / `DIFFERENCE_SCALE`), at most `MAX_WEIGHT`, where δ is the difference of the two AUROCs."""
+DIFFERENCE_SCALE = 0.02
+"""The weight is `MAX_WEIGHT` / (1 + exp(−δ / `DIFFERENCE_SCALE`)), where δ is the difference of the two AUROCs."""
 
 MIN_WEIGHT = 0.01
 """A smaller weight becomes 0. It would hardly change a ranking, but cost time for each record."""
@@ -101,7 +103,8 @@ class PriorWeightEstimator:
             return 0.0
         normal, interpolated = np.concatenate(self._normal, 1), np.concatenate(self._interpolated, 1)
         auroc_of_distance, auroc_of_prior = map(compute_auroc, normal, interpolated)
-        weight = min(float(np.exp((auroc_of_prior - auroc_of_distance) / DIFFERENCE_SCALE)), MAX_WEIGHT)
+        difference = auroc_of_prior - auroc_of_distance
+        weight = MAX_WEIGHT / (1.0 + math.exp(-difference / DIFFERENCE_SCALE))
         return weight if weight >= MIN_WEIGHT else 0.0
 
 

@@ -118,7 +118,7 @@ def test_trained_model_stores_the_learnt_weight(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("draw_normal", "draw_anomalies", "low", "high", "gain"),
-    [(draw_classes, mix_classes, 0.4, MAX_WEIGHT, 0.03), (draw_spots, leave_spots, 0.0, 0.2, -0.002)],
+    [(draw_classes, mix_classes, 0.1, MAX_WEIGHT, 0.03), (draw_spots, leave_spots, 0.0, 0.2, -0.002)],
 )
 def test_weight_follows_from_whether_density_or_distance_ranks_better(
     tmp_path: Path,
