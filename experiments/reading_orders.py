@@ -91,6 +91,7 @@ class OrderedExamples:
         self.validation_indexes = data.select_rows(Split.VALIDATION)
         self.noise = Noise.from_schema(data.schema)
         self.nats_factor, self.num_orders = float(len(data.schema)), VALIDATION_ORDERS
+        self.draws_ahead = False
 
     def draw(self, indexes: Ints, generator: torch.Generator) -> Batch:
         """Return records with noise, and which of their readings are earlier than which."""
