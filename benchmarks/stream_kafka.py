@@ -221,16 +221,13 @@ def models(options: argparse.Namespace, folder: Path) -> Rows:
                     *words[2:],
                 ]
             with _run_options(options, folder, broker.bootstrap, topic, *words) as consumer:
-                cpu_progress: list[tuple[float, int]] = []
-                rates[num_models].append(_measure_rate(_wait_for_events(consumer, sent, cpu_progress), sent))
-                cpu_rates[num_models].append(_measure_rate(cpu_progress, sent))
+                rate, cpu_rate = _measure_rates(consumer, sent)
+                rates[num_models].append(rate)
+                cpu_rates[num_models].append(cpu_rate)
                 resident[num_models].append(_read_resident_bytes(consumer.process.pid))
                 consumer.stop()
     for num_models in NUMBERS_OF_MODELS:
-        shares, cpu_shares = (
-            [rate / alone for rate, alone in zip(measured[num_models], measured[1], strict=True)]
-            for measured in (rates, cpu_rates)
-        )
+        shares, cpu_shares = (_compute_shares(part[num_models], part[1]) for part in (rates, cpu_rates))
         further = [more - alone for more, alone in zip(resident[num_models], resident[1], strict=True)]
         yield {
             "preset": options.preset,
@@ -273,16 +270,14 @@ def registry(options: argparse.Namespace, folder: Path) -> Rows:
             if {message_format, output_format} != {"json"}:
                 words += ["--schema-registry", schemas.url]
             with _run_consumer(options, folder, broker.bootstrap, topic, *words) as consumer:
-                cpu_progress: list[tuple[float, int]] = []
                 run = payload, message_format, output_format
-                rates[run].append(_measure_rate(_wait_for_events(consumer, sent, cpu_progress), sent))
-                cpu_rates[run].append(_measure_rate(cpu_progress, sent))
+                rate, cpu_rate = _measure_rates(consumer, sent)
+                rates[run].append(rate)
+                cpu_rates[run].append(cpu_rate)
                 consumer.stop()
     for run in runs:
-        shares, cpu_shares = (
-            [rate / alone for rate, alone in zip(measured[run], measured[run[0], "json", "json"], strict=True)]
-            for measured in (rates, cpu_rates)
-        )
+        alone = run[0], "json", "json"
+        shares, cpu_shares = (_compute_shares(part[run], part[alone]) for part in (rates, cpu_rates))
         yield {
             "preset": options.preset,
             "features": options.features,
@@ -318,6 +313,18 @@ def _measure_rate(progress: list[tuple[float, int]], sent: int) -> float:
     began, first = measured[0]
     ended, last = next(point for point in measured if point[1] == measured[-1][1])
     return (last - first) / (ended - began)
+
+
+def _measure_rates(consumer: RunningConsumer, sent: int) -> tuple[float, float]:
+    """Wait for this many events, and return those per second of the clock and per second of processor time."""
+    cpu_progress: list[tuple[float, int]] = []
+    progress = _wait_for_events(consumer, sent, cpu_progress)
+    return _measure_rate(progress, sent), _measure_rate(cpu_progress, sent)
+
+
+def _compute_shares(rates: list[float], reference_rates: list[float]) -> list[float]:
+    """Return the rate of each round as a share of the reference rate of the same round."""
+    return [rate / reference for rate, reference in zip(rates, reference_rates, strict=True)]
 
 
 def _wait_for_events(

@@ -119,15 +119,19 @@ def add_ranking(
         if len(held_out_rows[batch]):
             centered_nll.append(_compute_centered_nll(model, data, held_out_rows[batch], seed))
         num_done = start + batch_size
-    typical = [_summarize_typical(np.concatenate(distances)), _summarize_typical(np.concatenate(centered_nll))]
+    reference_distances = np.concatenate(distances)
+    typical = [_summarize_typical(reference_distances), _summarize_typical(np.concatenate(centered_nll))]
     # The density needs no network, so it is computed for more records than the time permitted for the network.
     num_prior_records = min(max(num_done, MIN_PRIOR_RECORDS), MAX_REFERENCE_RECORDS)
     if priors is None:
         prior_weight = 0.0
     elif prior_weight is None:
         estimator = PriorWeightEstimator(ranking, data, exemplar_rows, priors, seed)
-        indexes = rng.permutation(new_indexes)[:num_prior_records]
-        estimator.add(indexes, _compute_distances_to_others(ranking, indexes))
+        known = reference_indexes[: len(reference_distances)]
+        estimator.add(known, reference_distances)
+        further = rng.permutation(np.setdiff1d(new_indexes, known))[: max(num_prior_records - len(known), 0)]
+        if len(further):
+            estimator.add(further, _compute_distances_to_others(ranking, further))
         prior_weight = estimator.estimate_weight()
     if priors is not None and prior_weight:
         # The prior was fitted to training records, so the typical density is that of calibration records.
@@ -247,9 +251,9 @@ def measure_distance_seconds(
     def compute_distances(num_records: int) -> None:
         """Compute the distance of each of `num_records` exemplars to its nearest other exemplars, and the densities."""
         indexes = np.arange(num_old, num_old + num_records)
-        _compute_distances_to_others(ranking, indexes)
+        distances = _compute_distances_to_others(ranking, indexes)
         if estimator is not None and prior is not None:
-            estimator.add(indexes, _compute_distances_to_others(ranking, indexes))
+            estimator.add(indexes, distances)
             values = np.asarray(data.values[exemplar_rows[:num_records]], np.float64)
             prior.compute_neg_log_density(values[:, data.schema.is_linear])
 

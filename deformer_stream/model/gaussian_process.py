@@ -158,6 +158,10 @@ class GaussianProcessPrior(nn.Module):
         """The number of Gaussians in the distribution of a reading."""
         return NUM_PROCESS_COMPONENTS
 
+    def contains(self, features: Tensor) -> Tensor:
+        """Return whether the process contains each reading, a bool tensor of the shape of its feature codes."""
+        return self.is_linear[features]  # the index −1 of padding selects the last entry, which is false
+
     def compute_covariances(self) -> Tensor:
         """Return for each of the Q time scales the covariance matrix A_q of the S features, (Q, S, S)."""
         return self.factors @ self.factors.transpose(1, 2) + torch.diag_embed(self.deviations.square())
@@ -227,7 +231,7 @@ class GaussianProcessPrior(nn.Module):
             Three tensors (N, L − first): two of float64, one of bool. The first two are meaningless for readings that
             the process does not contain.
         """
-        has_prior = self.is_linear[features]  # the index −1 of padding selects the last entry, which is false
+        has_prior = self.contains(features)
         if self.compiled is not None and values.dtype == torch.float32 and values.device.type == "cpu":
             arrays = self.compiled.condition(features.numpy(), values.numpy(), ages.numpy(), first, is_own_excluded)
             mean, deviation = map(torch.from_numpy, arrays)

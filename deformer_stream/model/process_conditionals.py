@@ -284,7 +284,7 @@ class ProcessContext:
         covariance: Tensor | None = None,
     ) -> None:
         self.process, self.ages = process, ages
-        self.has_prior = find_linear(process, features)
+        self.has_prior = process.contains(features)
         self.codes = features.clamp(min=0)
         self.residuals = self._compute_residuals(self.codes, values, self.has_prior)
         if covariance is None:
@@ -402,11 +402,6 @@ class ProcessContext:
         self.codes[rows, places], self.ages[rows, places] = codes, ages
 
 
-def find_linear(process: GaussianProcessPrior, features: Tensor) -> Tensor:
-    """Return whether the process contains each reading, a bool tensor of the shape of its feature codes."""
-    return process.is_linear[features]  # the index −1 of padding selects the last entry, which is false
-
-
 def compute_covariance_matrices(process: GaussianProcessPrior, features: Tensor, ages: Tensor) -> Tensor:
     """Return the covariances of the readings of contexts, with noise, (N, P, P).
 
@@ -418,7 +413,7 @@ def compute_covariance_matrices(process: GaussianProcessPrior, features: Tensor,
         features: (N, P) feature codes, −1 for padding.
         ages: (N, P) float64 seconds since the origin of the record.
     """
-    has_prior, codes = find_linear(process, features), features.clamp(min=0)
+    has_prior, codes = process.contains(features), features.clamp(min=0)
     # The matrices of one context fit into the cache of a processor, those of many do not.
     num_contexts = 1 if features.device.type == "cpu" else len(features)
     parts = zip(torch.split(codes, num_contexts), torch.split(ages, num_contexts), strict=True)
