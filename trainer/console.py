@@ -102,7 +102,7 @@ def _describe_model(result: TrainingOutput | IrregularOutput) -> str:
     if config.neighbors:
         prior = f"prior of {format_count(config.process_rank, 'factor')}"
     exemplars = f"{format_count(config.exemplars, 'exemplar')} and " if config.exemplars else ""
-    prior_term = f" and that of the prior (weight {config.prior_weight:.2f})" if config.prior_weight else ""
+    prior_term = f" of network and prior (weight {config.prior_weight:.2f})" if config.prior_weight else ""
     preset = result.summary["preset"]["name"]
     if isinstance(result, IrregularOutput):
         process = f"process with {format_count(config.neighbors, 'neighbor')}" if config.neighbors else "no process"
