@@ -933,12 +933,7 @@ def make_record_prefixes(files: Sequence[DataFile]) -> dict[DataFile, str | None
         share, without endings. If two of these are equal, the same paths with their endings. A single file has None,
         so that a record's id is only its row number.
 
-    Raises:
-        InputError: A file is named twice.
     """
-    if len(set(files)) < len(files):
-        duplicate = next(path for path in files if list(files).count(path) > 1)
-        raise InputError(f"{duplicate}: the input names this file twice; name every file once")
     if len(files) == 1:
         return {files[0]: None}
     prefix_by_file: dict[DataFile, str | None] = {path: get_stem(path.name) for path in files}
