@@ -333,21 +333,23 @@ def new_folder(folder: Path) -> Iterator[Path]:
     try:
         yield temporary
         with map_write_errors(folder):
-            _sync_folder(temporary)
+            # The rename can be on the disk before the content of the files, unless they are there already.
+            for path in (*temporary.iterdir(), temporary):
+                _sync(path)
             if not folder.exists():
                 try:
                     temporary.rename(folder)
                 except OSError:
                     if not folder.exists():
                         raise
-            _sync_folder(folder.parent)
+            _sync(folder.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _sync_folder(folder: Path) -> None:
-    """Force the names in a folder to the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def _sync(path: Path) -> None:
+    """Force the content of a file, or the names in a folder, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

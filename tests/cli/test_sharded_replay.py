@@ -333,6 +333,29 @@ def test_options_that_do_not_fit_are_refused(cli: RunCommand, model_dir: Path, w
     assert_command_failed(reordered, 2, "--order random")
 
 
+@pytest.mark.usefixtures("in_this_process")
+def test_files_are_on_the_disk_before_a_folder_has_its_name(
+    cli: RunCommand, model_dir: Path, wide: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A power failure could otherwise leave a shard that counts as finished, with empty files."""
+    synced: set[int] = set()
+    rename, sync = Path.rename, os.fsync
+
+    def record(descriptor: int) -> None:
+        synced.add(os.fstat(descriptor).st_ino)
+        sync(descriptor)
+
+    def check(path: Path, target: Path) -> Path:
+        if path.name.startswith(".0"):
+            assert {file.stat().st_ino for file in (path, *path.iterdir())} <= synced, path
+        return rename(path, target)
+
+    monkeypatch.setattr(os, "fsync", record)
+    monkeypatch.setattr(Path, "rename", check)
+    options = ("--time-column", "at", "--shards", "2", *place(OUTPUTS | EVIDENCE))
+    assert cli("replay", wide, "--model", model_dir, "--output-dir", tmp_path / "out", *options).code == 0
+
+
 def run_program(
     model: Path, inputs: Sequence[Path], folder: Path, *options: str, **others: Any
 ) -> subprocess.Popen[str]:
