@@ -28,6 +28,7 @@ import numpy as np
 from deformer_stream import __version__
 from deformer_stream.durable_file import replace_file
 from deformer_stream.errors import ConfigError, InputError, map_write_errors
+from deformer_stream.tables.iceberg import IcebergFile
 
 if TYPE_CHECKING:
     from deformer_stream.settings import CalibrateSettings, ReplaySettings
@@ -172,8 +173,16 @@ def divide_files(sizes: Sequence[int], max_ranges: int) -> tuple[tuple[int, int]
     return tuple(pairwise(bounds))
 
 
+def get_file_name(file: DataFile) -> str:
+    """Return the name of an input file in the manifest, which does not depend on the working directory."""
+    return str(file.resolve() if isinstance(file, Path) else file)
+
+
 def describe_files(files: Sequence[DataFile]) -> list[dict[str, Any]]:
     """Return the name, the size and the time of the last change of each input file, by which a change is recognised.
+
+    A data file of an Iceberg table has the version of its rows as well, because rows can be deleted without a change of
+    the file.
 
     Raises:
         InputError: A file cannot be read.
@@ -185,10 +194,11 @@ def describe_files(files: Sequence[DataFile]) -> list[dict[str, Any]]:
                 status = file.stat()
             except OSError as error:
                 raise InputError(f"{file}: the file cannot be read ({error.strerror}); check the path") from error
-            name, size, modified = str(file.resolve()), status.st_size, status.st_mtime_ns
+            size, modified = status.st_size, status.st_mtime_ns
         else:
-            name, size, modified = str(file), file.size, file.modified
-        descriptions.append({"name": name, "bytes": size, "modified": modified})
+            size, modified = file.size, file.modified
+        version = {"version": file.version} if isinstance(file, IcebergFile) else {}
+        descriptions.append({"name": get_file_name(file), "bytes": size, "modified": modified, **version})
     return descriptions
 
 

@@ -21,6 +21,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from deformer_stream.cli import shard_run
 from deformer_stream.cli.shard_job import divide_files, lock_folder
 from deformer_stream.codec.encode_evidence import decode_evidence
 from tests.commands import RunCommand, assert_command_failed, make_record_table, read_json_lines
@@ -354,6 +355,37 @@ def test_files_are_on_the_disk_before_a_folder_has_its_name(
     monkeypatch.setattr(Path, "rename", check)
     options = ("--time-column", "at", "--shards", "2", *place(OUTPUTS | EVIDENCE))
     assert cli("replay", wide, "--model", model_dir, "--output-dir", tmp_path / "out", *options).code == 0
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_the_input_grows_or_changes_while_shards_are_scored(
+    cli: RunCommand, model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table, log = make_record_table(), tmp_path / "log"
+    log.mkdir()
+    for index in range(2):
+        pq.write_table(table.slice(20 * index, 20), log / f"{index + 1}.parquet")
+    open_job = shard_run.open_job
+
+    def run_while(change: Callable[[], object]) -> Any:
+        def open_and_change(*arguments: Any) -> Any:
+            opened = open_job(*arguments)
+            change()
+            return opened
+
+        monkeypatch.setattr(shard_run, "open_job", open_and_change)
+        return cli("replay", log, "--model", model_dir, "--output-dir", tmp_path / "out", "--shards", "2")
+
+    (log / "4.parquet").write_bytes(b"PAR1 not read")
+    (log / "4.parquet").rename(tmp_path / "4.parquet")
+    result = run_while(lambda: (tmp_path / "4.parquet").rename(log / "0.parquet"))
+    assert result.code == 0, result.err
+    assert json.loads((tmp_path / "out" / "summary.json").read_text())["records"] == 40
+    (log / "0.parquet").unlink()
+    for change in (lambda: os.utime(log / "1.parquet"), (log / "1.parquet").unlink):
+        shutil.rmtree(tmp_path / "out")
+        result = run_while(change)
+        assert (result.code, "1.parquet: the input has changed while it was read" in result.err) == (3, True)
 
 
 def run_program(
