@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 MANIFEST, RECEIPT, SUMMARY = "manifest.json", "receipt.json", "summary.json"
 PARTITION_FOLDER, SHARDS_FOLDER = "partition", "shards"
 _TEMPORARY_ENDING, _LOCK = ".part", ".lock"
+_OWN_NAMES = (MANIFEST, RECEIPT, SUMMARY, PARTITION_FOLDER, SHARDS_FOLDER, _LOCK)
 
 BYTES_PER_SHARD = 64 * 2**20
 """Size of the input for which there is one shard by default. It is about the work that is lost with a process."""
@@ -133,7 +134,13 @@ def choose_outputs(settings: ReplaySettings) -> ReplaySettings:
     """Return the settings with the names of the outputs of a shard: those of `DEFAULT_OUTPUTS` if none is named.
 
     Incidents are made of evidence, so evidence is an output if incidents are.
+
+    Raises:
+        ConfigError: An output has the name of a file or folder of the run itself, which would be replaced.
     """
+    for flag, path in settings.get_output_by_flag().items():
+        if str(path) in _OWN_NAMES:
+            raise ConfigError(f"{flag} {path}: a run in shards has a file or folder of this name; choose another name")
     has_outputs = any(path for flag, path in settings.get_output_by_flag().items() if flag != "--incidents")
     names: dict[str, object] = {} if has_outputs else {**DEFAULT_OUTPUTS}
     if settings.incidents is not None and settings.evidence is None:
@@ -300,7 +307,7 @@ def lock_folder(folder: Path, flag: str = "--output-dir") -> Iterator[None]:
 
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"{folder}, the folder for shards, is a file; choose another {flag}")
-    if folder.exists() and not (folder / MANIFEST).exists() and any(path.name != _LOCK for path in folder.iterdir()):
+    if folder.exists() and not _is_of_run(folder):
         raise ConfigError(
             f"{folder}, the folder for shards, is not empty and not of a run in shards; choose another {flag}"
         )
@@ -319,6 +326,17 @@ def lock_folder(folder: Path, flag: str = "--output-dir") -> Iterator[None]:
                 f"{folder} is in use by another process; wait for it, or choose another {flag}"
             ) from error
         yield
+
+
+def _is_of_run(folder: Path) -> bool:
+    """Return whether a folder is empty, or has a manifest of a run in shards or one that cannot be read."""
+    try:
+        manifest = json.loads((folder / MANIFEST).read_bytes())
+    except FileNotFoundError:
+        return all(path.name == _LOCK for path in folder.iterdir())
+    except (OSError, ValueError):
+        return True
+    return not isinstance(manifest, dict) or "shard_by" in manifest  # that of a model directory has no shards
 
 
 @contextmanager

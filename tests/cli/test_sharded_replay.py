@@ -314,8 +314,10 @@ def test_a_folder_of_another_run_is_refused(cli: RunCommand, model_dir: Path, wi
     assert_command_failed(cli(*command), 2, "manifest.json cannot be read")
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "notes.txt").write_text("mine")
-    result = cli("replay", wide, "--model", model_dir, "--output-dir", tmp_path / "full")
-    assert_command_failed(result, 2, "is not empty")
+    for other in (tmp_path / "full", model_dir):  # a model directory also has a file manifest.json
+        result = cli("replay", wide, "--model", model_dir, "--output-dir", other)
+        assert_command_failed(result, 2, "is not empty")
+        assert not (other / ".lock").exists()
 
 
 def test_options_that_do_not_fit_are_refused(cli: RunCommand, model_dir: Path, wide: Path, tmp_path: Path) -> None:
@@ -325,6 +327,10 @@ def test_options_that_do_not_fit_are_refused(cli: RunCommand, model_dir: Path, w
     assert_command_failed(cli(*command, *folder, "--alerts", "-"), 2, "--alerts -")
     assert_command_failed(cli(*command, *folder, "--records", tmp_path / "r.parquet"), 2, "without a folder")
     assert_command_failed(cli(*command, *folder, "--rejected", "a.jsonl", "--alerts", "a.jsonl"), 2, "same name")
+    for name in ("receipt.json", "manifest.json", "shards"):
+        assert_command_failed(cli(*command, *folder, "--rejected", name), 2, f"--rejected {name}", "another name")
+    assert_command_failed(cli(*command, "--output-dir", "s3://plant/out"), 2, "cannot be in an object store")
+    assert not Path("s3:").exists()
     assert_command_failed(cli(*command, *folder, "--drift", "1000"), 2, "--drift needs all records")
     assert_command_failed(cli("replay", "-", "--model", model_dir, *folder), 2, "standard input")
     inside = ("--output-dir", wide.parent / "out")
@@ -386,6 +392,21 @@ def test_the_input_grows_or_changes_while_shards_are_scored(
         shutil.rmtree(tmp_path / "out")
         result = run_while(change)
         assert (result.code, "1.parquet: the input has changed while it was read" in result.err) == (3, True)
+
+
+def test_outputs_that_are_not_in_the_folder_of_this_process_are_an_error(
+    cli: RunCommand, model_dir: Path, wide: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Machines of Ray may see another folder under the same path."""
+
+    class OtherMachine:
+        def run(self, tasks: Sequence[int], *_: object) -> list[tuple[int, dict[str, int]]]:
+            return [(task, {"readings": 1}) for task in tasks]
+
+    monkeypatch.setattr(shard_run, "_make_pool", lambda *_: OtherMachine())
+    result = cli("replay", wide, "--model", model_dir, "--output-dir", tmp_path / "out")
+    assert result.code == 2
+    assert "the same one on all machines" in result.lines[-1]
 
 
 def run_program(
