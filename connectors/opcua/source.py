@@ -220,6 +220,7 @@ class OpcuaSource:
             OSError: The connection is lost.
         """
         from asyncua import Client
+        from asyncua.ua import Duration
         from asyncua.ua.uaerrors import UaError
 
         options = self._options
@@ -243,7 +244,7 @@ class OpcuaSource:
             subscription = await client.create_subscription(1000.0 * options.sampling_interval, self)
             # The number of samples between two reports varies, so the server must store more than the last one.
             results = await subscription.subscribe_data_change(
-                nodes, queuesize=SAMPLES_PER_REPORT, sampling_interval=1000.0 * options.sampling_interval
+                nodes, queuesize=SAMPLES_PER_REPORT, sampling_interval=Duration(1000.0 * options.sampling_interval)
             )
             self._report_refused(nodes, results)
             self._num_connections += 1
