@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Iterator
 
 from deformer_stream.tables.data_files import DataFile, open_bytes
@@ -33,7 +34,8 @@ class LineSplitter:
     """A converter from blocks of bytes to lines, in bounded memory.
 
     Blank lines are returned as well, so that lines can be numbered. Of a line that is too long, only the first
-    `max_line_bytes + 1` bytes are kept. They are enough for the decoder to reject the line as too large.
+    `max_line_bytes + 1` bytes are kept. They are enough for the decoder to reject the line as too large. A byte order
+    mark of UTF-8 before the first line is left out.
 
     Args:
         max_line_bytes: Maximum length of a line that is returned complete.
@@ -42,6 +44,7 @@ class LineSplitter:
     def __init__(self, max_line_bytes: int) -> None:
         self._max_line_bytes = max_line_bytes
         self._unfinished_line = b""
+        self._is_first_line = True
 
     def feed(self, block: bytes) -> list[bytes]:
         """Return the lines that end in this block of bytes, without their line ends."""
@@ -50,9 +53,16 @@ class LineSplitter:
             complete_lines[0] = self._unfinished_line + complete_lines[0]
             self._unfinished_line = b""
         self._unfinished_line = (self._unfinished_line + beginning)[: self._max_line_bytes + 1]
-        return [line[: self._max_line_bytes + 1] for line in complete_lines]
+        return self._drop_mark([line[: self._max_line_bytes + 1] for line in complete_lines])
 
     def finish(self) -> list[bytes]:
         """Return the last line, as a list of one element, if the input did not end with a line end; otherwise []."""
         last_line, self._unfinished_line = self._unfinished_line, b""
-        return [last_line] if last_line else []
+        return self._drop_mark([last_line] if last_line else [])
+
+    def _drop_mark(self, lines: list[bytes]) -> list[bytes]:
+        """Return lines without a byte order mark before the first line of the input."""
+        if self._is_first_line and lines:
+            self._is_first_line = False
+            lines[0] = lines[0].removeprefix(codecs.BOM_UTF8)
+        return lines

@@ -11,7 +11,7 @@ import selectors
 import sys
 import time as clock
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import chain
 from pathlib import Path, PurePath
@@ -133,16 +133,26 @@ def open_source(
 
 
 def open_input_files(
-    inputs: Sequence[str | Path], schema: Schema | Sequence[Schema], options: ReadOptions = DEFAULT_READ_OPTIONS
+    inputs: Sequence[str | Path],
+    schema: Schema | Sequence[Schema],
+    options: ReadOptions = DEFAULT_READ_OPTIONS,
+    choose: Callable[[Sequence[DataFile]], Sequence[DataFile]] | None = None,
 ) -> InputFiles:
-    """Return the input files of a command, opened and checked. The arguments are those of `open_source`.
+    """Return the input files of a command, opened and checked.
+
+    Args:
+        inputs: As for `open_source`.
+        schema: As for `open_source`.
+        options: As for `open_source`.
+        choose: Returns those of the files to open; None for all of them.
 
     Raises:
         InputError: A file is missing or unreadable, or its columns do not fit the model or the options.
         ConfigError: The options contradict each other.
     """
     reading = _Reading.from_options(options, (schema,) if isinstance(schema, Schema) else tuple(schema))
-    files = find_data_files(inputs)
+    files: Sequence[DataFile] = find_data_files(inputs)
+    files = files if choose is None else choose(files)
     prefix_by_file = make_record_prefixes(files)
     table_by_file = _open_tables(files, reading)
     contents: list[_Content | None] = []
@@ -933,12 +943,7 @@ def make_record_prefixes(files: Sequence[DataFile]) -> dict[DataFile, str | None
         share, without endings. If two of these are equal, the same paths with their endings. A single file has None,
         so that a record's id is only its row number.
 
-    Raises:
-        InputError: A file is named twice.
     """
-    if len(set(files)) < len(files):
-        duplicate = next(path for path in files if list(files).count(path) > 1)
-        raise InputError(f"{duplicate}: the input names this file twice; name every file once")
     if len(files) == 1:
         return {files[0]: None}
     prefix_by_file: dict[DataFile, str | None] = {path: get_stem(path.name) for path in files}

@@ -264,10 +264,12 @@ def _list_messages(
     seen: set[tuple[object, ...]] = set()
     for letter in letters:
         is_of_bridge = letter.source is not None
-        place: tuple[object, ...] = (letter.topic, letter.partition, letter.offset)
+        # A topic that was deleted and created again has the same offsets for other messages.
+        digest = hashlib.sha256(letter.value or b"").digest()
+        place: tuple[object, ...] = (letter.topic, letter.partition, letter.offset, digest)
         if is_of_bridge:
             arrived_at = letter.sent_at if letter.arrived_at is None else letter.arrived_at
-            place = (letter.source, letter.topic, arrived_at, hashlib.sha256(letter.value or b"").digest())
+            place = (letter.source, letter.topic, arrived_at, digest)
         if not letter.is_complete:
             counts.incomplete += 1
         elif letter.source is not None and is_sparkplug(letter.source, letter.topic):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import queue
 import threading
 import time
@@ -37,7 +38,13 @@ CHECK_SECONDS = 2.0
 """Time in seconds between two checks of the connection."""
 
 MAX_QUEUED = 100_000
-"""Number of changes that are stored until they are passed on. Beyond it, the oldest ones are dropped and counted."""
+"""Number of changes that are stored until they are passed on. Beyond it, the oldest ones are dropped with a warning."""
+
+SAMPLES_PER_REPORT = 10
+"""Largest number of values of a variable that the server stores until it reports them."""
+
+MAX_LISTED = 5
+"""Largest number of variables that a warning names."""
 
 MAX_DEPTH = 32
 """Number of levels of objects below a given node in which variables are searched."""
@@ -64,7 +71,7 @@ class OpcuaSource:
         self._path_by_id: dict[str, str] = {}  # by the id of each variable
         self._has_stopped, self._has_dropped = threading.Event(), False
         self._is_connected = False
-        self._num_connections = 0
+        self._num_connections = self._num_unacknowledged = 0
         self._error: Exception | None = None
         self._loop = asyncio.new_event_loop()
         self._task: asyncio.Task[None] | None = None
@@ -96,6 +103,9 @@ class OpcuaSource:
             ConfigError: The server refuses the login, or a node does not exist any more.
         """
         messages: list[BridgeMessage] = []
+        if self._num_unacknowledged >= MAX_QUEUED:
+            self._has_stopped.wait(timeout)  # the other changes stay in the queue, which is bounded
+            return messages
         with contextlib.suppress(queue.Empty):
             change = self._changes.get(timeout=timeout)
             while True:
@@ -103,12 +113,14 @@ class OpcuaSource:
                 if message is not None:
                     messages.append(message)
                 change = self._changes.get_nowait()
+        self._num_unacknowledged += len(messages)
         if not messages and self._error is not None and not self._is_connected:
             raise self._error
         return messages
 
     def acknowledge(self, messages: Sequence[BridgeMessage]) -> None:
-        """Do nothing, because OPC UA has no acknowledgement of changes."""
+        """Count messages as passed on. OPC UA has no acknowledgement of changes."""
+        self._num_unacknowledged -= len(messages)
 
     def publish(self, topic: str, payload: bytes) -> None:
         """Do nothing, because nothing is published to OPC UA servers."""
@@ -135,6 +147,8 @@ class OpcuaSource:
     def _make_message(self, path: str, data: Any) -> BridgeMessage | None:
         """Return the message of a change, with the time that the device or the server states; None for a bad value.
 
+        A number that is not finite is the whole payload, so that the translator refuses it by this reason.
+
         Args:
             path: The topic.
             data: The value, its status and its times.
@@ -142,11 +156,15 @@ class OpcuaSource:
         if not data.StatusCode.is_good() or data.Value is None or data.Value.Value is None:
             return None  # no value is known, which says nothing about later values
         now = time.time_ns() // 1000
+        value = data.Value.Value
+        if isinstance(value, float) and not math.isfinite(value):
+            # JSON would have null in its place, which says that the sensor will not be observed.
+            return BridgeMessage(path, str(value).encode(), now)
         moment = data.SourceTimestamp or data.ServerTimestamp
         micros = now if moment is None else _to_micros(moment)
         seconds = micros / 1e6
         document = {
-            self._options.value_field: data.Value.Value,
+            self._options.value_field: value,
             self._options.time_field: seconds * UNITS_PER_SECOND[self._options.time_unit],
         }
         try:
@@ -202,6 +220,7 @@ class OpcuaSource:
             OSError: The connection is lost.
         """
         from asyncua import Client
+        from asyncua.ua import Duration
         from asyncua.ua.uaerrors import UaError
 
         options = self._options
@@ -223,7 +242,11 @@ class OpcuaSource:
         try:
             nodes = await self._find_variables(client)
             subscription = await client.create_subscription(1000.0 * options.sampling_interval, self)
-            await subscription.subscribe_data_change(nodes)
+            # The number of samples between two reports varies, so the server must store more than the last one.
+            results = await subscription.subscribe_data_change(
+                nodes, queuesize=SAMPLES_PER_REPORT, sampling_interval=Duration(1000.0 * options.sampling_interval)
+            )
+            self._report_refused(nodes, results)
             self._num_connections += 1
             self._is_connected = True
             log.get_logger("opcua").info("connected", server=options.url, variables=len(nodes))
@@ -236,6 +259,34 @@ class OpcuaSource:
         finally:
             with contextlib.suppress(Exception):
                 await asyncio.wait_for(client.disconnect(), CONNECT_SECONDS)
+
+    def _report_refused(self, nodes: Sequence[Node], results: Sequence[Any]) -> None:
+        """Log the variables that the server does not report, such as those that this user may not read.
+
+        Args:
+            nodes: The variables.
+            results: For each of them, the id of its subscription, or the status with which it was refused.
+
+        Raises:
+            ConfigError: The server reports none of the variables.
+        """
+        paths = [self._path_by_id[node.nodeid.to_string()] for node in nodes]
+        refused = [(path, result) for path, result in zip(paths, results, strict=True) if not isinstance(result, int)]
+        if not refused:
+            return
+        status = refused[0][1].name
+        if len(refused) == len(nodes):
+            raise ConfigError(
+                f"the OPC UA server at {self._options.url} reports none of the {len(nodes)} variables ({status}): "
+                "check --nodes and the permissions of this user"
+            )
+        log.get_logger("opcua").warning(
+            "variables_refused",
+            server=self._options.url,
+            refused=len(refused),
+            variables=[path for path, _ in refused[:MAX_LISTED]],
+            status=status,
+        )
 
     async def _find_variables(self, client: Client) -> list[Node]:
         """Return the variables that are subscribed to, and store their paths.

@@ -82,21 +82,28 @@ def build_dead_letters() -> click.Command:
 
 
 def _read(settings: DeadLettersSettings, cluster: KafkaCluster) -> Iterator[DeadLetter]:
-    """Yield the dead letters that the options select.
+    """Return the dead letters that the options select. The options are checked at once, before a connection is made.
 
     Raises:
-        ConfigError: A time is not valid, or this user may not read the topic.
+        ConfigError: A time is not valid, there is no such reason, or this user may not read the topic.
         Unavailable: The topic cannot be read.
     """
     from connectors.kafka import read_dead_letters
+    from deformer_stream.engine.events import RejectionReason
+    from deformer_stream.errors import ConfigError
 
     since, until = parse_span(settings.since, settings.until)
     topic = settings.dead_letter_topic or f"{settings.topic}-dead-letter"
-    reasons = set(settings.reason)
-    for letter in read_dead_letters(cluster, topic):
-        is_in_span = (since is None or letter.time >= since) and (until is None or letter.time < until)
-        if is_in_span and (not reasons or letter.reason in reasons):
-            yield letter
+    reasons, known = set(settings.reason), [reason.value for reason in RejectionReason]
+    if unknown := sorted(reasons.difference(known)):
+        raise ConfigError(f"--reason {unknown[0]}: there is no such reason; choose {', '.join(known)}")
+    return (
+        letter
+        for letter in read_dead_letters(cluster, topic)
+        if (since is None or letter.time >= since)
+        and (until is None or letter.time < until)
+        and (not reasons or letter.reason in reasons)
+    )
 
 
 def summarize(letters: Iterable[DeadLetter]) -> dict[str, ReasonSummary]:

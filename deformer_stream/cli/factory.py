@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     )
     from deformer_stream.settings.commands import ModelSetSettings
     from deformer_stream.settings.registry import OutputFormatSettings, RegistryAddressSettings, RegistrySettings
+    from deformer_stream.tables.data_files import DataFile
 
 MAX_LISTED_GROUPS = 8
 """Largest number of calibration groups that a warning names."""
@@ -695,15 +696,27 @@ def open_inputs(
     return make_row_codecs(models, settings), source
 
 
-def open_input_files(inputs: Sequence[str], models: ServedModels, settings: InputSettings) -> InputFiles:
+def open_input_files(
+    inputs: Sequence[str],
+    models: ServedModels,
+    settings: InputSettings,
+    choose: Callable[[Sequence[DataFile]], Sequence[DataFile]] | None = None,
+) -> InputFiles:
     """Open the input files of a command as `open_inputs` does, so that parts of them can be read.
+
+    Args:
+        inputs: Files, folders and patterns.
+        models: The models that score the events.
+        settings: Options of the command.
+        choose: Returns those of the files to open; None for all of them.
 
     Raises:
         ConfigError: As for `open_inputs`.
     """
     from connectors.files import open_input_files
 
-    return open_input_files(list(inputs), list(models.schema_by_name.values()), _make_read_options(models, settings))
+    options = _make_read_options(models, settings)
+    return open_input_files(list(inputs), list(models.schema_by_name.values()), options, choose)
 
 
 def make_row_codecs(models: ServedModels, settings: InputSettings) -> Codec | ModelCodecs:

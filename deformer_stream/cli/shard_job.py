@@ -28,6 +28,7 @@ import numpy as np
 from deformer_stream import __version__
 from deformer_stream.durable_file import replace_file
 from deformer_stream.errors import ConfigError, InputError, map_write_errors
+from deformer_stream.tables.iceberg import IcebergFile
 
 if TYPE_CHECKING:
     from deformer_stream.settings import CalibrateSettings, ReplaySettings
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 MANIFEST, RECEIPT, SUMMARY = "manifest.json", "receipt.json", "summary.json"
 PARTITION_FOLDER, SHARDS_FOLDER = "partition", "shards"
 _TEMPORARY_ENDING, _LOCK = ".part", ".lock"
+_OWN_NAMES = (MANIFEST, RECEIPT, SUMMARY, PARTITION_FOLDER, SHARDS_FOLDER, _LOCK)
 
 BYTES_PER_SHARD = 64 * 2**20
 """Size of the input for which there is one shard by default. It is about the work that is lost with a process."""
@@ -132,7 +134,13 @@ def choose_outputs(settings: ReplaySettings) -> ReplaySettings:
     """Return the settings with the names of the outputs of a shard: those of `DEFAULT_OUTPUTS` if none is named.
 
     Incidents are made of evidence, so evidence is an output if incidents are.
+
+    Raises:
+        ConfigError: An output has the name of a file or folder of the run itself, which would be replaced.
     """
+    for flag, path in settings.get_output_by_flag().items():
+        if str(path) in _OWN_NAMES:
+            raise ConfigError(f"{flag} {path}: a run in shards has a file or folder of this name; choose another name")
     has_outputs = any(path for flag, path in settings.get_output_by_flag().items() if flag != "--incidents")
     names: dict[str, object] = {} if has_outputs else {**DEFAULT_OUTPUTS}
     if settings.incidents is not None and settings.evidence is None:
@@ -172,8 +180,16 @@ def divide_files(sizes: Sequence[int], max_ranges: int) -> tuple[tuple[int, int]
     return tuple(pairwise(bounds))
 
 
+def get_file_name(file: DataFile) -> str:
+    """Return the name of an input file in the manifest, which does not depend on the working directory."""
+    return str(file.resolve() if isinstance(file, Path) else file)
+
+
 def describe_files(files: Sequence[DataFile]) -> list[dict[str, Any]]:
     """Return the name, the size and the time of the last change of each input file, by which a change is recognised.
+
+    A data file of an Iceberg table has the version of its rows as well, because rows can be deleted without a change of
+    the file.
 
     Raises:
         InputError: A file cannot be read.
@@ -185,10 +201,11 @@ def describe_files(files: Sequence[DataFile]) -> list[dict[str, Any]]:
                 status = file.stat()
             except OSError as error:
                 raise InputError(f"{file}: the file cannot be read ({error.strerror}); check the path") from error
-            name, size, modified = str(file.resolve()), status.st_size, status.st_mtime_ns
+            size, modified = status.st_size, status.st_mtime_ns
         else:
-            name, size, modified = str(file), file.size, file.modified
-        descriptions.append({"name": name, "bytes": size, "modified": modified})
+            size, modified = file.size, file.modified
+        version = {"version": file.version} if isinstance(file, IcebergFile) else {}
+        descriptions.append({"name": get_file_name(file), "bytes": size, "modified": modified, **version})
     return descriptions
 
 
@@ -290,7 +307,7 @@ def lock_folder(folder: Path, flag: str = "--output-dir") -> Iterator[None]:
 
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"{folder}, the folder for shards, is a file; choose another {flag}")
-    if folder.exists() and not (folder / MANIFEST).exists() and any(path.name != _LOCK for path in folder.iterdir()):
+    if folder.exists() and not _is_of_run(folder):
         raise ConfigError(
             f"{folder}, the folder for shards, is not empty and not of a run in shards; choose another {flag}"
         )
@@ -309,6 +326,17 @@ def lock_folder(folder: Path, flag: str = "--output-dir") -> Iterator[None]:
                 f"{folder} is in use by another process; wait for it, or choose another {flag}"
             ) from error
         yield
+
+
+def _is_of_run(folder: Path) -> bool:
+    """Return whether a folder is empty, or has a manifest of a run in shards or one that cannot be read."""
+    try:
+        manifest = json.loads((folder / MANIFEST).read_bytes())
+    except FileNotFoundError:
+        return all(path.name == _LOCK for path in folder.iterdir())
+    except (OSError, ValueError):
+        return True
+    return not isinstance(manifest, dict) or "shard_by" in manifest  # that of a model directory has no shards
 
 
 @contextmanager
@@ -333,21 +361,23 @@ def new_folder(folder: Path) -> Iterator[Path]:
     try:
         yield temporary
         with map_write_errors(folder):
-            _sync_folder(temporary)
+            # The rename can be on the disk before the content of the files, unless they are there already.
+            for path in (*temporary.iterdir(), temporary):
+                _sync(path)
             if not folder.exists():
                 try:
                     temporary.rename(folder)
                 except OSError:
                     if not folder.exists():
                         raise
-            _sync_folder(folder.parent)
+            _sync(folder.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _sync_folder(folder: Path) -> None:
-    """Force the names in a folder to the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def _sync(path: Path) -> None:
+    """Force the content of a file, or the names in a folder, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

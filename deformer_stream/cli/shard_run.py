@@ -28,6 +28,7 @@ from deformer_stream.cli.shard_job import (
 from deformer_stream.cli.shard_tasks import Receipt, prepare_partitioning, read_receipt
 from deformer_stream.cli_utils import is_debugging
 from deformer_stream.errors import ConfigError
+from deformer_stream.tables.data_files import describe_unknown_scheme, parse_url
 
 if TYPE_CHECKING:
     import threading
@@ -47,8 +48,13 @@ def check_inputs(inputs: Sequence[str], folder: Path, remedy: str) -> None:
         remedy: What to do to score the input in one process.
 
     Raises:
-        ConfigError: It is standard input, or a folder that contains that of the shards.
+        ConfigError: It is standard input, or a folder that contains that of the shards, or the folder is a URL.
     """
+    if parse_url(folder) is not None or describe_unknown_scheme(folder) is not None:
+        raise ConfigError(
+            "the folder for shards cannot be in an object store, because it needs renames: choose a folder of a file "
+            "system, and copy it when the command has ended"
+        )
     for entry in inputs:
         if entry == "-":
             raise ConfigError(
@@ -126,12 +132,14 @@ def run_shards(
         parts = job.list_unfinished_parts()
         num_rows = num_input_rows if len(parts) == len(job.plan.ranges) else None
         _run_tasks(job, "partition", "part", prepare_partitioning, parts, num_rows, stop)
+        _check_written(job, job.list_unfinished_parts(), stop)
         if job.plan.shard_by == "files":
             num_rows = num_input_rows if not num_skipped else None
         else:
             num_rows = None if stop.is_set() else _count_rows(job, unfinished)
         num_scored = _run_tasks(job, title, "shard", prepare, unfinished, num_rows, stop)
     remaining = job.list_unfinished()
+    _check_written(job, remaining, stop)
     if remaining:
         click.echo(
             f"interrupted: {job.plan.num_shards - len(remaining)} of {job.plan.num_shards} shards are finished; "
@@ -141,6 +149,24 @@ def run_shards(
         return None
     delete_folder(job.folder / PARTITION_FOLDER)
     return num_scored
+
+
+def _check_written(job: ShardJob, missing: Sequence[int], stop: threading.Event) -> None:
+    """Check that what the processes have written is in the folder of this process.
+
+    Args:
+        job: The job, whose tasks have ended.
+        missing: Numbers of the folders that do not exist.
+        stop: An event that a signal handler sets; some tasks have then not ended.
+
+    Raises:
+        ConfigError: Folders are missing.
+    """
+    if missing and not stop.is_set():
+        raise ConfigError(
+            f"{job.folder} lacks what the processes have written there: choose a folder that is the same one on all "
+            "machines of RAY_ADDRESS, such as one of a shared file system"
+        )
 
 
 def read_receipts(job: ShardJob) -> list[Receipt]:

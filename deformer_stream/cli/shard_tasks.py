@@ -18,7 +18,7 @@ import numpy as np
 
 from deformer_stream import log
 from deformer_stream.cli import factory, file_runs
-from deformer_stream.cli.shard_job import RECEIPT, ShardJob, describe_files, new_folder
+from deformer_stream.cli.shard_job import RECEIPT, ShardJob, describe_files, get_file_name, new_folder
 from deformer_stream.durable_file import replace_file
 from deformer_stream.errors import ArtifactError, InputError
 
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from deformer_stream.runtime.pipeline import Totals
     from deformer_stream.runtime.ports import Clock, Sink
     from deformer_stream.settings import CalibrateSettings, ReplaySettings
+    from deformer_stream.tables.data_files import DataFile
 
 Report = Callable[[int], None]
 Receipt = dict[str, Any]
@@ -156,18 +157,23 @@ def _prepare_process(job: ShardJob) -> ServedModels:
 
 
 def _open_files(job: ShardJob, models: ServedModels) -> InputFiles:
-    """Return the input files, which must be those of the manifest.
+    """Return the input files of the manifest. Files that were added since then are left out.
 
     Raises:
-        InputError: An input file has changed.
+        InputError: An input file has changed or is missing.
     """
-    files = factory.open_input_files(job.inputs, models, job.settings)
-    now = describe_files(files.files)
-    changed = [after["name"] for before, after in zip(job.files, now, strict=False) if before != after]
-    if changed or len(now) != len(job.files):
-        name = changed[0] if changed else "a file"
-        raise InputError(f"{name}: the input has changed while it was read; delete {job.folder} and start again")
-    return files
+
+    def choose(found: Sequence[DataFile]) -> list[DataFile]:
+        """Return the files of the manifest among those that the inputs denote now."""
+        file_by_name = {get_file_name(file): file for file in found}
+        files = [file for entry in job.files if (file := file_by_name.get(entry["name"])) is not None]
+        unchanged = [entry["name"] for entry in describe_files(files) if entry in job.files]
+        changed = next((entry["name"] for entry in job.files if entry["name"] not in unchanged), None)
+        if changed is not None:
+            raise InputError(f"{changed}: the input has changed while it was read; delete {job.folder} and start again")
+        return files
+
+    return factory.open_input_files(job.inputs, models, job.settings, choose)
 
 
 class _Shard:

@@ -45,9 +45,9 @@ def replay_in_shards(inputs: Sequence[str], settings: ReplaySettings, folder: Pa
         ConfigError: The folder is in use, or holds shards of another run, or the options do not fit a run in shards.
     """
     start = time.monotonic()
-    folder = folder.absolute()
     settings = choose_outputs(settings)
     shard_run.check_inputs(inputs, folder, _REMEDY)
+    folder = folder.absolute()
     with lock_folder(folder):
         models = load_job_models(settings, warns=True)
         job, files = shard_run.open_job(inputs, models, settings, folder, "--output-dir", _REMEDY)

@@ -145,6 +145,8 @@ def add_event(
 ) -> None:
     """Add the event of readings of one device and one time to a translation, in parts if it is too large.
 
+    A part has at most `MAX_READINGS` readings, because `consume` refuses events with more.
+
     Args:
         translation: Receives the events.
         device: The device.
@@ -156,7 +158,7 @@ def add_event(
     if not values:
         return
     event = make_event(device, values, time)
-    if len(event.key) + len(event.value) <= max_bytes:
+    if len(event.key) + len(event.value) <= max_bytes and len(values) <= MAX_READINGS:
         translation.events.append(event)
     elif len(values) == 1:
         refuse(RejectionReason.TOO_LARGE, f"the event has {len(event.value)} bytes; at most {max_bytes} are accepted")

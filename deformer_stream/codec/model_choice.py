@@ -14,15 +14,17 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
 
 from deformer_stream.codec.arrow_messages import split_stream
-from deformer_stream.codec.columns import convert_ids, encode_distinct
+from deformer_stream.codec.columns import convert_ids, encode_distinct, format_labels, to_float64
 from deformer_stream.codec.encode_outputs import encode_alert
 from deformer_stream.codec.json_messages import ARROW_PREFIX, parse_document
 from deformer_stream.codec.payloads import LongRows, Messages, Payload, UnreadablePayload, WideRows
 from deformer_stream.codec.validation import MAX_TEXT_CHARS, FieldNames, RejectionError, is_unicode, quote
 from deformer_stream.engine.events import ONLY_MODEL, Alert, EventBatch, Rejection, RejectionReason
+from deformer_stream.model.schema import format_label
 
 if TYPE_CHECKING:
     from deformer_stream.codec import Codec
@@ -60,10 +62,11 @@ class ModelChoice:
         """Return the name of the model that a value of the field determines.
 
         Args:
-            value: The value: a text or a whole number. None if the field is missing.
+            value: The value: a text, a whole number or a boolean, which is "true" or "false" as in `--per`. None if the
+                field is missing.
 
         Raises:
-            RejectionError: The value is missing, is neither text nor a whole number, or the pattern does not match it.
+            RejectionError: The value is missing, is none of these, or the pattern does not match it.
         """
         if self._pattern is None and type(value) is str and 0 < len(value) <= MAX_TEXT_CHARS:
             return value
@@ -73,12 +76,12 @@ class ModelChoice:
                 RejectionReason.MISSING_FIELD,
                 f"the field {self.field!r}, which determines the model, is {problem}; send it in each message",
             )
-        if type(value) is int:  # `isinstance` would also accept booleans
-            value = str(value)
+        if isinstance(value, int) or (isinstance(value, float) and value.is_integer()):  # a boolean is an int
+            value = format_label(value)
         if not isinstance(value, str) or not is_unicode(value):
             raise RejectionError(
                 RejectionReason.WRONG_TYPE,
-                f"the field {self.field!r}, which determines the model, is neither text nor a whole number",
+                f"the field {self.field!r}, which determines the model, is no text, whole number or boolean",
             )
         if len(value) > MAX_TEXT_CHARS:
             raise RejectionError(
@@ -264,9 +267,8 @@ class ModelCodecs:
         """
         field = self.choice.field
         if field in data.table.schema.names:
-            value_index, values = encode_distinct(
-                convert_ids(data.table.column(field), f"{data.origin}: column {field!r}")
-            )
+            column = _format_whole_numbers(data.table.column(field))
+            value_index, values = encode_distinct(convert_ids(column, f"{data.origin}: column {field!r}"))
         elif isinstance(data, WideRows) and field == self.field_names.record:
             values = list(dict.fromkeys(data.record_ids))
             index_by_value = {value: index for index, value in enumerate(values)}
@@ -292,6 +294,21 @@ class ModelCodecs:
             rows = np.sort(np.concatenate(groups))
             parts[name] = data.take(rows), rows
         return parts, rejections
+
+
+def _format_whole_numbers(column: pa.Array) -> pa.Array:
+    """Return booleans, and floats that are whole numbers, as the texts by which `--per` names models.
+
+    Programs store whole numbers as floats if a cell of the column is missing. Other columns are returned unchanged.
+    """
+    if pa.types.is_boolean(column.type):
+        return format_labels(column)
+    if pa.types.is_floating(column.type) or pa.types.is_decimal(column.type):
+        numbers = to_float64(column)
+        numbers = numbers[~np.isnan(numbers)]
+        if np.array_equal(numbers, np.floor(numbers)) and np.isfinite(numbers).all():
+            return format_labels(column)
+    return column
 
 
 def decode_by_model(codec: Codec | ModelCodecs, data: Payload) -> tuple[Mapping[str, EventBatch], list[Rejection]]:

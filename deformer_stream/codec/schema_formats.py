@@ -98,11 +98,13 @@ class SchemaTranslator:
         """Return messages with JSON in place of their payloads.
 
         A message that cannot be converted becomes an `UnreadablePayload` with the reason. Tombstones stay as they are.
+        A key that has a schema of its own is left out, because its bytes are not the name of a record or a device.
 
         Args:
             data: The messages of a poll.
         """
-        return replace(data, payloads=[self._translate(payload) for payload in data.payloads])
+        keys = [None if key is not None and _is_framed(key) else key for key in data.keys]
+        return replace(data, keys=keys, payloads=[self._translate(payload) for payload in data.payloads])
 
     def _translate(self, payload: bytes | None) -> bytes | None:
         """Return a payload as JSON, or the reason why it cannot be converted."""
@@ -115,7 +117,7 @@ class SchemaTranslator:
                     f"the message has {len(payload)} bytes; at most {self._max_bytes} are accepted; send smaller "
                     "messages",
                 )
-            if len(payload) < HEADER_BYTES or payload[0] != 0:
+            if not _is_framed(payload):
                 raise RejectionError(
                     RejectionReason.NOT_JSON,
                     f"the message is not {self._format} of a schema registry: it does not begin with a zero byte and "
@@ -191,31 +193,30 @@ def _parse(parser: Parser, content: bytes, schema_format: str, schema_id: int) -
         schema_id: The id of the schema, for the error message.
 
     Raises:
-        RejectionError: The content does not fit the schema, or has values that JSON cannot express.
+        RejectionError: The content does not fit the schema.
     """
     try:
         document = parser(content)
-        text = orjson.dumps(document, _to_json_type, orjson.OPT_PASSTHROUGH_DATETIME)
-        if b"null" in text:  # orjson writes a number that is not finite like a missing value
+        try:
+            text = orjson.dumps(document, _to_json_type, orjson.OPT_PASSTHROUGH_DATETIME)
+        except orjson.JSONEncodeError:  # such as a map whose keys are numbers
+            text = b""
+        if not text or b"null" in text:  # orjson writes a number that is not finite like a missing value
             text = json.dumps(document, default=_to_json_type).encode()
         return text
     except Exception as error:  # a damaged message can raise anything in the libraries
-        rejection = error.__cause__ if isinstance(error, orjson.JSONEncodeError) else error
-        if isinstance(rejection, RejectionError):
-            raise rejection from None
         raise RejectionError(
             RejectionReason.NOT_JSON,
             f"the message does not fit schema {schema_id} ({schema_format}): {quote(summarize_error(error), 200)}",
         ) from None
 
 
-def _to_json_type(value: Any) -> float | str:
+def _to_json_type(value: Any) -> float | str | list[Any]:
     """Return a value that JSON does not have as the number or text with the same meaning.
 
     Points in time become seconds since 1970; one without a time zone is in UTC. Times of day and dates become text.
-
-    Raises:
-        RejectionError: There is no such number or text.
+    Other values, such as bytes, become an empty list. The decoder of JSON messages refuses a reading with such a value,
+    and ignores it in other fields.
     """
     match value:
         case datetime():
@@ -224,11 +225,12 @@ def _to_json_type(value: Any) -> float | str:
             return str(value)
         case Decimal():
             return float(value)
-    raise RejectionError(
-        RejectionReason.WRONG_TYPE,
-        f"the message has a value of the type {type(value).__name__}, which no reading can have; send a number or a "
-        "text",
-    )
+    return []
+
+
+def _is_framed(content: bytes) -> bool:
+    """Return whether a payload or a key begins with a zero byte and a schema id."""
+    return len(content) >= HEADER_BYTES and content[0] == 0
 
 
 def frame(schema_id: int, content: bytes) -> bytes:

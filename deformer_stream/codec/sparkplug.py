@@ -39,6 +39,9 @@ PREFIX = f"{NAMESPACE}/"
 REBIRTH_SECONDS = 10.0
 """Shortest time between two requests for a new birth of one edge node."""
 
+REFUSED_BIRTH_SECONDS = 600.0
+"""Shortest time between two requests if the birth is refused, because it would probably be refused again."""
+
 REBIRTH_METRIC, BIRTH_SEQUENCE_METRIC = "Node Control/Rebirth", "bdSeq"
 CONTROL_PREFIXES = ("Node Control/", "Device Control/")
 """Beginnings of the names of metrics that are commands and no readings."""
@@ -128,7 +131,7 @@ class EdgeNode:
         is_online: Whether it was born and has not died.
         declaration_by_alias: What an alias stands for.
         type_by_name: Type of each metric by device and name.
-        requested_at: When a new birth was last requested, microseconds since 1970.
+        next_request: When a new birth may be requested at the earliest, microseconds since 1970.
     """
 
     sequence: int | None = None
@@ -136,7 +139,7 @@ class EdgeNode:
     is_online: bool = False
     declaration_by_alias: dict[int, Declaration] = field(default_factory=dict)
     type_by_name: dict[tuple[str, str], int] = field(default_factory=dict)
-    requested_at: int = -(2**62)
+    next_request: int = -(2**62)
 
     def forget_device(self, device: str) -> None:
         """Remove what was declared about a device ("" for the edge node itself)."""
@@ -207,7 +210,6 @@ class SparkplugTranslator:
             if address is None:
                 return
             kind, node_id, device = address
-            payload = self._parse(message.payload)
             node = self._node_by_id.get(node_id)
             if node is None:
                 if len(self._node_by_id) >= MAX_NODES:
@@ -216,8 +218,15 @@ class SparkplugTranslator:
                         f"there are more than {MAX_NODES} edge nodes; narrow the topic filter",
                     )
                 node = self._node_by_id[node_id] = EdgeNode()
-            self.num_by_kind[kind] += 1
-            self._handle(_Received(kind, node_id, device, payload, message, translation, refuse), node)
+            is_birth = kind.endswith("BIRTH")
+            try:
+                payload = self._parse(message.payload, MAX_METRICS_OF_NODE if is_birth else MAX_READINGS)
+                self.num_by_kind[kind] += 1
+                self._handle(_Received(kind, node_id, device, payload, message, translation, refuse), node)
+            except RejectionError:
+                if is_birth:
+                    self._node_by_id[node_id].next_request = message.time + round(REFUSED_BIRTH_SECONDS * 1e6)
+                raise
         except RejectionError as error:
             refuse(error.reason, error.detail)
 
@@ -242,7 +251,7 @@ class SparkplugTranslator:
             RejectionReason.NOT_SPARKPLUG, f"the topic {quote(topic)} is not {NAMESPACE}/GROUP/TYPE/NODE[/DEVICE]"
         )
 
-    def _parse(self, data: bytes) -> Any:
+    def _parse(self, data: bytes, max_metrics: int) -> Any:
         """Return the payload of a message; raise `RejectionError` if it is too large or malformed."""
         from google.protobuf.message import DecodeError
 
@@ -255,10 +264,10 @@ class SparkplugTranslator:
             payload = self._payload_class.FromString(data)
         except DecodeError:
             raise RejectionError(RejectionReason.NOT_SPARKPLUG, "the payload is not a Sparkplug B payload") from None
-        if len(payload.metrics) > MAX_READINGS:
+        if len(payload.metrics) > max_metrics:
             raise RejectionError(
                 RejectionReason.TOO_LARGE,
-                f"the payload has {len(payload.metrics)} metrics; at most {MAX_READINGS} are accepted",
+                f"the payload has {len(payload.metrics)} metrics; at most {max_metrics} are accepted",
             )
         return payload
 
@@ -270,9 +279,9 @@ class SparkplugTranslator:
             return
         sequence = payload.seq % NUM_SEQUENCES if payload.HasField("seq") else None
         if kind == "NBIRTH":
-            requested_at = node.requested_at
+            next_request = node.next_request
             node = self._node_by_id[node_id] = EdgeNode(sequence or 0, _find_birth_sequence(payload), True)
-            node.requested_at = requested_at
+            node.next_request = next_request
         else:
             is_known_repetition = (
                 message.is_repeated
@@ -310,7 +319,7 @@ class SparkplugTranslator:
 
     def _check_sequence(self, received: _Received, node: EdgeNode, sequence: int | None) -> None:
         """Compare a sequence number with the last one, and request a new birth if messages are missing."""
-        node_id, message, translation = received.node_id, received.message, received.translation
+        node_id, translation = received.node_id, received.translation
         expected = None if node.sequence is None else (node.sequence + 1) % NUM_SEQUENCES
         if expected is not None and sequence == expected:
             node.sequence = sequence
@@ -319,8 +328,13 @@ class SparkplugTranslator:
             self.num_gaps += 1
             translation.states[node_id + SEQUENCE_SUFFIX] = b""
         node.sequence = None
-        if message.time - node.requested_at >= REBIRTH_SECONDS * 1e6:
-            node.requested_at = message.time
+        self._request_birth(received, node)
+
+    def _request_birth(self, received: _Received, node: EdgeNode) -> None:
+        """Request a new birth of an edge node, unless this was done a short time ago."""
+        node_id, message, translation = received.node_id, received.message, received.translation
+        if message.time >= node.next_request:
+            node.next_request = message.time + round(REBIRTH_SECONDS * 1e6)
             self.num_requests += 1
             group, edge_node = node_id.split("/")
             topic = f"{NAMESPACE}/{group}/NCMD/{edge_node}"
@@ -343,7 +357,8 @@ class SparkplugTranslator:
         _, node_id, device, payload, message, translation, refuse = received
         full_device = f"{node_id}/{device}" if device else node_id
         default_time = payload.timestamp * 1000 if payload.HasField("timestamp") else message.time
-        values_by_time: dict[int, dict[str, Any]] = {}
+        events: list[tuple[int, dict[str, Any]]] = []  # the times and the values of events
+        index_by_time: dict[int, int] = {}  # of the last event of a time
         for metric in payload.metrics:
             try:
                 name, datatype = _identify(node, device, metric)
@@ -359,14 +374,16 @@ class SparkplugTranslator:
                         RejectionReason.WRONG_TYPE,
                         f"the time of {quote(name)} is after the year 9999; send milliseconds since 1970",
                     )
-                values = values_by_time.setdefault(time, {})
-                if name in values:  # two values of one time: the second one is an event of its own
-                    add_event(translation, full_device, {name: value}, time, refuse, self._max_event_bytes)
-                else:
-                    values[name] = value
+                if time not in index_by_time or name in events[index_by_time[time]][1]:
+                    # Two values of a metric at one time are two events.
+                    index_by_time[time] = len(events)
+                    events.append((time, {}))
+                events[index_by_time[time]][1][name] = value
             except RejectionError as error:
+                if error.reason is RejectionReason.UNKNOWN_ALIAS:
+                    self._request_birth(received, node)
                 refuse(error.reason, error.detail)
-        for time, values in values_by_time.items():
+        for time, values in events:
             add_event(translation, full_device, values, time, refuse, self._max_event_bytes)
 
     def restore(self, key: str, value: bytes) -> None:

@@ -6,7 +6,7 @@ import functools
 import math
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -118,13 +118,32 @@ class ReceiverState:
 
 
 @dataclass(frozen=True, slots=True)
+class ModelState:
+    """One of several models of a process.
+
+    Attributes:
+        name: Its name.
+        fingerprint: Its fingerprint.
+        num_events: Number of its events accepted since the start.
+        num_alerts: Number of its alerts since the start.
+        open_records: Number of its records that are open.
+    """
+
+    name: str
+    fingerprint: str
+    num_events: int
+    num_alerts: int
+    open_records: int
+
+
+@dataclass(frozen=True, slots=True)
 class ProcessState:
     """A process of which the page reads the metrics.
 
     Attributes:
         url: Address of the metrics, without a login.
         error: Why they cannot be read, "" if they can.
-        model: Fingerprint of the model in use, "" if unknown.
+        model: Fingerprint of the model in use, or of the set of models, "" if unknown.
         lag: Number of messages that are not processed yet, None if unknown.
         num_partitions: Number of partitions with a lag.
         drift: Largest log10 of the odds that records have drifted, None if unknown.
@@ -135,6 +154,7 @@ class ProcessState:
         open_records: Number of records that are open, None if unknown.
         num_records: Number of closed records that `incidents` has read since its start, None if unknown.
         receivers: The receivers.
+        models: The models, if there are several ones.
     """
 
     url: str
@@ -150,6 +170,7 @@ class ProcessState:
     open_records: int | None = None
     num_records: int | None = None
     receivers: tuple[ReceiverState, ...] = ()
+    models: tuple[ModelState, ...] = ()
 
 
 class SystemState:
@@ -428,7 +449,20 @@ def summarize_process(url: str, values: MetricValues) -> ProcessState:
         open_records=None if records is None else round(records),
         num_records=None if records_read is None else round(records_read),
         receivers=receivers,
+        models=tuple(_list_models(values)),
     )
+
+
+def _list_models(values: MetricValues) -> Iterator[ModelState]:
+    """Yield the models of a process that has several ones, in alphabetical order."""
+    counts = [
+        {labels.get("model", ""): value for labels, value in values.get(name, []) if math.isfinite(value)}
+        for name in ("model_events_total", "model_alerts_total", "model_records_open")
+    ]
+    found = {labels.get("model", ""): labels.get("fingerprint", "") for labels, _ in values.get("models_info", [])}
+    for name, fingerprint in sorted(found.items()):
+        events, alerts, open_records = (round(numbers.get(name, 0.0)) for numbers in counts)
+        yield ModelState(name, fingerprint, events, alerts, open_records)
 
 
 def _find_largest(values: MetricValues, name: str) -> tuple[Mapping[str, str], float | None]:

@@ -89,8 +89,8 @@ def find_data_files(
         endings: Endings of the names of data files in lower case.
 
     Raises:
-        InputError: An input does not exist or has an unknown ending, a folder or a pattern holds no data file, or a
-            folder is a Delta Lake or Iceberg table that may hold outdated files.
+        InputError: An input does not exist or has an unknown ending, a folder or a pattern holds no data file, a
+            folder is a Delta Lake or Iceberg table that may hold outdated files, or a file is named twice.
         ConfigError: A URL contains credentials or has no bucket.
     """
     files: list[DataFile] = []
@@ -119,7 +119,18 @@ def find_data_files(
             raise InputError(f"{entry}: no such file or folder; check the path")
     if not files:
         raise InputError("no input files were given; name at least one file or folder")
+    _check_named_once(files)
     return files
+
+
+def _check_named_once(files: Sequence[DataFile]) -> None:
+    """Raise `InputError` if two paths are those of the same file, because its rows would be read twice."""
+    path_by_target: dict[DataFile, DataFile] = {}
+    for path in files:
+        other = path_by_target.setdefault(path.resolve() if isinstance(path, Path) else path, path)
+        if other is not path:
+            also = "" if str(other) == str(path) else f" (also as {other})"
+            raise InputError(f"{path}: the input names this file twice{also}; name every file once")
 
 
 def _is_iceberg_metadata(path: PurePath) -> bool:

@@ -32,7 +32,7 @@ MAX_TEXT_LENGTH = 10_000
 
 _GRAMMAR = (
     "write comparisons of a column with a constant (=, <>, <, <=, >, >=, IN, BETWEEN, IS NULL), combined by AND, OR "
-    "and NOT"
+    "and NOT; put a column in double quotes if its name is a word of SQL"
 )
 _OPERATORS: dict[str, Callable[[Any, Any], Any]] = {
     "EQ": operator.eq,
@@ -122,9 +122,10 @@ class RowFilter:
             ConfigError: A column cannot be compared with its constant.
         """
         zone = None if timezone is None else ZoneInfo(timezone)
-        known = {name: _get_kind(name, type_by_column[name]) for name in self.columns if name in type_by_column}
+        leaves = list(_iterate_leaves(self._root))
+        known = {name: _get_kind(name, type_by_column[name], leaves) for name in self.columns if name in type_by_column}
         constants: dict[_Comparison, Constant] = {}
-        for leaf in _iterate_leaves(self._root):
+        for leaf in leaves:
             if isinstance(leaf, _Comparison) and leaf.column in known:
                 constants[leaf] = _convert_constant(leaf, known[leaf.column], zone)
         return BoundFilter(self._root, known, constants, zone)
@@ -221,7 +222,7 @@ class _Values:
             self._values = _get_numbers(column)
             self.is_present = column.is_valid().to_numpy(zero_copy_only=False) & ~np.isnan(self._values)
         else:
-            column = column.cast(pa.bool_()) if pa.types.is_null(column.type) else column
+            column = column if pa.types.is_boolean(column.type) else _parse_booleans(column)
             self.is_present = column.is_valid().to_numpy(zero_copy_only=False)
             self._values = column.fill_null(False).to_numpy(zero_copy_only=False)
 
@@ -231,6 +232,14 @@ class _Values:
             return np.asarray(compare(self._values, constant), bool)
         results = [isinstance(value, str) and bool(compare(value, constant)) for value in self._values]
         return np.array([*results, False])[self._indexes]
+
+
+def _parse_booleans(column: pa.Array) -> pa.Array:
+    """Return N texts as booleans, null for other texts; N missing values of an unknown type likewise."""
+    indexes, texts = encode_distinct(column)
+    booleans = [{"true": True, "false": False}.get(str(text).strip().lower()) for text in texts]
+    # `encode_distinct` gives null cells the index after the last distinct value.
+    return pa.array([*booleans, None], pa.bool_()).take(pa.array(indexes))
 
 
 def _get_numbers(column: pa.Array) -> NDArray[Any]:
@@ -272,21 +281,30 @@ def _iterate_leaves(node: _Node) -> Iterable[_Leaf]:
         yield node
 
 
-def _get_kind(name: str, column_type: pa.DataType) -> _Kind:
+def _get_kind(name: str, column_type: pa.DataType, leaves: Iterable[_Leaf]) -> _Kind:
     """Return what the values of a column are compared as.
+
+    Args:
+        name: The column.
+        column_type: Its type. A column without any value, whose type is not known, is as its first constant.
+        leaves: The comparisons of the condition.
 
     Raises:
         ConfigError: They cannot be compared.
     """
     if pa.types.is_dictionary(column_type):
         column_type = column_type.value_type
+    if pa.types.is_null(column_type):
+        constants = [leaf.constant for leaf in leaves if isinstance(leaf, _Comparison) and leaf.column == name]
+        constant = next(iter(constants), "")
+        return "text" if isinstance(constant, str) else "boolean" if isinstance(constant, bool) else "number"
     if pa.types.is_boolean(column_type):
         return "boolean"
     if is_text(column_type):
         return "text"
     if pa.types.is_timestamp(column_type) or pa.types.is_date(column_type):
         return "time"
-    numeric = (pa.types.is_integer, pa.types.is_floating, pa.types.is_decimal, pa.types.is_null)
+    numeric = (pa.types.is_integer, pa.types.is_floating, pa.types.is_decimal)
     if any(is_type(column_type) for is_type in numeric):
         return "number"
     raise ConfigError(f"--where: column {name!r} of type {column_type} cannot be compared; choose another column")
@@ -377,7 +395,7 @@ def _convert(node: Any) -> _Node:
         return _Combination(isinstance(node, exp.And), tuple(_convert(part) for part in node.flatten()))
     if isinstance(node, exp.Is) and isinstance(node.expression, exp.Null):
         return _IsNull(_get_column(node.this))
-    if isinstance(node, exp.Between):
+    if isinstance(node, exp.Between) and not node.args.get("symmetric"):
         column = _get_column(node.this)
         low, high = _get_constant(node.args["low"]), _get_constant(node.args["high"])
         return _Combination(True, (_Comparison(column, "GTE", low), _Comparison(column, "LTE", high)))

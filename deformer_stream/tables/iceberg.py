@@ -106,6 +106,12 @@ class IcebergFile(RemoteFile):
         """Number of rows, None if some are deleted."""
         return None if self._task.delete_files else int(self._task.file.record_count)
 
+    @property
+    def version(self) -> str:
+        """What determines the rows beside the file: the schema of the table, and the files that list deleted rows."""
+        deletes = sorted(str(file.file_path) for file in self._task.delete_files)
+        return " ".join([f"schema {self._table.schema().schema_id}", *deletes])
+
     def read(self, columns: Sequence[str], max_rows: int) -> Iterator[pa.RecordBatch]:
         """Yield the rows of the given columns, in this order, in batches of at most `max_rows` rows.
 

@@ -9,11 +9,13 @@ from __future__ import annotations
 import json
 import re
 import zlib
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Literal, Protocol
 from zoneinfo import ZoneInfo
 
@@ -230,11 +232,13 @@ def _get_ranges(row_group: pq.RowGroupMetaData, schema: pa.Schema) -> dict[str, 
         schema: The schema of the file.
     """
     ranges = {}
-    for index in range(row_group.num_columns):
-        column = row_group.column(index)
+    columns = [row_group.column(index) for index in range(row_group.num_columns)]
+    num_by_path = Counter(column.path_in_schema for column in columns)
+    for column in columns:
         statistics, name = column.statistics, column.path_in_schema
         field_index = schema.get_field_index(name)
-        if statistics is None or field_index < 0:
+        # The field "b" of a structure "a" has the same path as a column "a.b".
+        if statistics is None or field_index < 0 or num_by_path[name] > 1:
             continue
         value_type = schema.field(field_index).type
         value_type = value_type.value_type if pa.types.is_dictionary(value_type) else value_type
@@ -316,6 +320,7 @@ class Table:
     _decimals: Mapping[str, Decimal | None] = field(repr=False)  # of the columns of a CSV file
     path: DataFile | None = None
     _condition: BoundFilter | None = field(default=None, repr=False)
+    _absent_types: Mapping[str, pa.DataType] = field(default_factory=dict, repr=False)  # of columns of the condition
 
     @staticmethod
     def open(path: DataFile, options: TableOptions | None = None) -> Table:
@@ -340,7 +345,8 @@ class Table:
 
         Returns:
             The tables in the order of the files. Files whose folders state that the condition of the options is true
-            for none of their rows are not opened, and have no table.
+            for none of their rows are not opened, and have no table. A file without a column of the condition has no
+            value in it, if another file has the column.
 
         Raises:
             InputError: A file cannot be read, two of its columns have the same name, or no file can have rows for which
@@ -361,22 +367,21 @@ class Table:
             else:
                 table = (_open_csv if has_ending(path, CSV) else _open_parquet)(path, options)
             types = {name: (type_by_column[name], text) for name, text in texts_by_path[path].items()}
-            return replace(table, path=path)._add_partitions(types)._bind_condition()
+            return replace(table, path=path)._add_partitions(types)
 
         if options.where is not None:
-            condition = options.where.bind(type_by_column, options.timezone)
-            matching = [
-                path for path in paths if condition.may_match(_get_path_ranges(texts_by_path[path], type_by_column))
-            ]
-            if paths and not matching:
-                raise InputError(f"no file can have rows with --where {options.where.text}; check the condition")
-            paths = matching
+            paths = _choose_matching(paths, options.where, options.timezone, texts_by_path, type_by_column)
         # The latency of an object store is longer than the work.
         num_threads = min(OPENING_THREADS, sum(not isinstance(path, Path) for path in paths))
         if num_threads < 2:
-            return [open_one(path) for path in paths]
-        with ThreadPoolExecutor(num_threads) as pool:
-            return list(pool.map(open_one, paths))
+            tables = [open_one(path) for path in paths]
+        else:
+            with ThreadPoolExecutor(num_threads) as pool:
+                tables = list(pool.map(open_one, paths))
+        tested = () if options.where is None else options.where.columns
+        columns = [table.schema.field(name) for table in tables for name in tested if name in table.schema.names]
+        types = {column.name: column.type for column in columns}
+        return [table._bind_condition(types) for table in tables]
 
     @staticmethod
     def from_arrow(table: pa.Table, name: str = "the data frame", options: TableOptions | None = None) -> Table:
@@ -612,8 +617,12 @@ class Table:
             for first_row, batch in _number_batches(self._rows.read(columns, max_rows, on_bad_row)):
                 yield batch, np.arange(first_row, first_row + batch.num_rows)
             return
+        nothing = {name: ValueRange(pa.nulls(2, absent_type)) for name, absent_type in self._absent_types.items()}
+        if not condition.may_match(nothing):
+            return
         tested = [] if self.options.where is None else list(self.options.where.columns)
-        file_columns = [*dict.fromkeys([*columns, *(name for name in tested if name not in self.partition_values)])]
+        not_in_file = {**self.partition_values, **self._absent_types}
+        file_columns = [*dict.fromkeys([*columns, *(name for name in tested if name not in not_in_file)])]
         if isinstance(self._rows, _ParquetRows):
             numbered = self._rows.read_matching(file_columns, max_rows, condition)
         else:
@@ -625,6 +634,9 @@ class Table:
                 if name in self.partition_values:
                     cells[name] = self._make_partition_column(name, batch.num_rows)
                     continue
+                if name in self._absent_types:
+                    cells[name] = pa.nulls(batch.num_rows, self._absent_types[name])
+                    continue
                 converter, column = converters[name], batch.column(name)
                 decimal = self._decimals.get(name)
                 cells[name] = column if converter is None else self._convert(column, converter, decimal)
@@ -632,23 +644,30 @@ class Table:
             if len(rows) or on_bad_row is not None:
                 yield batch.select(list(columns)).take(pa.array(rows)), rows + first_row
 
-    def _bind_condition(self) -> Table:
+    def _bind_condition(self, types: Mapping[str, pa.DataType] = MappingProxyType({})) -> Table:
         """Return the table with the condition of its options, which is checked against its columns.
 
+        Args:
+            types: The types of columns of the condition that this table or others have. Columns of others that this
+                table lacks have no value in its rows.
+
         Raises:
-            ConfigError: The table lacks a column of the condition, or has it with values of another kind.
+            ConfigError: The table lacks a column of the condition that no other table has, or has it with values of
+                another kind.
         """
         where = self.options.where
         if where is None:
             return self
+        absent = {name: types[name] for name in where.columns if name in types and name not in self.schema.names}
         for name in where.columns:
-            if name not in self.schema.names:
+            if name not in self.schema.names and name not in absent:
                 raise ConfigError(
                     f"--where: {self.name} has no column {name!r}; choose one of its columns: "
                     f"{self.format_column_names()}"
                 )
-        types = dict(zip(self.schema.names, self.schema.types, strict=True))
-        return replace(self, num_rows=None, _condition=where.bind(types, self.options.timezone))
+        own_types = dict(zip(self.schema.names, self.schema.types, strict=True))
+        condition = where.bind(own_types | absent, self.options.timezone)
+        return replace(self, num_rows=None, _condition=condition, _absent_types=absent)
 
     def iterate_cells(self, columns: Sequence[str], max_rows: int) -> Iterator[pa.RecordBatch]:
         """Yield the rows of columns of the file in batches, with their cells as the file holds them, not converted.
@@ -786,6 +805,35 @@ def _number_batches(batches: Iterable[pa.RecordBatch]) -> Iterator[tuple[int, pa
     for batch in batches:
         yield first_row, batch
         first_row += batch.num_rows
+
+
+def _choose_matching(
+    paths: Sequence[DataFile],
+    where: RowFilter,
+    timezone: str | None,
+    texts_by_path: Mapping[DataFile, Mapping[str, str | None]],
+    type_by_column: Mapping[str, pa.DataType],
+) -> Sequence[DataFile]:
+    """Return the files whose folders do not state that a condition is true for none of their rows.
+
+    Args:
+        paths: The files.
+        where: The condition.
+        timezone: The zone of times that have none, None for UTC.
+        texts_by_path: The columns that the folders of each file state, with their values as texts.
+        type_by_column: The types of these columns.
+
+    Raises:
+        InputError: There are no such files.
+    """
+    try:
+        condition = where.bind(type_by_column, timezone)
+    except ConfigError:  # the files may have columns of these names and of another type, which have precedence
+        return paths
+    matching = [path for path in paths if condition.may_match(_get_path_ranges(texts_by_path[path], type_by_column))]
+    if paths and not matching:
+        raise InputError(f"no file can have rows with --where {where.text}; check the condition")
+    return matching
 
 
 def _get_path_ranges(

@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from connectors.kafka import ReplayCounts
-from connectors.kafka.dead_letters import DeadLetter
+from connectors.kafka.dead_letters import DeadLetter, LetterTranslator, send_again
 from deformer_stream.cli.dead_letters import (
     ReasonSummary,
     build_dead_letters,
@@ -153,3 +153,17 @@ def test_counts_are_described() -> None:
     text = describe_counts(ReplayCounts(2, repeated=1, incomplete=3), is_dry_run=False)
     assert text.startswith("2 messages were sent again; 1 further dead letters are about the same messages; 3 dead ")
     assert "4 dead letters are Sparkplug" in describe_counts(ReplayCounts(2, sparkplug=4), is_dry_run=False)
+
+
+def test_a_reason_that_does_not_exist_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise `replay` would send nothing, and say so as if there was nothing to send."""
+    with pytest.raises(ConfigError, match=r"--reason unknown_modell: there is no such reason; .*unknown_model,"):
+        run(monkeypatch, "replay", "--reason", "late,unknown_modell")
+
+
+def test_a_topic_that_was_created_again_has_other_messages_at_the_same_offsets() -> None:
+    letters = [make_letter("late", value=b'{"a": 1}'), make_letter("late", value=b'{"a": 2}')]
+    letters += [make_letter("not_json", value=b'{"a": 2}')]  # a second reason of the same message
+    no_cluster: Any = None  # nothing is sent
+    counts = send_again(no_cluster, letters, LetterTranslator("sensors"), is_dry_run=True)
+    assert (counts.sent, counts.repeated) == (2, 1)

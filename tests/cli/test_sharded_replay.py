@@ -21,6 +21,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from deformer_stream.cli import shard_run
 from deformer_stream.cli.shard_job import divide_files, lock_folder
 from deformer_stream.codec.encode_evidence import decode_evidence
 from tests.commands import RunCommand, assert_command_failed, make_record_table, read_json_lines
@@ -313,8 +314,10 @@ def test_a_folder_of_another_run_is_refused(cli: RunCommand, model_dir: Path, wi
     assert_command_failed(cli(*command), 2, "manifest.json cannot be read")
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "notes.txt").write_text("mine")
-    result = cli("replay", wide, "--model", model_dir, "--output-dir", tmp_path / "full")
-    assert_command_failed(result, 2, "is not empty")
+    for other in (tmp_path / "full", model_dir):  # a model directory also has a file manifest.json
+        result = cli("replay", wide, "--model", model_dir, "--output-dir", other)
+        assert_command_failed(result, 2, "is not empty")
+        assert not (other / ".lock").exists()
 
 
 def test_options_that_do_not_fit_are_refused(cli: RunCommand, model_dir: Path, wide: Path, tmp_path: Path) -> None:
@@ -324,6 +327,10 @@ def test_options_that_do_not_fit_are_refused(cli: RunCommand, model_dir: Path, w
     assert_command_failed(cli(*command, *folder, "--alerts", "-"), 2, "--alerts -")
     assert_command_failed(cli(*command, *folder, "--records", tmp_path / "r.parquet"), 2, "without a folder")
     assert_command_failed(cli(*command, *folder, "--rejected", "a.jsonl", "--alerts", "a.jsonl"), 2, "same name")
+    for name in ("receipt.json", "manifest.json", "shards"):
+        assert_command_failed(cli(*command, *folder, "--rejected", name), 2, f"--rejected {name}", "another name")
+    assert_command_failed(cli(*command, "--output-dir", "s3://plant/out"), 2, "cannot be in an object store")
+    assert not Path("s3:").exists()
     assert_command_failed(cli(*command, *folder, "--drift", "1000"), 2, "--drift needs all records")
     assert_command_failed(cli("replay", "-", "--model", model_dir, *folder), 2, "standard input")
     inside = ("--output-dir", wide.parent / "out")
@@ -331,6 +338,75 @@ def test_options_that_do_not_fit_are_refused(cli: RunCommand, model_dir: Path, w
     lines = write_lines(tmp_path / "log.jsonl", draw_readings(3, 1))
     reordered = cli("replay", lines, "--model", model_dir, *folder, "--order", "random")
     assert_command_failed(reordered, 2, "--order random")
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_files_are_on_the_disk_before_a_folder_has_its_name(
+    cli: RunCommand, model_dir: Path, wide: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A power failure could otherwise leave a shard that counts as finished, with empty files."""
+    synced: set[int] = set()
+    rename, sync = Path.rename, os.fsync
+
+    def record(descriptor: int) -> None:
+        synced.add(os.fstat(descriptor).st_ino)
+        sync(descriptor)
+
+    def check(path: Path, target: Path) -> Path:
+        if path.name.startswith(".0"):
+            assert {file.stat().st_ino for file in (path, *path.iterdir())} <= synced, path
+        return rename(path, target)
+
+    monkeypatch.setattr(os, "fsync", record)
+    monkeypatch.setattr(Path, "rename", check)
+    options = ("--time-column", "at", "--shards", "2", *place(OUTPUTS | EVIDENCE))
+    assert cli("replay", wide, "--model", model_dir, "--output-dir", tmp_path / "out", *options).code == 0
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_the_input_grows_or_changes_while_shards_are_scored(
+    cli: RunCommand, model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table, log = make_record_table(), tmp_path / "log"
+    log.mkdir()
+    for index in range(2):
+        pq.write_table(table.slice(20 * index, 20), log / f"{index + 1}.parquet")
+    open_job = shard_run.open_job
+
+    def run_while(change: Callable[[], object]) -> Any:
+        def open_and_change(*arguments: Any) -> Any:
+            opened = open_job(*arguments)
+            change()
+            return opened
+
+        monkeypatch.setattr(shard_run, "open_job", open_and_change)
+        return cli("replay", log, "--model", model_dir, "--output-dir", tmp_path / "out", "--shards", "2")
+
+    (log / "4.parquet").write_bytes(b"PAR1 not read")
+    (log / "4.parquet").rename(tmp_path / "4.parquet")
+    result = run_while(lambda: (tmp_path / "4.parquet").rename(log / "0.parquet"))
+    assert result.code == 0, result.err
+    assert json.loads((tmp_path / "out" / "summary.json").read_text())["records"] == 40
+    (log / "0.parquet").unlink()
+    for change in (lambda: os.utime(log / "1.parquet"), (log / "1.parquet").unlink):
+        shutil.rmtree(tmp_path / "out")
+        result = run_while(change)
+        assert (result.code, "1.parquet: the input has changed while it was read" in result.err) == (3, True)
+
+
+def test_outputs_that_are_not_in_the_folder_of_this_process_are_an_error(
+    cli: RunCommand, model_dir: Path, wide: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Machines of Ray may see another folder under the same path."""
+
+    class OtherMachine:
+        def run(self, tasks: Sequence[int], *_: object) -> list[tuple[int, dict[str, int]]]:
+            return [(task, {"readings": 1}) for task in tasks]
+
+    monkeypatch.setattr(shard_run, "_make_pool", lambda *_: OtherMachine())
+    result = cli("replay", wide, "--model", model_dir, "--output-dir", tmp_path / "out")
+    assert result.code == 2
+    assert "the same one on all machines" in result.lines[-1]
 
 
 def run_program(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Any
 
@@ -80,7 +81,7 @@ def test_each_message_is_decoded_with_the_schema_of_its_model() -> None:
         (b'{"type": null, "record": "a"}', "missing_field", "'type'"),
         (b'{"type": "", "record": "a"}', "missing_field", "empty"),
         (b'{"type": ["pump"], "record": "a"}', "wrong_type", "'type'"),
-        (b'{"type": true, "record": "a"}', "wrong_type", "'type'"),
+        (b'{"type": 1.5, "record": "a"}', "wrong_type", "'type'"),
         (b'{"type": 7, "record": "a"}', "unknown_model", "no model '7'"),
         (b'{"type": "' + b"x" * 2000 + b'"}', "too_large", "2000 characters"),
         (b'{"type": "pump"', "not_json", ""),
@@ -239,6 +240,20 @@ def test_record_id_of_a_wide_table_can_determine_the_model() -> None:
         {"fan": {"fan1"}, "pump": {"pump1"}},
         [],
     )
+
+
+def test_models_of_numbers_and_booleans_have_the_names_of_training() -> None:
+    """A column of whole numbers with a missing cell is stored as floats. `--per` names its models 1 and 2."""
+    codec = next(iter(make_codecs().codec_by_model.values()))
+    codecs = ModelCodecs(ModelChoice("type"), dict.fromkeys(("1", "2", "true"), codec), FieldNames())
+    for types, names in (([1.0, None, 2.0], ["1", "2"]), ([True, None, True], ["true", "true"])):
+        columns = {"type": types, "record": ["a", "b", "c"], "feature": ["power"] * 3, "value": ["1", "2", "3"]}
+        events, (rejection,) = decode(codecs, LongRows("t.parquet", pa.RecordBatch.from_pydict(columns), 0))
+        assert [event[:3] for event in events] == [(0, names[0], "a"), (2, names[1], "c")]
+        assert (rejection.message_index, str(rejection.reason)) == (1, "missing_field")
+        documents = [{"type": kind, "record": "a", "feature": "power", "value": 1} for kind in types]
+        events, _ = decode(codecs, make_messages(*(json.dumps(document).encode() for document in documents)))
+        assert [event[:2] for event in events] == [(0, names[0]), (2, names[1])]
 
 
 def test_column_of_numbers_that_are_not_whole_is_refused() -> None:

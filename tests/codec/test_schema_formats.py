@@ -167,6 +167,29 @@ def test_types_of_avro_become_those_of_json() -> None:
     ]
 
 
+def test_bytes_are_refused_as_readings_and_ignored_in_other_fields() -> None:
+    values = {"name": "Values", "type": "record"}
+    values["fields"] = [{"name": "Pressure", "type": "bytes"}, {"name": "Current", "type": "double"}]
+    fields = [*MANY["fields"][:1], {"name": "values", "type": values}]
+    fields += [{"name": "frame", "type": {"type": "map", "values": {"type": "fixed", "name": "Word", "size": 2}}}]
+    schema = {"type": "record", "name": "Raw", "fields": fields}
+    document = {"record": "a", "values": {"Pressure": b"\x01", "Current": 1.5}, "frame": {"raw": b"ab"}}
+    events, (rejection,) = decode(make_codec("avro", avro(schema)), frame(1, write_avro(schema, document)))
+    assert [(code, number) for _, code, number, *_ in list_readings(events)] == [("Current", 1.5)]
+    assert (rejection.reason, "Pressure" in rejection.detail) == (RejectionReason.WRONG_TYPE, True)
+
+
+def test_a_key_with_a_schema_is_no_record_id() -> None:
+    schema = {"type": "record", "name": "R", "fields": READING["fields"][1:]}
+    payload = frame(1, write_avro(schema, {"feature": "Pressure", "value": 1.0}))
+    keys = [b"a", frame(7, b"\x02a")]
+    data = Messages("t", keys, [payload] * 2, np.full(2, BROKER), np.zeros(2, np.int32), np.arange(2))
+    events, (rejection,) = make_codec("avro", avro(schema)).decode(data)
+    assert events.record_ids == ["a"]
+    assert (rejection.message_index, rejection.reason) == (1, RejectionReason.MISSING_FIELD)
+    assert data.keys == keys  # dead letters have the key as it was sent
+
+
 def test_schemas_of_one_topic_may_differ_and_refer_to_others() -> None:
     mode = {"type": "enum", "name": "Mode", "symbols": ["idle", "run"]}
     third = {
@@ -221,7 +244,7 @@ CONTENT = write_avro(READING, {"record": "a", "feature": "Pressure", "value": 1.
         (frame(1, CONTENT + b"x"), RejectionReason.NOT_JSON, "follow its last field"),
         (frame(1, b"\xff" * 20), RejectionReason.NOT_JSON, "does not fit schema 1"),
         (frame(4, write_avro({"type": "string"}, "text")), RejectionReason.NOT_JSON, "JSON object"),
-        (frame(5, write_avro({"type": "bytes"}, b"x")), RejectionReason.WRONG_TYPE, "bytes"),
+        (frame(5, write_avro({"type": "bytes"}, b"x")), RejectionReason.NOT_JSON, "JSON object"),
         (None, RejectionReason.NOT_JSON, "tombstone"),
         (b"\0" * 2000, RejectionReason.TOO_LARGE, "2000 bytes"),
     ],

@@ -7,7 +7,7 @@ from typing import Any
 import orjson
 import pytest
 
-from deformer_stream.codec.bridge_messages import BridgeMessage, Translation
+from deformer_stream.codec.bridge_messages import MAX_READINGS, BridgeMessage, Translation
 from deformer_stream.codec.sparkplug import SparkplugTranslator, load_payload_class
 from tests.codec.sparkplug_messages import SimulatedNode
 
@@ -88,6 +88,50 @@ def test_after_a_gap_aliases_are_refused_until_the_next_birth() -> None:
     reborn = translate(translator, node.birth({"x": 6.0}), node.data({"x": 7.0}))
     assert [event["value"] for event in read(reborn)] == [6.0, 7.0]
     assert reborn.refusals == []
+
+
+def test_an_alias_that_no_birth_has_declared_requests_a_birth() -> None:
+    node, translator = SimulatedNode(), SparkplugTranslator()
+    translate(translator, node.birth({"x": 0.0}))
+    node.alias_by_name["y"] = 2
+    found = translate(translator, node.data({"y": 1.0}, device="pump-1"), node.data({"y": 2.0}, device="pump-1"))
+    assert list_reasons(found) == ["unknown_alias"] * 2
+    assert [topic for topic, _ in found.requests] == ["spBv1.0/plant/NCMD/line-1"]
+    assert translator.num_gaps == 0
+
+
+def test_a_birth_may_have_more_metrics_than_an_event() -> None:
+    node, translator = SimulatedNode(), SparkplugTranslator()
+    values = {f"tag-{index}": float(index) for index in range(3 * MAX_READINGS)}
+    found = translate(translator, node.birth(values), node.data({"tag-9000": 1.0}))
+    assert (found.refusals, found.requests) == ([], [])
+    *of_birth, of_data = read(found)
+    assert all(len(event["values"]) <= MAX_READINGS for event in of_birth)
+    assert {name: value for event in of_birth for name, value in event["values"].items()} == values
+    assert (of_data["feature"], of_data["value"]) == ("tag-9000", 1.0)
+
+
+def test_a_birth_that_is_refused_is_not_requested_again_at_once() -> None:
+    node, translator = SimulatedNode(), SparkplugTranslator(max_bytes=2000)
+    values = {f"tag-{index}": float(index) for index in range(200)}
+    found = translate(translator, node.birth(values), node.data({"tag-1": 1.0}))
+    assert (list_reasons(found), found.requests) == (["too_large", "unknown_alias"], [])
+    assert translate(translator, node.data({"tag-1": 1.0}), time=NOW + 300_000_000).requests == []
+    assert len(translate(translator, node.data({"tag-1": 1.0}), time=NOW + 601_000_000).requests) == 1
+
+
+def test_values_of_one_metric_in_a_payload_stay_in_order() -> None:
+    node, translator = SimulatedNode(), SparkplugTranslator()
+    translate(translator, node.birth({"x": 0.0, "y": 0.0}))
+    payload = load_payload_class()(timestamp=1_600_000_000_000, seq=1)
+    for alias, time, value in ((1, 1, 1.0), (1, 2, 2.0), (1, 2, 3.0), (2, 2, 4.0)):
+        payload.metrics.add(alias=alias, timestamp=1_600_000_000_000 + 1000 * time, double_value=value)
+    found = translate(translator, (node.make_topic("NDATA"), payload.SerializeToString()))
+    assert read(found) == [
+        {"device": "plant/line-1", "feature": "x", "value": 1.0, "time": 1.6e9 + 1},
+        {"device": "plant/line-1", "feature": "x", "value": 2.0, "time": 1.6e9 + 2},
+        {"device": "plant/line-1", "values": {"x": 3.0, "y": 4.0}, "time": 1.6e9 + 2},
+    ]
 
 
 def test_a_lost_birth_does_not_attribute_values_to_the_wrong_sensor() -> None:

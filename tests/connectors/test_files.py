@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import os
 import time
 from collections.abc import Sequence
@@ -184,6 +185,18 @@ def test_line_that_is_too_long_is_rejected_in_bounded_memory(tmp_path: Path) -> 
     assert [len(line) for block in (b"y" * 999, b"y" * 999, b"y\nz") for line in splitter.feed(block)] == [11]
     assert splitter.finish() == [b"z"]
     assert len(rejected) == 1
+
+
+def test_a_byte_order_mark_before_the_first_line_is_left_out(tmp_path: Path) -> None:
+    """Programs of Windows write it, and the first reading was refused."""
+    lines = [{"record": name, "feature": "a", "value": 1} for name in "rq"]
+    path = write_lines(tmp_path / "e.jsonl", *lines)
+    path.write_bytes(codecs.BOM_UTF8 + path.read_bytes().replace(b"\n", b"\r\n"))
+    events, rejected, _ = read_events([path])
+    assert ([event[0] for event in events], rejected) == (["r", "q"], [])
+    splitter = LineSplitter(10)
+    found = [line for byte in codecs.BOM_UTF8 + b"a\n" + codecs.BOM_UTF8 for line in splitter.feed(bytes([byte]))]
+    assert (found, splitter.finish()) == ([b"a"], [codecs.BOM_UTF8])
 
 
 def test_polls_are_bounded_and_the_source_ends(tmp_path: Path) -> None:

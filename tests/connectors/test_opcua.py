@@ -8,7 +8,7 @@ import json
 import struct
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -18,12 +18,17 @@ import pytest
 from asyncua import Client, Server, ua
 from asyncua.common.utils import ServiceError
 from asyncua.crypto.permission_rules import User, UserRole
+from asyncua.server.monitored_item_service import MonitoredItemService
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import rsa
 from cryptography.x509.oid import NameOID
 
 from connectors.opcua import OpcuaOptions, OpcuaSource
+from connectors.opcua import source as source_module
+from deformer_stream import log
+from deformer_stream.codec.bridge_messages import BridgeMessage, TranslationOptions, translate_all
+from deformer_stream.engine.events import RejectionReason
 from deformer_stream.errors import ConfigError, Unavailable
 from tests.conftest import find_free_port
 
@@ -305,3 +310,82 @@ def test_an_expired_certificate_of_a_server_is_refused(folder: Path, tmp_path: P
     with pytest.raises(ConfigError, match="it has expired"):
         OpcuaSource(options)
     expired.stop()
+
+
+def test_numbers_that_are_not_finite_are_refused(server: SimulatedServer) -> None:
+    """A null would say that the sensor will not be observed."""
+    source = OpcuaSource(OpcuaOptions(server.url, sampling_interval=0.05))
+    receive(source, 3)
+    server.write("Flow", float("nan"))
+    messages: list[BridgeMessage] = []
+    while not messages:
+        messages += source.poll(0.1)
+    source.close()
+    translation = translate_all(TranslationOptions().make_translator(), messages)
+    assert translation.events == []
+    (refusal,) = translation.refusals
+    assert (refusal.reason, "Flow" in refusal.detail) == (RejectionReason.NOT_FINITE, True)
+
+
+def watch_items(monkeypatch: pytest.MonkeyPatch, refused: Collection[ua.NodeId] = ()) -> list[float]:
+    """Return a list that receives the sampling interval of each variable that clients ask servers for.
+
+    Args:
+        monkeypatch: Changes the servers.
+        refused: Variables that servers do not report.
+    """
+    intervals: list[float] = []
+    create = MonitoredItemService._create_data_change_monitored_item
+
+    async def watch(service: Any, params: Any) -> Any:
+        intervals.append(params.RequestedParameters.SamplingInterval)
+        if params.ItemToMonitor.NodeId in refused:
+            params.ItemToMonitor.NodeId = ua.NodeId("missing", 2)
+        return await create(service, params)
+
+    monkeypatch.setattr(MonitoredItemService, "_create_data_change_monitored_item", watch)
+    return intervals
+
+
+def test_the_server_is_asked_for_the_sampling_interval_and_for_all_samples(
+    server: SimulatedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    intervals = watch_items(monkeypatch)
+    source = OpcuaSource(OpcuaOptions(server.url, sampling_interval=1.0))
+    receive(source, 3)
+    for value in (1.0, 2.0, 3.0):  # within one report of the server
+        server.write("Flow", value)
+    assert [value for _, value, _ in receive(source, 3)] == [1.0, 2.0, 3.0]
+    source.close()
+    assert intervals == [1000.0] * 3
+
+
+def test_variables_that_the_server_does_not_report_are_named(
+    server: SimulatedServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log.configure()
+    ids = {name: variable.nodeid for name, variable in server.variables.items()}
+    watch_items(monkeypatch, [ids["Flow"]])
+    source = OpcuaSource(OpcuaOptions(server.url, sampling_interval=0.05))
+    assert {topic for topic, _, _ in receive(source, 2)} == {"Pump7/State", "Pump7/Counts"}
+    source.close()
+    (event,) = [json.loads(line) for line in capsys.readouterr().err.splitlines() if "variables_refused" in line]
+    assert (event["refused"], event["variables"]) == (1, ["Pump7/Flow"])
+    watch_items(monkeypatch, ids.values())
+    with pytest.raises(ConfigError, match="reports none of the 3 variables"):
+        OpcuaSource(OpcuaOptions(server.url))
+
+
+def test_changes_that_are_not_passed_on_take_limited_memory(
+    server: SimulatedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(source_module, "MAX_QUEUED", 3)
+    source = OpcuaSource(OpcuaOptions(server.url, sampling_interval=0.05))
+    messages: list[BridgeMessage] = []
+    while len(messages) < 3:
+        messages += source.poll(0.1)
+    server.write("Flow", 2.5)
+    assert [source.poll(0.2) for _ in range(5)] == [[]] * 5
+    source.acknowledge(messages)
+    assert receive(source, 1)[0][:2] == ("Pump7/Flow", 2.5)
+    source.close()

@@ -631,3 +631,13 @@ def test_an_open_incident_shows_the_reading_to_take_next() -> None:
     assert "raises the score most: by 2.5" in make_site([last]).get(f"/incidents/{incident.id}").text
     for other in (replace(incident, state="resolved", resolved=NOW), replace(incident, next_reading=None)):
         assert "Reading to take next" not in make_site([other]).get(f"/incidents/{incident.id}").text
+
+
+@pytest.mark.parametrize("path", ["/", "/history", "/incidents/{}"])
+def test_the_model_of_an_incident_is_shown_if_there_are_several(path: str) -> None:
+    """A device whose records have two types can have two incidents at the same time."""
+    incident = replace(make_incident(device="pump-7"), model_name="<b>pump</b>")
+    page = make_site([incident]).get(path.format(incident.id)).text
+    assert '<span class="model"><bdi>&lt;b&gt;pump&lt;/b&gt;</bdi></span>' in page
+    single = replace(incident, model_name="")
+    assert 'class="model"' not in make_site([single]).get(path.format(incident.id)).text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -102,6 +103,31 @@ def test_the_metrics_of_a_process_are_summarized() -> None:
     ]
     empty = summarize_process("http://localhost", {})
     assert (empty.lag, empty.drift, empty.receivers) == (None, None, ())
+
+
+def test_each_of_several_models_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (
+        METRICS
+        + """\
+deformer_models_info{model="pump",fingerprint="0123456789abcdef"} 1.0
+deformer_models_info{model="<b>fan</b>",fingerprint="fedcba9876543210"} 1.0
+deformer_model_events_total{model="pump"} 100345.0
+deformer_model_alerts_total{model="pump"} 12.0
+deformer_model_records_open{model="pump"} 31.0
+"""
+    )
+    state = summarize_process("http://localhost:9464/metrics", parse_metrics(text))
+    assert [(one.name, one.num_events, one.num_alerts, one.open_records) for one in state.models] == [
+        ("<b>fan</b>", 0, 0, 0),
+        ("pump", 100345, 12, 31),
+    ]
+    incident = replace(make_incident(), model_name="<b>fan</b>", model="fedcba9876543210")
+    site = make_site([incident], metrics_urls=("http://localhost:9464/metrics",))
+    monkeypatch.setattr(system_state, "read_process", lambda _: state)
+    page = site.get("/health").text
+    assert "2 models" in page
+    assert re.search(r"<bdi>pump</bdi></td>.*100,345.*>12<.*>31<.*0123456789abcdef", page)
+    assert "model <bdi>&lt;b&gt;fan&lt;/b&gt;</bdi> <code>fedcba9876543210</code>" in page
 
 
 class MetricsHandler(BaseHTTPRequestHandler):

@@ -124,6 +124,16 @@ def test_a_file_whose_name_looks_like_a_pattern_is_that_file(tmp_path: Path) -> 
     assert find_names(tmp_path, "[1].csv") == ["[1].csv"]
 
 
+def test_a_file_that_is_named_twice_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its rows would be read twice: by training as records of their own, in part for calibration."""
+    write_files(tmp_path, "d/1.csv", "d/2.csv")
+    (tmp_path / "d" / "latest.csv").symlink_to(tmp_path / "d" / "2.csv")
+    monkeypatch.chdir(tmp_path)
+    for inputs in (["d/1.csv", "d/1.csv"], ["d/1.csv", tmp_path / "d" / "1.csv"], ["d/1.csv", "d/*.csv"], ["d"]):
+        with pytest.raises(InputError, match=r"\.csv: the input names this file twice"):
+            find_files(inputs)
+
+
 def test_inputs_without_files_are_refused(tmp_path: Path) -> None:
     write_files(tmp_path, "notes.txt", "empty/notes.txt")
     cases = {

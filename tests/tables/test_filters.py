@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deformer_stream.errors import ConfigError, InputError
+from deformer_stream.tables.csv_rows import BLOCK_BYTES
 from deformer_stream.tables.discovery import find_data_files
 from deformer_stream.tables.filters import ValueRange, parse_where
 from deformer_stream.tables.table import Table, TableOptions
@@ -83,6 +84,7 @@ def test_large_integers_are_compared_exactly() -> None:
     [
         *("", "site", "1 = 1", "site = line", "site LIKE 'A%'", "lower(site) = 'a'", "site = 'A'; DROP TABLE x"),
         *("a.site = 'A'", "site IN (SELECT 1)", "EXISTS (SELECT 1)", "site = 'A' LIMIT 5", "line + 1 = 2", "site = ("),
+        *("line BETWEEN SYMMETRIC 2 AND 1",),
         *("SELECT 1", "line = 1 AND", "line = NULL", "site = 'A", "(" * 5000, "NOT " * 3000 + "line = 1", "x" * 20_000),
     ],
 )
@@ -202,3 +204,48 @@ def test_missing_values_of_row_groups_are_found(tmp_path: Path) -> None:
 def test_column_must_exist(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--where: .*t.parquet has no column 'y'; .*x"):
         read(write(tmp_path / "t.parquet", x=[1]), "y = 1", ["x"])
+
+
+def test_a_column_that_only_some_files_have_is_null_in_the_others(tmp_path: Path) -> None:
+    write(tmp_path / "1.parquet", x=[1, 2])
+    write(tmp_path / "2.parquet", x=[3, 4], site=["A", "B"])
+    (tmp_path / "3.csv").write_text("x;site;line\n5;A;7\n")
+    assert [row["x"] for row in read(tmp_path, "site = 'A'", ["x"])] == [3, 5]
+    assert [row["x"] for row in read(tmp_path, "site IS NULL OR site = 'B'", ["x"])] == [1, 2, 4]
+    assert [row["x"] for row in read(tmp_path, "line = 7 OR x = 2", ["x"])] == [2, 5]
+    with pytest.raises(ConfigError, match=r"1.parquet has no column 'plant'"):
+        read(tmp_path, "site = 'A' AND plant = 'B'", ["x"])
+
+
+def test_a_column_without_values_can_be_compared_with_any_constant(tmp_path: Path) -> None:
+    write(tmp_path / "1.parquet", x=[1], site=pa.nulls(1))
+    write(tmp_path / "2.parquet", x=[2], site=["A"])
+    assert [row["x"] for row in read(tmp_path, "site = 'A'", ["x"])] == [2]
+    path = write(tmp_path / "other" / "3.parquet", x=[1, 2], y=pa.nulls(2))
+    assert read(path, "y = 1 OR y = 2", ["x"]) == read(path, "y = TRUE", ["x"]) == []
+    assert len(read(path, "y IS NULL AND x > 0", ["x"])) == 2
+
+
+def test_the_first_cells_of_a_csv_file_need_not_show_the_type_of_a_column(tmp_path: Path) -> None:
+    note = "x" * (BLOCK_BYTES // 1000)
+    rows = [f"{x};;{str(x % 2 == 0).lower()};{note}" for x in range(1500)]
+    rows[-2:] = [f"1498;7;maybe;{note}", f"1499;;;{note}"]
+    (tmp_path / "t.csv").write_text("\n".join(["x;line;is_on;note", *rows]) + "\n")
+    assert [row["x"] for row in read(tmp_path, "line = 7", ["x"])] == [1498]
+    assert [row["x"] for row in read(tmp_path, "line = '7'", ["x"])] == [1498]
+    assert [row["x"] for row in read(tmp_path, "is_on = FALSE AND x > 1490", ["x"])] == [1491, 1493, 1495, 1497]
+    assert [row["x"] for row in read(tmp_path, "is_on IS NULL", ["x"])] == [1498, 1499]
+
+
+@pytest.mark.parametrize(("condition", "rows"), [("line = '1'", [1, 2]), ("line IN ('2', '3')", [3])])
+def test_a_column_of_the_file_may_have_another_type_than_that_of_the_path(
+    tmp_path: Path, condition: str, rows: list[int]
+) -> None:
+    write(tmp_path / "line=1/t.parquet", x=[1, 2], line=["1", "1"])
+    write(tmp_path / "line=2/t.parquet", x=[3], line=["2"])
+    assert [row["x"] for row in read(tmp_path, condition, ["x"])] == rows
+
+
+def test_statistics_of_a_field_of_a_structure_are_not_those_of_a_column(tmp_path: Path) -> None:
+    path = write(tmp_path / "t.parquet", **{"x": [1, 2], "a.b": [1, 2], "a": [{"b": 8}, {"b": 9}]})
+    assert [row["x"] for row in read(path, '"a.b" = 1', ["x"])] == [1]

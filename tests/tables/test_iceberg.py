@@ -12,6 +12,7 @@ import pytest
 from pyiceberg.catalog.sql import SqlCatalog
 from pyiceberg.transforms import IdentityTransform
 
+from deformer_stream.cli.shard_job import describe_files
 from deformer_stream.errors import InputError
 from deformer_stream.tables import iceberg
 from deformer_stream.tables.discovery import find_data_files
@@ -126,3 +127,14 @@ def test_table_without_rows(tmp_path: Path) -> None:
     catalog.create_table("plant.pumps", pa.schema([("x", pa.float64())]))
     with pytest.raises(InputError, match="has no rows"):
         find_data_files([tmp_path / "plant" / "pumps"])
+
+
+def test_the_version_of_a_file_changes_with_the_columns_of_the_table(tmp_path: Path) -> None:
+    """A run in shards must not continue with the columns or the deleted rows of another version of the table."""
+    table = write(f"file://{tmp_path}")
+    before = describe_files(find_data_files([tmp_path / "plant" / "pumps"]))
+    with table.update_schema() as changed:
+        changed.rename_column("flow", "rate")
+    after = describe_files(find_data_files([tmp_path / "plant" / "pumps"]))
+    assert [file["name"] for file in before] == [file["name"] for file in after]
+    assert not any(file in before for file in after)
