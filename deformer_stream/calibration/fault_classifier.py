@@ -38,6 +38,12 @@ MISFIT_WEIGHT = 0.3
 NUM_LISTED = 3
 """Number of most probable faults that are listed in any case; those of the prediction set are listed, too."""
 
+TIE_TOLERANCE = 1e-3
+"""Nonconformity scores that differ by at most this share (or this much, if below 1) count as equal.
+
+The scores of equal records are equal, and a tie counts in favour of the fault. But stored scores are rounded to single
+precision, and compiled kernels and PyTorch compute slightly different residuals."""
+
 PROBABILITY_DECIMALS = 4
 """Decimals of the probabilities and p-values, so that rounding errors do not change them."""
 
@@ -210,7 +216,8 @@ class FaultClassifier:
             num_as_large = np.zeros(len(inputs))
             for fold in range(len(self.weights)):
                 labelled = self.scores[is_fault & (self.folds == fold)].astype(np.float64)  # (l, G, P)
-                is_as_large = labelled[:, length_index] >= scores[fold, :, fault, None] - 1e-6
+                score = scores[fold, :, fault, None]
+                is_as_large = labelled[:, length_index] >= score - TIE_TOLERANCE * np.maximum(1, score)
                 num_as_large += is_as_large.mean(-1).sum(0)
             p_values[:, fault] = (1 + num_as_large) / (1 + is_fault.sum())
         return p_values
