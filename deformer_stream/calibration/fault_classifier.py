@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 Singles = NDArray[np.float32]
 Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
 
 UNKNOWN = "unknown"
 """The name of a fault that resembles none of the known ones. No known fault may have it."""
@@ -69,7 +70,8 @@ class FaultName:
     """Which known fault a record looks like.
 
     Attributes:
-        name: The most probable fault of the prediction set, `UNKNOWN` if the set is empty.
+        name: The most probable fault of the prediction set, `UNKNOWN` if the set is empty. A fault with too few
+            records to be excluded (`FaultClassifier.min_records`) is named only if it is the most probable of all.
         level: The level of the prediction set: the share of records of each known fault whose set contains it.
         candidates: The faults of the prediction set and the `NUM_LISTED` most probable ones, most probable first.
     """
@@ -232,17 +234,28 @@ class FaultClassifier:
         probabilities = self.compute_probabilities(inputs).round(PROBABILITY_DECIMALS)
         p_values = self.compute_p_values(inputs, num_readings).round(PROBABILITY_DECIMALS)
         in_sets = p_values > round(1 - self.level, PROBABILITY_DECIMALS)
+        can_exclude = np.array(list(self.num_records_by_fault.values())) >= self.min_records
         return [
-            self._make_name(probability, in_set) for probability, in_set in zip(probabilities, in_sets, strict=True)
+            self._make_name(probability, in_set, can_exclude)
+            for probability, in_set in zip(probabilities, in_sets, strict=True)
         ]
 
-    def _make_name(self, probabilities: Floats, in_set: NDArray[np.bool_]) -> FaultName:
-        """Return the name of one record's fault from the probabilities of the C faults and the prediction set, (C,)."""
+    def _make_name(self, probabilities: Floats, in_set: Bools, can_exclude: Bools) -> FaultName:
+        """Return the name of one record's fault.
+
+        Args:
+            probabilities: (C,) the probabilities of the faults.
+            in_set: (C,) the prediction set.
+            can_exclude: (C,) whether a fault has enough labelled records to be excluded from sets.
+        """
         ranked = np.argsort(-probabilities, kind="stable").tolist()
         candidates = tuple(
             FaultCandidate(self.names[index], float(probabilities[index]), bool(in_set[index]))
             for rank, index in enumerate(ranked)
             if rank < NUM_LISTED or in_set[index]
         )
-        name = next((candidate.name for candidate in candidates if candidate.in_set), UNKNOWN)
+        # A fault with few records is in the set without evidence, so that it does not take the place of a more probable
+        # one that is excluded.
+        named = (index for index in ranked if in_set[index] and (can_exclude[index] or index == ranked[0]))
+        name = next((self.names[index] for index in named), UNKNOWN)
         return FaultName(name, self.level, candidates)
