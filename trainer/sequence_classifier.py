@@ -240,8 +240,8 @@ def train_sequence_classifier(
         validation: Records that choose the pass whose weights are kept.
         validation_classes: Their classes.
         config: The settings.
-        ordered: The training records in full order, from which the transition matrix is estimated; `train` by default,
-            which orders the events of a set as they are stored.
+        ordered: The training records in full order, from which the transition matrix is estimated. By default `train`,
+            from which only successions of instants are known.
         seed: Seed of the initial weights and of the batches.
         max_seconds: The largest duration of the training; at least one pass is made.
 
