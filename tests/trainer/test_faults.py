@@ -99,6 +99,8 @@ def test_training_with_labels_learns_their_names(here: Run, tmp_path: Path) -> N
     limited = here(*base, *options, "--max-time", "30s")
     assert limited.code == 0, limited.err
     assert "not learnt because of --max-time" in limited.err
+    # Without the label of normal records, they would be learnt as a fault.
+    assert "--faults TABLE --label fault --normal none" in " ".join(limited.err.split())
 
 
 @pytest.mark.parametrize(
