@@ -283,8 +283,12 @@ def _learn_faults(tables: Sequence[TableSource], settings: TrainConfig, on_messa
     """
     if settings.faults == "off" or (settings.faults is None and settings.label is None):
         return
-    options = {"--model": str(settings.out), "--faults": settings.faults or "TABLE"}
-    options |= {"--label": settings.label, "--normal": settings.normal}
+    options = {
+        "--model": str(settings.out),
+        "--faults": settings.faults or "TABLE",
+        "--label": settings.label,
+        "--normal": settings.normal,
+    }
     words = [word for option, value in options.items() if value is not None for word in (option, value)]
     command = f"deformer-train {shlex.join(words)}"
     if settings.faults is None and settings.max_time is not None:
