@@ -14,7 +14,7 @@ from deformer_stream.calibration.conformal import Calibration
 from deformer_stream.calibration.torch_scoring import compute_max_statistics
 from tests.models import TRAINING_SUMMARY, draw_linear_records, train_linear_model
 
-SHIFT_BY_FAULT = {"offset ü/\"'": 3.0, "drop\n": -3.0, "label": 0.0}
+SHIFT_BY_FAULT = {"offset ü/\"'": 3.0, "dr\nop": -3.0, "label": 0.0}
 """The change of y of each fault. The fault "label" has the wrong sign instead. Names may have any characters."""
 
 

@@ -20,6 +20,7 @@ from deformer_stream import Detector, model_store
 from deformer_stream.calibration.fault_classifier import UNKNOWN, FaultClassifier, FaultName
 from deformer_stream.codec.encode_evidence import decode_evidence, encode_evidence
 from deformer_stream.codec.encode_outputs import encode_alert
+from deformer_stream.engine import fault_inputs
 from deformer_stream.engine.fault_inputs import compute_fault_inputs, count_inputs
 from deformer_stream.errors import ArtifactError, ConfigError, InputError
 from deformer_stream.incidents.make_evidence import make_evidence
@@ -89,6 +90,15 @@ def test_any_subset_has_probabilities_that_add_up_to_one(taught: Path) -> None:
     assert pd.isna(result["fault"][2])
     assert np.isnan(sums[2])
     assert np.allclose(sums.drop(2), 1.0, atol=1e-3)
+
+
+def test_many_records_are_classified_in_parts(taught: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    detector = deformer_stream.load(taught)
+    frame = pd.DataFrame(make_records(OFFSET, 8, 55)).astype({"sign": object})
+    frame.loc[4] = [np.nan, np.nan, None]
+    whole = detector.classify(frame)
+    monkeypatch.setattr(fault_inputs, "RECORDS_AT_ONCE", 3)
+    pd.testing.assert_frame_equal(detector.classify(frame), whole)
 
 
 def test_numpy_and_single_records_give_the_same_names(taught: Path) -> None:

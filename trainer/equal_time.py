@@ -160,7 +160,8 @@ class TransitionMatrix(nn.Module):
 
     The type of an event is its nearest centre of K clusters. If a cluster is empty, as with fewer than K different
     events, no event has its type. With c_{ab} successions of an event of type a by one of type b in training,
-    T_{ab} = (c_{ab} + 1/K) / (Σ_b c_{ab} + 1).
+    T_{ab} = (c_{ab} + 1/K) / (Σ_b c_{ab} + 1). Events of one instant do not follow each other. Each pair of events of
+    an instant with n and of the next with m events counts 1 / (n m).
 
     Args:
         num_types: The number K of types.
@@ -181,8 +182,7 @@ class TransitionMatrix(nn.Module):
         """Estimate the types and the matrix.
 
         Args:
-            ordered: Training records whose sets have one event each. Events of larger sets have no order; they are
-                counted in that in which they are stored.
+            ordered: Training records, best with one event in each set.
             seed: Seed of the choice of events that are clustered, and of the first centres.
         """
         num_types = len(self.centres)
@@ -193,11 +193,13 @@ class TransitionMatrix(nn.Module):
         self.centres.copy_(torch.from_numpy(memberships.T @ sample / np.maximum(counts, 1.0)))
         self.is_empty.copy_(torch.from_numpy(counts[:, 0] == 0))
         types = self.find_types(torch.from_numpy(ordered.events)).numpy()
-        is_last = np.zeros(len(types), np.bool_)
-        is_last[ordered.event_offsets[ordered.set_offsets[1:]] - 1] = True  # no event of the record follows
-        followed = np.flatnonzero(~is_last)
-        pairs = np.bincount(types[followed] * num_types + types[followed + 1], minlength=num_types**2)
-        successions = pairs.reshape(num_types, num_types) + 1.0 / num_types
+        sizes = np.diff(ordered.event_offsets)
+        cells = np.arange(len(sizes)).repeat(sizes) * num_types + types
+        # (S, K): the shares of the types among the events of each set.
+        shares = np.bincount(cells, 1.0 / sizes.repeat(sizes), len(sizes) * num_types).reshape(-1, num_types)
+        followed = np.delete(np.arange(len(sizes)), ordered.set_offsets[1:] - 1)  # not the last sets of records
+        pairs = shares[followed].T @ shares[followed + 1]
+        successions = pairs + 1.0 / num_types
         self.probabilities.copy_(torch.from_numpy(successions / successions.sum(1, keepdims=True)))
 
     def find_types(self, events: Tensor) -> Tensor:

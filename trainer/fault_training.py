@@ -32,16 +32,19 @@ NUM_SUBSETS = 24_000
 """Largest number of subsets of readings that are drawn for training, over all records."""
 
 NUM_NODES = 4_000_000
-"""About how many readings go through the network for these subsets, which limits their number for long records."""
+"""About how many readings go through the network for training, and as many for the calibration, if records are long."""
 
 SUBSETS_PER_RECORD = (8, 64)
 """The smallest and the largest number of subsets of one record."""
 
-MAX_LENGTHS = 16
-"""Largest number of lengths at which the labelled records are scored for the calibration."""
+NUM_LENGTHS = (4, 16)
+"""The smallest and the largest number of lengths at which the labelled records are scored for the calibration."""
 
 NUM_PREFIXES = 4
-"""Number of random prefixes of each length for the calibration."""
+"""Largest number of random prefixes of each length for the calibration."""
+
+SUBSETS_AT_ONCE = 8_192
+"""Number of subsets whose inputs are computed together, which bounds the memory."""
 
 PENALTY = 1e-3
 """Weight of the squared weights in the training loss."""
@@ -59,9 +62,30 @@ TEMPERATURES = np.exp(np.linspace(-1.5, 1.5, 61))
 """The temperatures, of which the one with the best held-out likelihood divides the logits."""
 
 
-def choose_lengths(num_features: int) -> Ints:
-    """Return the numbers of readings at which labelled records are scored: all, or `MAX_LENGTHS` that spread evenly."""
-    return np.unique(np.linspace(1, num_features, min(num_features, MAX_LENGTHS)).round().astype(np.int64))
+def plan_calibration(num_records: int, num_features: int) -> tuple[Ints, int]:
+    """Return the numbers of readings at which labelled records are scored, and the number of prefixes of each length.
+
+    The lengths are all, or 16 that spread evenly. With many or long records, there are fewer prefixes, and then fewer
+    lengths.
+
+    Args:
+        num_records: The number of labelled records.
+        num_features: The number of features.
+    """
+    num_prefixes, num_lengths = NUM_PREFIXES, min(NUM_LENGTHS[1], num_features)
+    while True:
+        lengths = np.unique(np.linspace(1, num_features, num_lengths).round().astype(np.int64))
+        num_nodes = num_records * sum(_count_nodes(length) for length in lengths.tolist())
+        if num_prefixes > 1 and num_prefixes * num_nodes > NUM_NODES:
+            num_prefixes = max(1, NUM_NODES // num_nodes)
+        if num_prefixes * num_nodes <= NUM_NODES or num_lengths <= NUM_LENGTHS[0]:
+            return lengths, num_prefixes
+        num_lengths = max(NUM_LENGTHS[0], num_lengths // 2)
+
+
+def _count_nodes(num_readings: int) -> int:
+    """Return how many readings, in all orders, go through the network for a subset of so many readings."""
+    return len(build_order_tree(0, num_readings).reading_index)
 
 
 def assign_folds(fault_indexes: Ints, seed: int) -> Ints:
@@ -118,28 +142,34 @@ def train_classifier(
     num_records, num_features = values.shape
     folds = assign_folds(fault_indexes, seed)
     # Training: subsets of random size, in random order.
-    nodes_per_subset = len(build_order_tree(0, -(-num_features // 2)).reading_index)
-    most = min(NUM_SUBSETS, NUM_NODES // nodes_per_subset)
+    most = min(NUM_SUBSETS, NUM_NODES // _count_nodes(-(-num_features // 2)))
     num_subsets = int(np.clip(most // num_records, *SUBSETS_PER_RECORD))
     positions = draw_orders(values, num_subsets, None, rng)
     num_observed = (~np.isnan(values)).sum(1)
     sizes = rng.integers(1, np.maximum(num_observed, 1)[:, None], (num_records, num_subsets), endpoint=True)
     inputs = _compute_inputs(model, kernels, values, positions < sizes[..., None])
-    weights, biases = _fit(
-        inputs.reshape(num_records * num_subsets, -1),
-        np.repeat(fault_indexes, num_subsets),
-        np.repeat(folds, num_subsets),
-        len(names),
-    )
+    # Model k has seen nothing of the records of fold k, so that their scores are those of new records.
+    fitted = [
+        _fit(
+            inputs[folds != fold].reshape(-1, inputs.shape[-1]),
+            np.repeat(fault_indexes[folds != fold], num_subsets),
+            len(names),
+        )
+        for fold in range(NUM_FOLDS)
+    ]
+    weights, biases = (np.stack(parts) for parts in zip(*fitted, strict=True))
     means, precisions = _estimate_residuals(inputs, fault_indexes, folds, num_features, len(names))
     # Calibration: prefixes of certain lengths, scored by the model that has not seen the record.
-    lengths = choose_lengths(num_features)
-    positions = draw_orders(values, NUM_PREFIXES, ranks, rng)
+    lengths, num_prefixes = plan_calibration(num_records, num_features)
+    positions = draw_orders(values, num_prefixes, ranks, rng)
     prefixes = positions[:, None] < lengths[:, None, None]  # (L, G, P, F)
     held_out = _compute_inputs(model, kernels, values, prefixes.reshape(num_records, -1, num_features))
     logits = np.einsum("lsd,ldc->lsc", held_out, weights[folds]) + biases[folds][:, None]
-    temperature = _choose_temperature(logits, fault_indexes)
-    weights, biases = weights / temperature, biases / temperature
+    # The temperature of model k does not depend on the labels of fold k either.
+    temperatures = np.array(
+        [_choose_temperature(logits[folds != fold], fault_indexes[folds != fold]) for fold in range(NUM_FOLDS)]
+    )
+    weights, biases = weights / temperatures[:, None, None], biases / temperatures[:, None]
     uncalibrated = FaultClassifier(
         names,
         level,
@@ -148,7 +178,7 @@ def train_classifier(
         means.astype(np.float32),
         precisions.astype(np.float32),
         lengths,
-        np.zeros((num_records, len(lengths), NUM_PREFIXES), np.float32),
+        np.zeros((num_records, len(lengths), num_prefixes), np.float32),
         fault_indexes,
         folds,
     )
@@ -168,51 +198,47 @@ def _compute_inputs(model: Model, kernels: CpuKernels | None, values: Floats, is
         values: (L, F) the records.
         is_kept: (L, S, F) which readings belong to the subsets.
     """
-    num_records, num_subsets, num_features = is_kept.shape
-    subsets = np.where(is_kept, values[:, None], np.nan).reshape(-1, num_features)
-    return compute_fault_inputs(model, kernels, subsets).astype(np.float32).reshape(num_records, num_subsets, -1)
+    num_records, num_subsets, _ = is_kept.shape
+    records_at_once = max(1, SUBSETS_AT_ONCE // num_subsets)
+    parts = []
+    for start in range(0, num_records, records_at_once):
+        part = slice(start, start + records_at_once)
+        subsets = np.where(is_kept[part], values[part, None], np.nan).reshape(-1, values.shape[1])
+        parts.append(compute_fault_inputs(model, kernels, subsets).astype(np.float32))
+    return np.concatenate(parts).reshape(num_records, num_subsets, -1)
 
 
-def _fit(inputs: Singles, fault_indexes: Ints, folds: Ints, num_faults: int) -> tuple[Floats, Floats]:
-    """Return the weights (K, D, C) and biases (K, C) of the linear models, each fitted without one fold.
+def _fit(inputs: Singles, fault_indexes: Ints, num_faults: int) -> tuple[Floats, Floats]:
+    """Return the weights (D, C) and biases (C,) of a linear model.
 
     All faults have the same weight in the loss, however many records they have.
 
     Args:
         inputs: (N, D) the inputs of N subsets of readings.
         fault_indexes: (N,) the fault of each.
-        folds: (N,) the fold of each.
         num_faults: The number C of faults.
     """
     mean, scale = inputs.mean(0, dtype=np.float64), inputs.std(0, dtype=np.float64) + 1e-3
-    x = torch.from_numpy(((inputs - mean) / scale).astype(np.float32))
-    is_member = folds != np.arange(NUM_FOLDS)[:, None]  # (K, N)
-    one_hot = fault_indexes[:, None] == np.arange(num_faults)
-    counts = is_member.astype(np.float64) @ one_hot  # (K, C)
-    member_weights = is_member / (np.maximum(counts, 1)[:, fault_indexes] * (counts > 0).sum(1)[:, None])
-    w = torch.from_numpy(member_weights.astype(np.float32))
-    targets = torch.from_numpy(fault_indexes)
-    num_inputs, shape = inputs.shape[1], (inputs.shape[1], NUM_FOLDS * num_faults)
-    weights, biases = torch.zeros(shape, requires_grad=True), torch.zeros(shape[1], requires_grad=True)
+    x, targets = torch.from_numpy(((inputs - mean) / scale).astype(np.float32)), torch.from_numpy(fault_indexes)
+    counts = np.bincount(fault_indexes, minlength=num_faults)
+    shares = 1 / (counts[fault_indexes] * (counts > 0).sum())
+    w = torch.from_numpy(shares.astype(np.float32))
+    weights = torch.zeros((inputs.shape[1], num_faults), requires_grad=True)
+    biases = torch.zeros(num_faults, requires_grad=True)
     optimizer = torch.optim.LBFGS(
         [weights, biases], max_iter=MAX_ITERATIONS, history_size=10, line_search_fn="strong_wolfe"
     )
 
     def compute_loss() -> Any:
         optimizer.zero_grad()
-        logits = torch.addmm(biases, x, weights).view(-1, NUM_FOLDS, num_faults)
-        nll = torch.nn.functional.cross_entropy(
-            logits.flatten(0, 1), targets.repeat_interleave(NUM_FOLDS), reduction="none"
-        ).view(-1, NUM_FOLDS)
-        loss = (nll * w.T).sum() + 0.5 * PENALTY * (weights**2).sum()
+        nll = torch.nn.functional.cross_entropy(torch.addmm(biases, x, weights), targets, reduction="none")
+        loss = nll @ w + 0.5 * PENALTY * (weights**2).sum()
         loss.backward()  # type: ignore[no-untyped-call]
         return loss
 
     optimizer.step(compute_loss)  # type: ignore[no-untyped-call]
-    fitted = weights.detach().double().numpy().reshape(num_inputs, NUM_FOLDS, num_faults).transpose(1, 0, 2)
-    fitted = fitted / scale[:, None]
-    fitted_biases = biases.detach().double().numpy().reshape(NUM_FOLDS, num_faults) - mean @ fitted
-    return fitted, fitted_biases
+    fitted = weights.detach().double().numpy() / scale[:, None]
+    return fitted, biases.detach().double().numpy() - mean @ fitted
 
 
 def _estimate_residuals(

@@ -150,9 +150,10 @@ def _find_problem(names: Sequence[str], rare: Sequence[str], is_strict: bool, la
             f"the column {label!r} has {len(names)} different values, but at most {MAX_FAULTS} faults can be learnt; "
             "name the column with the names of faults with --label, or merge faults"
         )
-    if UNKNOWN in names:
+    unknown = next((name for name in names if name.casefold() == UNKNOWN), None)
+    if unknown is not None:
         return (
-            f"the value {UNKNOWN!r} of the column {label!r} is the name for records that resemble no known fault; "
+            f"the value {unknown!r} of the column {label!r} is the name for records that resemble no known fault; "
             "rename it, or leave it empty in records whose fault is not known"
         )
     too_long = [name for name in names if len(name) > MAX_NAME_CHARS]
@@ -175,6 +176,7 @@ def read_labelled_records(
     """Read the labelled records of tables.
 
     Records without a label, with the label `options.normal`, with several labels or without a reading are left out.
+    White space around the name of a fault is not part of it.
 
     Args:
         sources: Files, folders and patterns of files, and tables in memory.
@@ -185,7 +187,8 @@ def read_labelled_records(
 
     Raises:
         InputError: A table cannot be used.
-        ConfigError: There is no column with the names of faults, or no feature of the model.
+        ConfigError: There is no column with the names of faults, or no feature of the model. Or the column with the
+            names is a feature of the model.
     """
     reading = replace(options.reading, kept_columns=options.reading.kept_columns | {label})
     options_of_all = replace(options, label=None, normal=None, reading=reading)
@@ -196,7 +199,13 @@ def read_labelled_records(
             f"{', '.join(tables.schema.names)}"
         )
     if tables.layout == "wide":
-        tables.feature_columns = [name for name in tables.schema.names if name in schema.sensor_names and name != label]
+        if label in schema.sensor_names:
+            # Its value would be a reading of records in a stream, but not of the labelled records.
+            raise ConfigError(
+                f"the column {label!r} with the names of faults is a feature of the model, whose scores then depend on "
+                f"it: train the model again with --label {label}, or name another column with --label"
+            )
+        tables.feature_columns = [name for name in tables.schema.names if name in schema.sensor_names]
         if not tables.feature_columns:
             raise ConfigError(
                 f"{tables.tables[0].name} has no column of the model's features ({', '.join(schema.sensor_names[:6])}"
@@ -205,8 +214,9 @@ def read_labelled_records(
     index_records(tables)
     matrix, arrival_ranks = encode_table(tables, schema, folder, options.ties)
     label_indexes, labels, has_several = read_record_labels(tables, label)
-    normal = None if options.normal is None else normalize_number_text(options.normal)
-    is_name = np.array([bool(text.strip()) and normalize_number_text(text) != normal for text in labels] + [False])
+    labels = [text.strip() for text in labels]
+    normal = None if options.normal is None else normalize_number_text(options.normal.strip())
+    is_name = np.array([bool(text) and normalize_number_text(text) != normal for text in labels] + [False])
     is_labelled = is_name[label_indexes]
     has_readings = ~np.isnan(matrix).all(1)
     is_used = is_labelled & ~has_several & has_readings

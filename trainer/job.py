@@ -7,6 +7,7 @@ this time and reduces the batch and the numbers of records as needed.
 from __future__ import annotations
 
 import math
+import shlex
 import shutil
 import signal
 import tempfile
@@ -280,23 +281,26 @@ def _learn_faults(tables: Sequence[TableSource], settings: TrainConfig, on_messa
         settings: All options of `deformer-train`.
         on_message: Called with lines of text about what was learnt, or why nothing was.
     """
-    if settings.faults == "off":
+    if settings.faults == "off" or (settings.faults is None and settings.label is None):
         return
-    if settings.faults is not None:
-        try:
+    options = {
+        "--model": str(settings.out),
+        "--faults": settings.faults or "TABLE",
+        "--label": settings.label,
+        "--normal": settings.normal,
+    }
+    words = [word for option, value in options.items() if value is not None for word in (option, value)]
+    command = f"deformer-train {shlex.join(words)}"
+    if settings.faults is None and settings.max_time is not None:
+        on_message(f"the names of faults are not learnt because of --max-time: run {command}")
+        return
+    try:
+        if settings.faults is not None:
             learn_faults([Path(settings.faults)], settings.out, settings, on_message)
-        except DeformerError as error:  # the model is complete without them
-            on_message(
-                f"the model names no faults, because {error}; then run deformer-train --model {settings.out} "
-                f"--faults {settings.faults}"
-            )
-    elif settings.label is not None and settings.max_time is not None:
-        on_message(
-            f"the names of faults are not learnt because of --max-time: run deformer-train --model {settings.out} "
-            "--faults TABLE"
-        )
-    elif settings.label is not None:
-        learn_faults(tables, settings.out, settings, on_message, is_strict=False)
+        else:
+            learn_faults(tables, settings.out, settings, on_message, is_strict=False)
+    except DeformerError as error:  # the model is complete without them
+        on_message(f"the model names no faults, because {error}; then run {command}")
 
 
 def run_worker_rank(

@@ -219,6 +219,23 @@ def iterate_batches(num_sets: Ints, batch: int, rng: np.random.Generator | None 
     yield from (batches[i] for i in sequence)
 
 
+def compute_loss(logits: Tensor, classes: Ints, weights: Floats) -> Tensor:
+    """Return the weighted cross-entropy of a batch, divided by its number of records.
+
+    It is not divided by the weights of its records, because the weights would cancel in batches of one record, as there
+    are if records have many different numbers of sets.
+
+    Args:
+        logits: (N, C) the logits of the classes.
+        classes: (N,) the classes.
+        weights: (C,) the weight of each class.
+    """
+    loss = nn.functional.cross_entropy(
+        logits, torch.from_numpy(classes), torch.from_numpy(weights).to(logits.dtype), reduction="sum"
+    )
+    return loss / len(classes)
+
+
 def train_sequence_classifier(
     train: EventSets,
     train_classes: Ints,
@@ -240,8 +257,8 @@ def train_sequence_classifier(
         validation: Records that choose the pass whose weights are kept.
         validation_classes: Their classes.
         config: The settings.
-        ordered: The training records in full order, from which the transition matrix is estimated; `train` by default,
-            which orders the events of a set as they are stored.
+        ordered: The training records in full order, from which the transition matrix is estimated. By default `train`,
+            from which only successions of instants are known.
         seed: Seed of the initial weights and of the batches.
         max_seconds: The largest duration of the training; at least one pass is made.
 
@@ -259,7 +276,7 @@ def train_sequence_classifier(
         source = train if ordered is None else ordered
         standardised = (source.events - model.location.numpy()) / model.scale.numpy()
         model.transitions.fit(EventSets(standardised, source.event_offsets, source.set_offsets), seed)
-    loss = nn.CrossEntropyLoss(torch.from_numpy(len(train) / (len(counts) * counts)).float())
+    weights = len(train) / (len(counts) * counts)
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay)
     best_loss, best_weights, passes_since_best = math.inf, model.state_dict(), 0
     end = time.monotonic() + max_seconds
@@ -267,11 +284,12 @@ def train_sequence_classifier(
         model.train()
         for rows in iterate_batches(train.num_sets, config.batch, rng):
             optimizer.zero_grad()
-            loss(model(train.select(rows)), torch.from_numpy(train_classes[rows])).backward()
+            compute_loss(model(train.select(rows)), train_classes[rows], weights).backward()
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
-        log_p = torch.from_numpy(model.predict(validation)).float().log()
-        validation_loss = nn.functional.nll_loss(log_p, torch.from_numpy(validation_classes), loss.weight).item()
+        probabilities = model.predict(validation)[np.arange(len(validation)), validation_classes]
+        # Double precision, in which the probability of a surprising record is not rounded to 0.
+        validation_loss = float(-np.average(np.log(probabilities), weights=weights[validation_classes]))
         passes_since_best += 1
         if validation_loss < best_loss:
             best_loss, best_weights, passes_since_best = validation_loss, copy.deepcopy(model.state_dict()), 0

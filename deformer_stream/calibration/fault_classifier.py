@@ -2,10 +2,11 @@
 
 The classifier is a linear softmax model of inputs that the density model gives for any set of readings
 (`engine.fault_inputs`). K such models are trained, each without the labelled records of one fold. So every labelled
-record has a nonconformity score from a model that has not seen it. A new record is scored by all K models, and the
-scores of each are compared with those of its own fold. This is cross-conformal prediction (Vovk, "Cross-conformal
-predictors", 2015; CV+ of Barber, Candès, Ramdas and Tibshirani, 2021), separately for each fault (Mondrian) and number
-of readings.
+record has a nonconformity score from a model that has not seen it. (Only the temperature of a model, one number,
+depends on them indirectly: it is chosen on the other folds with the other models.) A new record is scored by all K
+models, and the scores of each are compared with those of its own fold. This is cross-conformal prediction (Vovk,
+"Cross-conformal predictors", 2015; CV+ of Barber, Candès, Ramdas and Tibshirani, 2021), separately for each fault
+(Mondrian) and number of readings.
 
 The nonconformity score of a record for a fault is −ln of the probability of the fault, plus a term for the reading that
 fits the fault least. The probabilities of the known faults add up to 1 also for a record that resembles none of them.
@@ -28,6 +29,7 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 Singles = NDArray[np.float32]
 Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
 
 UNKNOWN = "unknown"
 """The name of a fault that resembles none of the known ones. No known fault may have it."""
@@ -37,6 +39,12 @@ MISFIT_WEIGHT = 0.3
 
 NUM_LISTED = 3
 """Number of most probable faults that are listed in any case; those of the prediction set are listed, too."""
+
+TIE_TOLERANCE = 1e-3
+"""Nonconformity scores that differ by at most this share (or this much, if below 1) count as equal.
+
+The scores of equal records are equal, and a tie counts in favour of the fault. But stored scores are rounded to single
+precision, and compiled kernels and PyTorch compute slightly different residuals."""
 
 PROBABILITY_DECIMALS = 4
 """Decimals of the probabilities and p-values, so that rounding errors do not change them."""
@@ -63,7 +71,8 @@ class FaultName:
     """Which known fault a record looks like.
 
     Attributes:
-        name: The most probable fault of the prediction set, `UNKNOWN` if the set is empty.
+        name: The most probable fault of the prediction set, `UNKNOWN` if the set is empty. A fault with too few
+            records to be excluded (`FaultClassifier.min_records`) is named only if it is the most probable of all.
         level: The level of the prediction set: the share of records of each known fault whose set contains it.
         candidates: The faults of the prediction set and the `NUM_LISTED` most probable ones, most probable first.
     """
@@ -210,7 +219,8 @@ class FaultClassifier:
             num_as_large = np.zeros(len(inputs))
             for fold in range(len(self.weights)):
                 labelled = self.scores[is_fault & (self.folds == fold)].astype(np.float64)  # (l, G, P)
-                is_as_large = labelled[:, length_index] >= scores[fold, :, fault, None] - 1e-6
+                score = scores[fold, :, fault, None]
+                is_as_large = labelled[:, length_index] >= score - TIE_TOLERANCE * np.maximum(1, score)
                 num_as_large += is_as_large.mean(-1).sum(0)
             p_values[:, fault] = (1 + num_as_large) / (1 + is_fault.sum())
         return p_values
@@ -225,17 +235,28 @@ class FaultClassifier:
         probabilities = self.compute_probabilities(inputs).round(PROBABILITY_DECIMALS)
         p_values = self.compute_p_values(inputs, num_readings).round(PROBABILITY_DECIMALS)
         in_sets = p_values > round(1 - self.level, PROBABILITY_DECIMALS)
+        can_exclude = np.array(list(self.num_records_by_fault.values())) >= self.min_records
         return [
-            self._make_name(probability, in_set) for probability, in_set in zip(probabilities, in_sets, strict=True)
+            self._make_name(probability, in_set, can_exclude)
+            for probability, in_set in zip(probabilities, in_sets, strict=True)
         ]
 
-    def _make_name(self, probabilities: Floats, in_set: NDArray[np.bool_]) -> FaultName:
-        """Return the name of one record's fault from the probabilities of the C faults and the prediction set, (C,)."""
+    def _make_name(self, probabilities: Floats, in_set: Bools, can_exclude: Bools) -> FaultName:
+        """Return the name of one record's fault.
+
+        Args:
+            probabilities: (C,) the probabilities of the faults.
+            in_set: (C,) the prediction set.
+            can_exclude: (C,) whether a fault has enough labelled records to be excluded from sets.
+        """
         ranked = np.argsort(-probabilities, kind="stable").tolist()
         candidates = tuple(
             FaultCandidate(self.names[index], float(probabilities[index]), bool(in_set[index]))
             for rank, index in enumerate(ranked)
             if rank < NUM_LISTED or in_set[index]
         )
-        name = next((candidate.name for candidate in candidates if candidate.in_set), UNKNOWN)
+        # A fault with few records is in the set without evidence, so that it does not take the place of a more probable
+        # one that is excluded.
+        named = (index for index in ranked if in_set[index] and (can_exclude[index] or index == ranked[0]))
+        name = next((self.names[index] for index in named), UNKNOWN)
         return FaultName(name, self.level, candidates)

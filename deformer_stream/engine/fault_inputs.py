@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from deformer_stream.calibration.fault_classifier import FaultClassifier, FaultName
+from deformer_stream.calibration.fault_classifier import PROBABILITY_DECIMALS, FaultClassifier, FaultName
 from deformer_stream.engine.conditionals import compute_conditionals
 from deformer_stream.engine.order_trees import build_order_tree
 from deformer_stream.engine.single_readings import check_single_readings
@@ -109,10 +109,20 @@ def name_faults(
         classifier: The classifier that was trained for this model.
         values: (N, F) values in normalised units or label codes, NaN for features without a reading.
     """
+    return classify_records(model, kernels, classifier, values)[0]
+
+
+def classify_records(
+    model: Model, kernels: CpuKernels | None, classifier: FaultClassifier, values: Floats
+) -> tuple[list[FaultName | None], Floats]:
+    """Return what `name_faults` returns, and the probabilities of the C faults, (N, C), NaN without readings."""
     names: list[FaultName | None] = []
+    probabilities = np.full((len(values), len(classifier.names)), np.nan)
     for start in range(0, len(values), RECORDS_AT_ONCE):
-        part = values[start : start + RECORDS_AT_ONCE]
-        num_readings = (~np.isnan(part)).sum(1)
-        found = classifier.name_faults(compute_fault_inputs(model, kernels, part), num_readings)
+        part = slice(start, start + RECORDS_AT_ONCE)
+        num_readings = (~np.isnan(values[part])).sum(1)
+        inputs = compute_fault_inputs(model, kernels, values[part])
+        found = classifier.name_faults(inputs, num_readings)
         names += [name if count else None for name, count in zip(found, num_readings.tolist(), strict=True)]
-    return names
+        probabilities[part][num_readings > 0] = classifier.compute_probabilities(inputs)[num_readings > 0]
+    return names, probabilities.round(PROBABILITY_DECIMALS)

@@ -42,6 +42,7 @@ from deformer_stream.calibration.false_alarm_patterns import (
     PatternAdjuster,
     PatternState,
 )
+from deformer_stream.calibration.fault_classifier import UNKNOWN
 from deformer_stream.calibration.incident_budget import BudgetPlan
 from deformer_stream.calibration.incident_evidence import (
     INITIAL_STATE,
@@ -965,10 +966,13 @@ def _get_shares(alert: AlertRow | None) -> dict[str, float] | None:
 def _add_example(incident: TrackedIncident, alert: AlertRow) -> None:
     """Add the ids of an alert and of its record to the examples: the first half stays, the latest ones follow.
 
-    The known faults that the record looks like replace those of earlier alerts.
+    The known faults that the record looks like replace those of earlier alerts. There are none if its fault is unknown,
+    although the prediction set may have faults with too few labelled records to be excluded. The named one is first.
     """
     if alert.fault is not None:
-        incident.fault = tuple((one.name, one.probability) for one in alert.fault.candidates if one.in_set)
+        name = alert.fault.name
+        found = [] if name == UNKNOWN else [one for one in alert.fault.candidates if one.in_set]
+        incident.fault = tuple((one.name, one.probability) for one in sorted(found, key=lambda one: one.name != name))
     for ids, id_ in ((incident.record_ids, alert.record), (incident.alert_ids, alert.id)):
         if len(ids) >= MAX_EXAMPLES:
             del ids[MAX_EXAMPLES // 2]

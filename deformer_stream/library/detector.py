@@ -19,12 +19,12 @@ from numpy.typing import NDArray
 
 from deformer_stream import model_store
 from deformer_stream.calibration.conformal import TiePolicy
-from deformer_stream.calibration.fault_classifier import PROBABILITY_DECIMALS, FaultClassifier, FaultName
+from deformer_stream.calibration.fault_classifier import FaultClassifier, FaultName
 from deformer_stream.codec import Order
 from deformer_stream.engine.engine import Engine, Limits
 from deformer_stream.engine.events import Contribution, EventBatch
 from deformer_stream.engine.explain import ExplanationEffort, explain_records
-from deformer_stream.engine.fault_inputs import compute_fault_inputs, name_faults
+from deformer_stream.engine.fault_inputs import classify_records
 from deformer_stream.engine.record_scores import compute_record_scores
 from deformer_stream.engine.single_readings import check_single_readings
 from deformer_stream.errors import AlphaOutOfReachWarning, ArtifactError, ConfigError, InputError
@@ -465,7 +465,7 @@ class Detector:
         if table is None:
             dicts = read_dicts(records, self.schema)
             values = self._collect_normalised(make_batch(dicts, self.codec), len(dicts))
-            names = self._name_faults(classifier, values)
+            names, _ = self._classify(classifier, values)
             if read_single_record(records) is None:
                 return names
             if names[0] is None:
@@ -473,19 +473,32 @@ class Detector:
             return names[0]
         parts = [self._collect_normalised(batch, num_rows) for _, num_rows, batch in decode_table(table, self.schema)]
         values = np.concatenate([np.empty((0, len(self.schema))), *parts])
-        names = self._name_faults(classifier, values)
+        names, probabilities = self._classify(classifier, values)
         if isinstance(table, ArrayRecords):
             return names
-        return table.make_table(self._tabulate_faults(classifier, values, names))
+        return table.make_table(
+            {
+                "fault": pa.array([None if name is None else name.name for name in names], pa.string()),
+                "fault_probability": pa.array(
+                    [None if name is None else name.probability for name in names], pa.float64()
+                ),
+                **{
+                    f"probability__{fault}": to_nullable(probabilities[:, index])
+                    for index, fault in enumerate(classifier.names)
+                },
+            }
+        )
 
-    def _name_faults(self, classifier: FaultClassifier, values: NDArray[np.float64]) -> list[FaultName | None]:
-        """Return which known fault each of N records looks like, None for records without readings.
+    def _classify(
+        self, classifier: FaultClassifier, values: NDArray[np.float64]
+    ) -> tuple[list[FaultName | None], NDArray[np.float64]]:
+        """Return which known fault each of N records looks like, and the probabilities of all faults (N, C).
 
         Args:
             classifier: The classifier of faults.
             values: (N, F) values in normalised units or label codes, NaN for features without a reading.
         """
-        return name_faults(self.artifact.scoring_model, self._cpu_kernels, classifier, values)
+        return classify_records(self.artifact.scoring_model, self._cpu_kernels, classifier, values)
 
     def _collect_normalised(self, batch: EventBatch, num_records: int) -> NDArray[np.float64]:
         """Return the values of N records in normalised units or label codes, (N, F), NaN for missing readings.
@@ -501,28 +514,6 @@ class Detector:
         codes = codes[rows, positions]
         values[rows, codes] = self.schema.normalise(codes, raw_values[rows, positions])
         return values
-
-    def _tabulate_faults(
-        self, classifier: FaultClassifier, values: NDArray[np.float64], names: Sequence[FaultName | None]
-    ) -> dict[str, pa.Array]:
-        """Return the columns of the result of `classify` for a table.
-
-        Args:
-            classifier: The classifier of faults.
-            values: (N, F) the values of the records, as for `_name_faults`.
-            names: The N results.
-        """
-        inputs = compute_fault_inputs(self.artifact.scoring_model, self._cpu_kernels, values)
-        probabilities = classifier.compute_probabilities(inputs).round(PROBABILITY_DECIMALS)
-        probabilities[[name is None for name in names]] = np.nan
-        return {
-            "fault": pa.array([None if name is None else name.name for name in names], pa.string()),
-            "fault_probability": pa.array([None if name is None else name.probability for name in names], pa.float64()),
-            **{
-                f"probability__{fault}": to_nullable(probabilities[:, index])
-                for index, fault in enumerate(classifier.names)
-            },
-        }
 
     def _explain_batch(self, batch: EventBatch, num_records: int, alpha: float) -> list[tuple[Contribution, ...]]:
         """Return the contributions of the readings of each of N complete records.

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from deformer_stream.calibration.fault_classifier import FaultCandidate, FaultName
 from deformer_stream.calibration.incident_budget import BudgetPlan, parse_budget
 from deformer_stream.calibration.incident_evidence import ScoreTail
 from deformer_stream.calibration.share_vectors import compute_cosine
@@ -703,3 +704,15 @@ def test_the_p_value_of_the_whole_record_is_the_evidence_if_it_is_known() -> Non
     # The bound of the e-detector needs exact p-values, which those of complete records are not.
     plan = E_DETECTOR
     assert open_with(1e-12, 0.0) == 0
+
+
+def test_an_incident_has_the_known_faults_that_the_latest_alert_looks_like() -> None:
+    candidates = (FaultCandidate("a", 0.7, False), FaultCandidate("b", 0.2, True), FaultCandidate("c", 0.1, True))
+    tracker = IncidentTracker(SEGMENTS)
+    named = make_batch(make_rows("pump", range(10), 0.001), fault=FaultName("c", 0.9, candidates))
+    assert tracker.handle(named)[-1].fault == (("c", 0.1), ("b", 0.2))
+    plain = make_batch(make_rows("pump", range(10, 20), 0.001))
+    assert all(message.fault for message in tracker.handle(plain))
+    # The set of an unknown fault may have faults with too few labelled records to be excluded.
+    unknown = make_batch(make_rows("pump", range(20, 60), 0.001), fault=FaultName("unknown", 0.9, candidates))
+    assert tracker.handle(unknown)[-1].fault == ()

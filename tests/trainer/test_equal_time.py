@@ -87,6 +87,17 @@ def test_transition_matrix_has_the_frequencies_of_the_ordered_events() -> None:
     torch.testing.assert_close(transitions, expected / expected.sum(1, keepdim=True))
 
 
+def test_transitions_between_instants_do_not_depend_on_the_order_of_their_events() -> None:
+    a, b, c = [0, 0], [10, 0], [0, 10]
+    records, times = np.array([0] * 40 + [1]), np.array([*np.arange(40) // 2, 0])
+    for pair in ([a, b], [b, a]):  # instants with an event of a and of b alternate with instants with two events of c
+        matrix = TransitionMatrix(3, 2)
+        matrix.fit(make_event_sets(np.array([*pair, c, c] * 10 + [a], np.float32), records, times), seed=0)
+        transitions = matrix(torch.tensor([[a, b, c]], dtype=torch.float32))[0]
+        expected = torch.tensor([[0.0, 0.0, 5.0], [0.0, 0.0, 5.0], [4.5, 4.5, 0.0]]) + 1 / 3
+        torch.testing.assert_close(transitions, expected / expected.sum(1, keepdim=True))
+
+
 def test_no_event_has_the_type_of_an_empty_cluster() -> None:
     events = np.array([[10, 10], [20, 20]] * 5, np.float32)
     matrix = TransitionMatrix(4, 2)

@@ -99,6 +99,8 @@ def test_training_with_labels_learns_their_names(here: Run, tmp_path: Path) -> N
     limited = here(*base, *options, "--max-time", "30s")
     assert limited.code == 0, limited.err
     assert "not learnt because of --max-time" in limited.err
+    # Without the label of normal records, they would be learnt as a fault.
+    assert "--faults TABLE --label fault --normal none" in " ".join(limited.err.split())
 
 
 @pytest.mark.parametrize(
@@ -118,9 +120,10 @@ def test_tables_that_teach_nothing_are_refused(
     assert read_names(model) == ()
 
 
-def test_the_name_of_unknown_faults_is_refused(here: Run, model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["unknown", "Unknown "])
+def test_the_name_of_unknown_faults_is_refused(here: Run, model: Path, tmp_path: Path, name: str) -> None:
     table = pq.read_table(write_labelled(tmp_path / "faults.parquet", {OFFSET: 5}))
-    faults = ["unknown" if fault else None for fault in table["fault"].to_pylist()]
+    faults = [name if fault else None for fault in table["fault"].to_pylist()]
     pq.write_table(table.set_column(3, "fault", pa.array(faults)), tmp_path / "faults.parquet")
     result = here("--model", model, "--faults", tmp_path / "faults.parquet")
     assert result.code == 3
@@ -137,6 +140,23 @@ def test_tables_without_labels_or_features_are_refused(here: Run, model: Path, t
     result = here("--model", model, "--faults", tmp_path / "z.parquet")
     assert result.code == 2
     assert "no column of the model's features (x, y, sign)" in result.err
+
+
+def test_white_space_around_a_name_is_no_part_of_it(here: Run, model: Path, tmp_path: Path) -> None:
+    table = pq.read_table(write_labelled(tmp_path / "faults.parquet", {OFFSET: 6, DROP: 6}, normal="fine"))
+    faults = [name + " " * (number % 2) for number, name in enumerate(table["fault"].to_pylist())]
+    pq.write_table(table.set_column(3, "fault", pa.array(faults)), tmp_path / "faults.parquet")
+    result = here("--model", model, "--faults", tmp_path / "faults.parquet", "--normal", "fine")
+    assert result.code == 0, result.err
+    assert read_names(model) == (DROP, OFFSET)
+
+
+def test_the_column_of_names_is_no_feature(here: Run, model: Path, tmp_path: Path) -> None:
+    table = write_labelled(tmp_path / "faults.parquet", {OFFSET: 5})
+    result = here("--model", model, "--faults", table, "--label", "sign")
+    assert result.code == 2
+    assert "is a feature of the model" in result.err
+    assert read_names(model) == ()
 
 
 @pytest.mark.parametrize(

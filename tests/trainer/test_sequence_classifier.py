@@ -16,6 +16,7 @@ from trainer.sequence_classifier import (
     ReaderName,
     SequenceClassifier,
     SequenceClassifierConfig,
+    compute_loss,
     iterate_batches,
     train_sequence_classifier,
 )
@@ -81,6 +82,14 @@ def test_classifier_learns_the_order_of_instants(reader: ReaderName) -> None:
     assert (probabilities.argmax(1) == test_classes).mean() > 0.9
     again = train_sequence_classifier(*data, config, ordered=train, seed=0)
     np.testing.assert_array_equal(again.predict(test.merge(2)), probabilities)
+
+
+def test_the_weights_of_classes_do_not_depend_on_the_batches() -> None:
+    torch.manual_seed(0)
+    logits, classes, weights = torch.randn(10, 2), np.arange(10) % 5 // 4, np.array([0.6, 2.5])
+    expected = compute_loss(logits, classes, weights)
+    single = [compute_loss(logits[row : row + 1], classes[row : row + 1], weights) for row in range(10)]
+    torch.testing.assert_close(torch.stack(single).mean(), expected)
 
 
 def test_unknown_settings_are_refused() -> None:

@@ -1,0 +1,87 @@
+"""Prediction sets and names of faults, from classifiers whose numbers are given."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from deformer_stream.calibration.fault_classifier import UNKNOWN, FaultClassifier
+
+
+def make_classifier(
+    probabilities: list[float], num_records: list[int], scores: NDArray[np.float64], level: float = 0.9
+) -> FaultClassifier:
+    """Return a classifier of records of one feature, whose models have the same probabilities for all records.
+
+    Args:
+        probabilities: (C,) the probabilities of the faults A, B, ….
+        num_records: (C,) the number of labelled records of each fault.
+        scores: (L,) their nonconformity scores.
+        level: The level of the prediction sets.
+    """
+    num_faults, num_all = len(num_records), sum(num_records)
+    return FaultClassifier(
+        names=tuple("ABC"[:num_faults]),
+        level=level,
+        weights=np.zeros((2, 4, num_faults), np.float32),
+        biases=np.tile(np.log(probabilities), (2, 1)).astype(np.float32),
+        means=np.zeros((2, num_faults, 2), np.float32),
+        precisions=np.ones((2, num_faults, 2), np.float32),
+        lengths=np.array([1]),
+        scores=scores.reshape(num_all, 1, 1).astype(np.float32),
+        fault_indexes=np.repeat(np.arange(num_faults), num_records),
+        folds=np.arange(num_all) % 2,
+    )
+
+
+def make_inputs(*residuals: float) -> NDArray[np.float64]:
+    """Return the inputs of records that have one reading with this residual."""
+    return np.array([[residual, abs(residual), residual, 1.0] for residual in residuals])
+
+
+ONE = np.array([1])
+
+
+def test_equal_records_have_equal_scores_despite_rounding() -> None:
+    residuals = np.linspace(5.0, 25.0, 200)
+    for residual in residuals.tolist():
+        own = make_classifier([1.0], [20], np.zeros(20)).compute_scores(make_inputs(residual))[0, 0, 0]
+        # Twenty labelled records that equal the new one. A backend computes its residual with a small error.
+        classifier = make_classifier([1.0], [20], np.full(20, own))
+        for inputs in (make_inputs(residual), make_inputs(residual * (1 + 1e-6))):
+            assert classifier.compute_p_values(inputs, ONE)[0, 0] == 1.0
+
+
+def test_p_values_count_the_labelled_records_that_fit_no_better() -> None:
+    classifier = make_classifier([1.0], [9], np.arange(9) + 0.5)  # scores 0.5 to 8.5; the score of a record is 0.3 r²
+    residuals = np.sqrt(np.array([0.0, 4.0, 100.0]) / 0.3)
+    p_values = classifier.compute_p_values(make_inputs(*residuals.tolist()), np.array([1, 1, 1]))
+    assert p_values[:, 0].tolist() == [1.0, pytest.approx(0.6), pytest.approx(0.1)]
+    assert [name.name for name in classifier.name_faults(make_inputs(*residuals.tolist()), np.array([1, 1, 1]))] == [
+        "A",
+        "A",
+        UNKNOWN,
+    ]
+
+
+@pytest.mark.parametrize("level", [0.8, 0.9, 0.95])
+def test_faults_are_excluded_from_the_smallest_number_of_records_on(level: float) -> None:
+    least = make_classifier([1.0], [2], np.zeros(2), level).min_records
+    assert least == round(1 / (1 - level)) - 1
+    for num_records, name in ((least - 1, "A"), (least, UNKNOWN)):
+        classifier = make_classifier([1.0], [num_records], np.zeros(num_records), level)
+        assert classifier.name_faults(make_inputs(9.0), ONE)[0].name == name
+
+
+def test_a_fault_that_cannot_be_excluded_takes_no_place_of_a_more_probable_one() -> None:
+    # A fits no better than any of its 20 records, so it is excluded; three records of B can never exclude B.
+    excludes_a = np.concatenate([np.zeros(20), np.zeros(3)])
+    found = make_classifier([0.7, 0.3], [20, 3], excludes_a).name_faults(make_inputs(9.0), ONE)[0]
+    assert found.name == UNKNOWN
+    assert found.probability is None
+    assert [(candidate.name, candidate.in_set) for candidate in found.candidates] == [("A", False), ("B", True)]
+    # As the most probable one it is named, and so is a less probable fault that could have been excluded.
+    assert make_classifier([0.3, 0.7], [20, 3], excludes_a).name_faults(make_inputs(9.0), ONE)[0].name == "B"
+    fits_c = np.concatenate([np.zeros(20), np.zeros(3), np.full(20, 99.0)])
+    assert make_classifier([0.6, 0.3, 0.1], [20, 3, 20], fits_c).name_faults(make_inputs(9.0), ONE)[0].name == "C"
