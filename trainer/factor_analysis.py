@@ -134,7 +134,9 @@ def fit_factors(
     x = noisy[:, np.flatnonzero(data.schema.is_linear)].double().numpy()
     is_missing = np.isnan(x)
     for column, is_gap in zip(x.T, is_missing.T, strict=True):  # a column is a view, so assigning to it changes x
-        column[is_gap] = rng.choice(column[~is_gap], int(is_gap.sum())) if not is_gap.all() else 0.0
+        num_gaps = int(is_gap.sum())
+        # Normalised readings have mean 0 and variance 1, so a feature without readings gets them, too.
+        column[is_gap] = rng.normal(size=num_gaps) if is_gap.all() else rng.choice(column[~is_gap], num_gaps)
     rank = _choose_rank(x, is_missing, rng, is_time_short) if rank is None else rank
     return _fit(x, is_missing, rank, rng)
 

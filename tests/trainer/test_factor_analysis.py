@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -47,6 +48,17 @@ def test_the_number_of_factors_and_the_correlations_are_found(tmp_path: Path, mi
     assert np.abs(found - truth).mean() < 0.05
     again = factor_analysis.fit_factors(numbers(tmp_path, x), seed=0)
     np.testing.assert_array_equal(again.loadings, factors.loadings)
+
+
+def test_a_feature_without_readings_has_the_variance_of_normalised_readings(tmp_path: Path) -> None:
+    """Such as a time slot in which a sensor never reports. A later reading must not look impossible."""
+    data = numbers(tmp_path, draw_plant(300, 1))
+    values = np.array(data.values)
+    values[data.split == Split.TRAIN, 5] = np.nan
+    factors = factor_analysis.fit_factors(replace(data, values=values), seed=0)
+    covariance = factors.loadings @ factors.loadings.T + np.diag(factors.variances)
+    assert covariance[5, 5] == pytest.approx(1.0, abs=0.4)
+    assert abs(factors.means[5]) < 0.3
 
 
 def test_the_likelihood_is_that_of_the_gaussian() -> None:
