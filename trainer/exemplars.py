@@ -20,6 +20,7 @@ from deformer_stream.kernels.cpu import attached_kernels
 from deformer_stream.model.deformer import DEformer
 from deformer_stream.model.exemplars import Exemplars
 from deformer_stream.model.ranking import Ranking
+from deformer_stream.model.schema import LINEAR_LIMIT
 from trainer.budget import measure_seconds_per_record
 from trainer.data import PreparedTable, Split
 from trainer.gaussian_prior import CrossFittedPriors, extract_mixture
@@ -48,6 +49,9 @@ MIN_DIFFERENCE_RATE = 0.05
 Differences of labels are divided by this probability. Without a lower bound, a label that is nearly always the same
 would outweigh all other features.
 """
+
+MIN_SPREAD = 1e-6
+"""Spreads of typical values up to this number are rounding errors of equal values."""
 
 DISTANCE_BATCH = 256
 """Number of calibration records whose distances to the exemplars are computed at once."""
@@ -345,7 +349,8 @@ def _prepend_old_exemplars(
 def _compute_deviations(ranking: Ranking, positions: torch.Tensor) -> torch.Tensor:
     """Return the unit of distance of each feature, so that all features have similar weight in a distance.
 
-    For numbers it is the standard deviation, or 1 if all readings are the same. For labels that are not numbers it is
+    For numbers it is the standard deviation of the readings after clipping to `LINEAR_LIMIT` normalised units, or 1 if
+    all readings are the same. For labels that are not numbers it is
     the probability that two random records have different labels, but at least `MIN_DIFFERENCE_RATE`.
 
     Args:
@@ -364,8 +369,11 @@ def _compute_deviations(ranking: Ranking, positions: torch.Tensor) -> torch.Tens
             _, counts = np.unique(readings, return_counts=True)  # of each label
             probability_of_equality = float(((counts / len(readings)) ** 2).sum())
             deviations[feature_index] = max(1.0 - probability_of_equality, MIN_DIFFERENCE_RATE)
-        elif len(readings) and readings.std() > 0:
-            deviations[feature_index] = readings.std()
+        elif len(readings):
+            is_number = ranking.schema.features[feature_index].kind == "continuous"
+            # Among extreme values, the differences of all other values would not count.
+            clipped = np.clip(readings, -LINEAR_LIMIT, LINEAR_LIMIT) if is_number else readings
+            deviations[feature_index] = next((std for std in (clipped.std(), readings.std()) if std > 0), 1.0)
     return torch.from_numpy(deviations).float()
 
 
@@ -415,7 +423,12 @@ def _compute_centered_nll(
 def _summarize_typical(values: NDArray[np.float64]) -> list[float]:
     """Return [median, spread] of the values. Another value is compared with them by (value − median) / spread.
 
-    The spread is the 90% quantile minus the median. It is at least 1e-9, because it is a divisor.
+    The spread is the 90% quantile minus the median. If both are equal, as among records that repeat each other, it is
+    the standard deviation, or 1 for equal values. Otherwise this term would outweigh all others. NaN is ignored.
     """
+    values = values[~np.isnan(values)]
+    if not len(values):
+        return [0.0, 1.0]
     median, high_quantile = np.quantile(values, [0.5, 0.9])
-    return [float(median), max(float(high_quantile - median), 1e-9)]
+    spreads = (float(high_quantile - median), float(values.std()), 1.0)
+    return [float(median), next(spread for spread in spreads if spread > MIN_SPREAD)]
