@@ -15,13 +15,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from deformer_stream.calibration.conformal import trim_largest
 from deformer_stream.engine.record_scores import sum_centered_nll
 from deformer_stream.kernels.cpu import attached_kernels
 from deformer_stream.model.deformer import DEformer
 from deformer_stream.model.exemplars import Exemplars
 from deformer_stream.model.ranking import Ranking
 from deformer_stream.model.schema import LINEAR_LIMIT
-from trainer.budget import measure_seconds_per_record
+from trainer.budget import MIN_CLEAR_RATIO, measure_seconds_per_record
 from trainer.data import PreparedTable, Split
 from trainer.gaussian_prior import CrossFittedPriors, extract_mixture
 from trainer.prior_weight import PriorWeightEstimator
@@ -71,6 +72,7 @@ def add_ranking(
     calibration_exemplars: bool = True,
     priors: CrossFittedPriors | None = None,
     prior_weight: float | None = None,
+    trim: float = 0.0,
 ) -> DEformer:
     """Store exemplars (training records for comparison) and typical values of normal records in the model.
 
@@ -93,6 +95,8 @@ def add_ranking(
             comparable with those of new records, and a threshold can be computed from them.
         priors: The Gaussian prior of the model with its variants, None if the model has no prior.
         prior_weight: The weight of the prior's density in the ranking. None to learn it; it is 0 without a prior.
+        trim: Share (0 to 1) of the calibration records that may be anomalies. The largest values of this share are left
+            out of the typical values.
 
     Returns:
         The same model, which was changed in place.
@@ -124,7 +128,10 @@ def add_ranking(
             centered_nll.append(_compute_centered_nll(model, data, held_out_rows[batch], seed))
         num_done = start + batch_size
     reference_distances = np.concatenate(distances)
-    typical = [_summarize_typical(reference_distances), _summarize_typical(np.concatenate(centered_nll))]
+    typical = [
+        _summarize_typical(reference_distances),
+        _summarize_typical(trim_largest(np.concatenate(centered_nll), trim)),
+    ]
     # The density needs no network, so it is computed for more records than the time permitted for the network.
     num_prior_records = min(max(num_done, MIN_PRIOR_RECORDS), MAX_REFERENCE_RECORDS)
     if priors is None:
@@ -142,7 +149,7 @@ def add_ranking(
         rows = rng.permutation(data.select_rows(Split.CALIBRATION))[:num_prior_records]
         values = np.asarray(data.values[np.sort(rows)], np.float64)
         prior_nll = extract_mixture(priors.full).compute_neg_log_density(values[:, data.schema.is_linear])
-        typical.append(_summarize_typical(prior_nll))
+        typical.append(_summarize_typical(trim_largest(prior_nll, trim)))
     ranking.typical = torch.tensor(typical, dtype=torch.float64)
     model.ranking = ranking.to(model.device)
     model.config = replace(model.config, exemplars=ranking.num_exemplars, prior_weight=prior_weight)
@@ -261,7 +268,7 @@ def measure_distance_seconds(
             values = np.asarray(data.values[exemplar_rows[:num_records]], np.float64)
             prior.compute_neg_log_density(values[:, data.schema.is_linear])
 
-    return measure_seconds_per_record(compute_distances, clock, len(exemplar_rows))
+    return measure_seconds_per_record(compute_distances, clock, len(exemplar_rows), min_ratio=MIN_CLEAR_RATIO)
 
 
 def _choose_exemplar_rows(

@@ -422,6 +422,7 @@ class _FinalPhases:
                 calibration_exemplars=calibration_exemplars,
                 priors=priors,
                 prior_weight=self.settings.prior_weight,
+                trim=self.settings.calibration_trim,
             )
         minimum = compute_min_counts(maximum)
         num_records = self._plan(maximum).ranking
@@ -443,6 +444,7 @@ class _FinalPhases:
             calibration_exemplars,
             priors,
             self.settings.prior_weight,
+            self.settings.calibration_trim,
         )
 
     def score_complete_records(

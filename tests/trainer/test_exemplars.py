@@ -64,6 +64,22 @@ def test_repeated_records_do_not_make_one_term_outweigh_the_others(tmp_path: Pat
     assert 1e-3 < exemplars.typical[0, 1] < 10.0
 
 
+def test_stated_anomalies_among_the_calibration_records_do_not_set_the_units(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(1000, 2))
+    clean = prepared(tmp_path, {"x": x[:, 0], "y": x[:, 1]})
+    values = np.array(clean.values)
+    values[clean.select_rows(Split.CALIBRATION)[:24]] = 30.0  # 12%
+    contaminated = replace(clean, values=values)
+    spreads = []
+    for data, trim in ((clean, 0.0), (contaminated, 0.0), (contaminated, 0.12)):
+        ranking = add_ranking(model_of(data), data, 1000, 0, trim=trim, calibration_exemplars=False).ranking
+        assert ranking is not None
+        spreads.append(float(ranking.typical[1, 1]))
+    assert spreads[1] > 3 * spreads[0]
+    assert spreads[2] < 1.5 * spreads[0]
+
+
 def test_records_without_a_common_feature_are_no_neighbors(tmp_path: Path) -> None:
     """Empty exemplars would otherwise be the nearest of all records, at distance 0."""
     rng = np.random.default_rng(0)
