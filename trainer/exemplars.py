@@ -15,12 +15,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from deformer_stream.calibration.conformal import trim_largest
 from deformer_stream.engine.record_scores import sum_centered_nll
 from deformer_stream.kernels.cpu import attached_kernels
 from deformer_stream.model.deformer import DEformer
 from deformer_stream.model.exemplars import Exemplars
 from deformer_stream.model.ranking import Ranking
-from trainer.budget import measure_seconds_per_record
+from deformer_stream.model.schema import LINEAR_LIMIT
+from trainer.budget import MIN_CLEAR_RATIO, measure_seconds_per_record
 from trainer.data import PreparedTable, Split
 from trainer.gaussian_prior import CrossFittedPriors, extract_mixture
 from trainer.prior_weight import PriorWeightEstimator
@@ -49,6 +51,9 @@ Differences of labels are divided by this probability. Without a lower bound, a 
 would outweigh all other features.
 """
 
+MIN_SPREAD = 1e-6
+"""Spreads of typical values up to this number are rounding errors of equal values."""
+
 DISTANCE_BATCH = 256
 """Number of calibration records whose distances to the exemplars are computed at once."""
 
@@ -67,6 +72,7 @@ def add_ranking(
     calibration_exemplars: bool = True,
     priors: CrossFittedPriors | None = None,
     prior_weight: float | None = None,
+    trim: float = 0.0,
 ) -> DEformer:
     """Store exemplars (training records for comparison) and typical values of normal records in the model.
 
@@ -89,6 +95,8 @@ def add_ranking(
             comparable with those of new records, and a threshold can be computed from them.
         priors: The Gaussian prior of the model with its variants, None if the model has no prior.
         prior_weight: The weight of the prior's density in the ranking. None to learn it; it is 0 without a prior.
+        trim: Share (0 to 1) of the calibration records that may be anomalies. The largest values of this share are left
+            out of the typical values.
 
     Returns:
         The same model, which was changed in place.
@@ -120,7 +128,10 @@ def add_ranking(
             centered_nll.append(_compute_centered_nll(model, data, held_out_rows[batch], seed))
         num_done = start + batch_size
     reference_distances = np.concatenate(distances)
-    typical = [_summarize_typical(reference_distances), _summarize_typical(np.concatenate(centered_nll))]
+    typical = [
+        _summarize_typical(reference_distances),
+        _summarize_typical(trim_largest(np.concatenate(centered_nll), trim)),
+    ]
     # The density needs no network, so it is computed for more records than the time permitted for the network.
     num_prior_records = min(max(num_done, MIN_PRIOR_RECORDS), MAX_REFERENCE_RECORDS)
     if priors is None:
@@ -138,7 +149,7 @@ def add_ranking(
         rows = rng.permutation(data.select_rows(Split.CALIBRATION))[:num_prior_records]
         values = np.asarray(data.values[np.sort(rows)], np.float64)
         prior_nll = extract_mixture(priors.full).compute_neg_log_density(values[:, data.schema.is_linear])
-        typical.append(_summarize_typical(prior_nll))
+        typical.append(_summarize_typical(trim_largest(prior_nll, trim)))
     ranking.typical = torch.tensor(typical, dtype=torch.float64)
     model.ranking = ranking.to(model.device)
     model.config = replace(model.config, exemplars=ranking.num_exemplars, prior_weight=prior_weight)
@@ -257,7 +268,7 @@ def measure_distance_seconds(
             values = np.asarray(data.values[exemplar_rows[:num_records]], np.float64)
             prior.compute_neg_log_density(values[:, data.schema.is_linear])
 
-    return measure_seconds_per_record(compute_distances, clock, len(exemplar_rows))
+    return measure_seconds_per_record(compute_distances, clock, len(exemplar_rows), min_ratio=MIN_CLEAR_RATIO)
 
 
 def _choose_exemplar_rows(
@@ -345,7 +356,8 @@ def _prepend_old_exemplars(
 def _compute_deviations(ranking: Ranking, positions: torch.Tensor) -> torch.Tensor:
     """Return the unit of distance of each feature, so that all features have similar weight in a distance.
 
-    For numbers it is the standard deviation, or 1 if all readings are the same. For labels that are not numbers it is
+    For numbers it is the standard deviation of the readings after clipping to `LINEAR_LIMIT` normalised units, or 1 if
+    all readings are the same. For labels that are not numbers it is
     the probability that two random records have different labels, but at least `MIN_DIFFERENCE_RATE`.
 
     Args:
@@ -364,8 +376,11 @@ def _compute_deviations(ranking: Ranking, positions: torch.Tensor) -> torch.Tens
             _, counts = np.unique(readings, return_counts=True)  # of each label
             probability_of_equality = float(((counts / len(readings)) ** 2).sum())
             deviations[feature_index] = max(1.0 - probability_of_equality, MIN_DIFFERENCE_RATE)
-        elif len(readings) and readings.std() > 0:
-            deviations[feature_index] = readings.std()
+        elif len(readings):
+            is_number = ranking.schema.features[feature_index].kind == "continuous"
+            # Among extreme values, the differences of all other values would not count.
+            clipped = np.clip(readings, -LINEAR_LIMIT, LINEAR_LIMIT) if is_number else readings
+            deviations[feature_index] = next((std for std in (clipped.std(), readings.std()) if std > 0), 1.0)
     return torch.from_numpy(deviations).float()
 
 
@@ -415,7 +430,12 @@ def _compute_centered_nll(
 def _summarize_typical(values: NDArray[np.float64]) -> list[float]:
     """Return [median, spread] of the values. Another value is compared with them by (value − median) / spread.
 
-    The spread is the 90% quantile minus the median. It is at least 1e-9, because it is a divisor.
+    The spread is the 90% quantile minus the median. If both are equal, as among records that repeat each other, it is
+    the standard deviation, or 1 for equal values. Otherwise this term would outweigh all others. NaN is ignored.
     """
+    values = values[~np.isnan(values)]
+    if not len(values):
+        return [0.0, 1.0]
     median, high_quantile = np.quantile(values, [0.5, 0.9])
-    return [float(median), max(float(high_quantile - median), 1e-9)]
+    spreads = (float(high_quantile - median), float(values.std()), 1.0)
+    return [float(median), next(spread for spread in spreads if spread > MIN_SPREAD)]

@@ -48,6 +48,12 @@ MIN_GAIN = 0.01
 MIN_VARIANCE = 1e-4
 """Smallest variance of a feature's own noise, in normalised units."""
 
+MAX_COMMUNALITY = 0.9
+"""Largest share of the variance of a feature that the factors explain in the beginning."""
+
+MAX_DIFFERENT_ROWS = 500
+"""Largest number of records with missing values whose likelihood is computed at once."""
+
 OUTLIER_SHARE, OUTLIER_FACTOR = 0.02, 3.0
 """Probability of the wider Gaussian of a conditional, and its standard deviation relative to that of the other."""
 
@@ -73,14 +79,23 @@ class Factors:
     variances: Floats
 
     def compute_nll(self, x: Floats) -> float:
-        """Return the mean −ln p of records without missing values, (N, D), in nats."""
-        centred = x - self.means
+        """Return the mean −ln p of the values of records, (N, D), in nats. Missing values are NaN, and do not count."""
+        (num_features, rank), is_known = self.loadings.shape, ~np.isnan(x)
+        if not is_known.all() and len(x) > MAX_DIFFERENT_ROWS:
+            parts = [x[start : start + MAX_DIFFERENT_ROWS] for start in range(0, len(x), MAX_DIFFERENT_ROWS)]
+            return float(np.average([self.compute_nll(part) for part in parts], weights=[len(part) for part in parts]))
+        centred = np.where(is_known, x - self.means, 0.0)
         weighted = self.loadings / self.variances[:, None]  # (D, R)
-        factor = np.linalg.cholesky(np.eye(self.loadings.shape[1]) + weighted.T @ self.loadings)
-        explained = np.linalg.solve(factor, (centred @ weighted).T)
-        squares = (centred**2 / self.variances).sum(1) - (explained**2).sum(0)
-        log_determinant = np.log(self.variances).sum() + 2 * np.log(np.diag(factor)).sum()
-        return float(0.5 * (squares.mean() + log_determinant + x.shape[1] * math.log(2 * math.pi)))
+        # The precision of the factors given a record, (N, R, R); one for all records without missing values.
+        known_rows = np.ones((1, num_features)) if is_known.all() else is_known.astype(np.float64)
+        products = (weighted[:, :, None] * self.loadings[:, None]).reshape(num_features, -1)
+        factor = np.linalg.cholesky(np.eye(rank) + (known_rows @ products).reshape(-1, rank, rank))
+        explained = np.linalg.solve(factor, (centred @ weighted)[:, :, None])
+        squares = (centred**2 / self.variances).sum(1) - (explained**2).sum((1, 2))
+        log_determinants = known_rows @ np.log(self.variances)
+        log_determinants += 2 * np.log(np.diagonal(factor, axis1=1, axis2=2)).sum(1)
+        num_known = is_known.sum(1).mean()
+        return float(0.5 * (squares.mean() + log_determinants.mean() + num_known * math.log(2 * math.pi)))
 
     def to_state(self, is_linear: NDArray[np.bool_]) -> dict[str, Tensor]:
         """Return the factor analysis as the state of a `GaussianProcessPrior` with one time scale.
@@ -134,7 +149,9 @@ def fit_factors(
     x = noisy[:, np.flatnonzero(data.schema.is_linear)].double().numpy()
     is_missing = np.isnan(x)
     for column, is_gap in zip(x.T, is_missing.T, strict=True):  # a column is a view, so assigning to it changes x
-        column[is_gap] = rng.choice(column[~is_gap], int(is_gap.sum())) if not is_gap.all() else 0.0
+        num_gaps = int(is_gap.sum())
+        # Normalised readings have mean 0 and variance 1, so a feature without readings gets them, too.
+        column[is_gap] = rng.normal(size=num_gaps) if is_gap.all() else rng.choice(column[~is_gap], num_gaps)
     rank = _choose_rank(x, is_missing, rng, is_time_short) if rank is None else rank
     return _fit(x, is_missing, rank, rng)
 
@@ -146,11 +163,13 @@ def _choose_rank(
     is_held_out = rng.random(len(x)) < HELD_OUT_SHARE
     if is_held_out.all() or not is_held_out.any():
         return 1
+    # Values that were imputed at random contradict the relations, so that more factors would seem to predict worse.
+    held_out = np.where(is_missing, np.nan, x)[is_held_out]
     best_rank, best_nll = 1, math.inf
     for rank in RANKS:
         if rank >= min((~is_held_out).sum(), x.shape[1]) or (best_nll < math.inf and is_time_short()):
             break
-        nll = _fit(x[~is_held_out], is_missing[~is_held_out], rank, rng).compute_nll(x[is_held_out])
+        nll = _fit(x[~is_held_out], is_missing[~is_held_out], rank, rng).compute_nll(held_out)
         if nll > best_nll - MIN_GAIN:
             break
         best_rank, best_nll = rank, nll
@@ -171,6 +190,12 @@ def _fit(x: Floats, is_missing: NDArray[np.bool_], rank: int, rng: np.random.Gen
     centred = x - means
     totals = (centred**2).mean(0)
     loadings = _find_components(centred, rank, rng)
+    if is_missing.any():
+        # Values that were imputed at random follow no factor. This reduces the components by the share of known values.
+        known_shares = 1.0 - is_missing.mean(0)
+        loadings *= np.divide(1.0, known_shares, out=np.zeros(len(means)), where=known_shares > 0)[:, None]
+        communalities = (loadings**2).sum(1) / np.maximum(totals, 1e-12)
+        loadings *= np.sqrt(MAX_COMMUNALITY / np.maximum(communalities, MAX_COMMUNALITY))[:, None]
     variances = np.maximum(totals - (loadings**2).sum(1), np.maximum(0.1 * totals, MIN_VARIANCE))
     for _ in range(NUM_ROUNDS):
         weighted = loadings / variances[:, None]

@@ -350,6 +350,8 @@ def has_ordered_levels(column: ColumnStatistics, others: Iterable[ColumnStatisti
     more like 5 than like 9. The means of other columns by level are compared in the order of the numbers and in random
     orders. The result is True if neighbouring levels are hardly ever as alike in a random order.
 
+    Columns that follow from the level alone do not count. They can be copies of a code, or groups of codes.
+
     The cost is bounded: a sample of the records is compared, and at most `MAX_COMPARED_COLUMNS` other columns, chosen
     by a hash of their names. Columns with several readings of a record are compared by their means.
 
@@ -374,9 +376,11 @@ def has_ordered_levels(column: ColumnStatistics, others: Iterable[ColumnStatisti
         index = np.searchsorted(levels, own[rows])
         counts = np.bincount(index, minlength=len(levels))
         # Extreme values count no more than others.
-        ranks = np.unique(values[other_rows], return_inverse=True)[1].astype(np.float64)
+        ranks = np.unique(values[other_rows], return_inverse=True)[1]
         deviation = ranks.std()
-        if not counts.all() or not deviation > 0:
+        # A column that follows from the level alone is a copy of it, or a group of codes, such as their first digit.
+        is_copy = len(np.unique(index * len(ranks) + ranks)) == len(levels)
+        if not counts.all() or not deviation > 0 or is_copy:
             continue
         means = np.bincount(index, (ranks - ranks.mean()) / deviation, len(levels)) / counts
         first, second = orders[:, :-1], orders[:, 1:]

@@ -217,13 +217,13 @@ def train(
         scores = final_phases.score_calibration_records(result.model, data, order, settings.seed, part)
         budget.mark_phase("calibration")
         # Cross-conformal calibration: the records of each further fold are scored by a model trained without them.
-        # All records calibrate, also those that one model has left out as suspects (--contamination auto).
-        calibrated_data = data if data.left_out is None else restore_left_out(data)
+        # All records calibrate, also those that one model has left out as suspects (--contamination).
+        calibrated_data = restore_left_out(data) if settings.folds or data.left_out is not None else data
         fold_tables = split_folds(calibrated_data, settings.folds, settings.seed) if settings.folds else ()
         search = _get_search_size(run.identity)
         for number, fold_data in enumerate(fold_tables, 2):
             on_message(f"fold {number} of {settings.folds}")
-            if data.left_out is not None:
+            if settings.contamination:
                 fold_data, _ = _leave_out_outliers(fold_data, settings, budget, search, on_message)
             fold_run = _plan_fold(fold_data, settings, planned, number, folder, budget, final_phases)
             fold_model = _train_model(fold_run, should_stop, on_status).model
@@ -426,6 +426,7 @@ class _FinalPhases:
                 calibration_exemplars=calibration_exemplars,
                 priors=priors,
                 prior_weight=self.settings.prior_weight,
+                trim=self.settings.calibration_trim,
             )
         minimum = compute_min_counts(maximum)
         num_records = self._plan(maximum).ranking
@@ -447,6 +448,7 @@ class _FinalPhases:
             calibration_exemplars,
             priors,
             self.settings.prior_weight,
+            self.settings.calibration_trim,
         )
 
     def score_complete_records(

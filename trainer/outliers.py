@@ -164,6 +164,9 @@ def drop_outliers(
     not, because these anomalies are near to each other. Calibration records are not left out, because calibration needs
     a random sample of all records.
 
+    If the table has parts, such as types of machines, the share of each part is left out by its own distances.
+    Otherwise a small part, whose records differ from all others, would be left out as a whole.
+
     Args:
         data: The prepared table.
         share: Share (0 to 1) of all records that may be anomalies. With 0 the table is returned unchanged.
@@ -171,14 +174,20 @@ def drop_outliers(
         num_references: Number of records of the random sample.
         on_progress: Called with the number of records that are done, about once a second or more often.
     """
-    num_suspected = round(share * len(data.split))
-    if not num_suspected:
+    if not share:
         return data
-    rows_by_distance = np.argsort(compute_median_distances(data, seed, num_references, on_progress), kind="stable")
-    suspected_rows = rows_by_distance[len(data.split) - num_suspected :]  # the most distant records come last
     split = data.split.copy()
-    left_out_rows = suspected_rows[split[suspected_rows] != Split.CALIBRATION]
-    split[left_out_rows] = Split.LEFT_OUT
+    num_done = 0
+    for rows in _list_parts(data, np.arange(len(split))):
+        num_before, num_done = num_done, num_done + len(rows)
+        num_suspected = round(share * len(rows))
+        if not num_suspected:
+            continue
+        distances = compute_median_distances(
+            data, seed, num_references, lambda done, before=num_before: on_progress(before + done), rows
+        )
+        suspected_rows = rows[np.argsort(distances, kind="stable")[len(rows) - num_suspected :]]  # the most distant
+        split[suspected_rows[split[suspected_rows] != Split.CALIBRATION]] = Split.LEFT_OUT
     return replace(data, split=split)
 
 
@@ -234,7 +243,11 @@ def count_examined(data: PreparedTable, size: SearchSize) -> int:
 
 def _list_examined_parts(data: PreparedTable) -> list[NDArray[np.int64]]:
     """Return the row numbers of the training and validation records of each part of the table."""
-    rows = np.flatnonzero((data.split == Split.TRAIN) | (data.split == Split.VALIDATION))
+    return _list_parts(data, np.flatnonzero((data.split == Split.TRAIN) | (data.split == Split.VALIDATION)))
+
+
+def _list_parts(data: PreparedTable, rows: NDArray[np.int64]) -> list[NDArray[np.int64]]:
+    """Return the given row numbers, divided by the parts of the table to which they belong."""
     if data.part_by_record is None:
         return [rows]
     parts = data.part_by_record[rows]

@@ -74,10 +74,11 @@ class PriorWeightEstimator:
 
         Args:
             exemplar_indexes: (R,) indexes of exemplars that are records of the table.
-            distances: (R,) the mean distance of each to its nearest other exemplars.
+            distances: (R,) the mean distance of each to its nearest other exemplars; NaN for those without a common
+                feature, which are ignored.
         """
         partners = self._partners[exemplar_indexes - self._num_old]
-        has_partner = partners >= 0
+        has_partner = (partners >= 0) & ~np.isnan(distances)
         if not has_partner.any():
             return
         indexes = exemplar_indexes[has_partner]

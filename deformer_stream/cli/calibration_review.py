@@ -60,12 +60,16 @@ def format_review(keys: Sequence[RecordKey], statistics: NDArray[np.float64], co
         count: Largest number of records to list.
     """
     text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
+    writer, quoting_writer = (
+        csv.writer(text, lineterminator="\n", quoting=quoting) for quoting in (csv.QUOTE_MINIMAL, csv.QUOTE_ALL)
+    )
     writer.writerow([RECORD, OCCURRENCE, "statistic", "p_value", ANOMALOUS])
     for index in np.argsort(-statistics, kind="stable")[:count].tolist():
         num_as_large = int((statistics >= statistics[index]).sum())
         p_value = num_as_large / len(statistics)
-        writer.writerow([*keys[index], f"{statistics[index]:.6g}", f"{p_value:.3g}", ""])
+        row = [*keys[index], f"{statistics[index]:.6g}", f"{p_value:.3g}", ""]
+        # Before Python 3.13 a carriage return is not quoted by itself, although it ends a row for the reader.
+        (quoting_writer if "\r" in keys[index][0] else writer).writerow(row)
     return text.getvalue()
 
 

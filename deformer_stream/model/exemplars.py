@@ -110,6 +110,8 @@ class Exemplars:
         value_by_feature, known = value_by_feature[:, :num_features], known[:, :num_features]
         positions = compute_positions(self.schema, value_by_feature) / self.deviations
         distances = self.compute_distances(positions, known, own_exemplar)
+        # A record that shares no feature with an exemplar gets the typical distance.
+        distances = np.where(np.isnan(distances), self.typical[0, 0], distances)
         (distance_median, distance_spread), (nll_median, nll_spread) = self.typical[:2]
         distance_score = (distances - distance_median) / distance_spread
         nll_score = (centered_nll - nll_median) / nll_spread
@@ -132,7 +134,8 @@ class Exemplars:
         The distance of two records is the sum of the absolute differences of positions over the features that both
         records have. It is multiplied by F / (number of these features), so that records with missing readings are
         comparable. Two values of a cyclic feature, such as times of day, differ by the shorter way around the cycle.
-        Two different labels that are not numbers differ by 1, divided by the deviation of the feature.
+        Two different labels that are not numbers differ by 1, divided by the deviation of the feature. Exemplars
+        without a common feature are left out. The result is NaN if no other remains.
 
         Args:
             positions: (R, F) the positions of the readings of R records, divided by the attribute `deviations`.
@@ -157,12 +160,20 @@ class Exemplars:
             if is_text_label.any():
                 differences = np.where(is_text_label, (differences > 0) / self.deviations, differences)
             both_known = known[rows, None] & self.known
-            num_shared = np.maximum(both_known.sum(-1), 1)  # at least 1, to avoid a division by 0
-            of_exemplars = (differences * both_known).sum(-1) * num_features / num_shared  # (rows, M)
+            num_shared = both_known.sum(-1)
+            # The divisor is at least 1, to avoid a division by 0.
+            of_exemplars = (differences * both_known).sum(-1) * num_features / np.maximum(num_shared, 1)  # (rows, M)
+            of_exemplars[num_shared == 0] = np.inf
             if own_exemplar is not None:
                 is_exemplar = np.flatnonzero(own_exemplar[rows] >= 0)
                 of_exemplars[is_exemplar, own_exemplar[rows][is_exemplar]] = np.inf
-            distances[rows] = np.partition(of_exemplars, num_neighbors - 1, 1)[:, :num_neighbors].mean(1)
+            nearest = np.partition(of_exemplars, num_neighbors - 1, 1)[:, :num_neighbors]
+            num_finite = np.isfinite(nearest).sum(1)
+            if (num_finite == num_neighbors).all():
+                distances[rows] = nearest.mean(1)
+            else:
+                sums = np.where(np.isfinite(nearest), nearest, 0.0).sum(1)
+                distances[rows] = np.where(num_finite > 0, sums / np.maximum(num_finite, 1), np.nan)
         return distances
 
 

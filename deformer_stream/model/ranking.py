@@ -107,6 +107,7 @@ class Ranking(nn.Module):
 
         Returns:
             (R,), the mean of the distances to the `NUM_NEIGHBORS` nearest exemplars, or to all if there are fewer.
+            Exemplars without a common feature are left out; NaN if no other remains.
         """
         num_records, num_features = positions.shape
         distances = torch.empty(num_records, device=positions.device)
@@ -122,7 +123,8 @@ class Ranking(nn.Module):
                 # With an infinite distance, the exemplar to leave out is never among the nearest.
                 distances_to_exemplars.scatter_(1, own_exemplar[rows, None], torch.inf)
             nearest_distances = torch.topk(distances_to_exemplars, num_neighbors, largest=False).values
-            distances[rows] = nearest_distances.mean(1)
+            # The mean of none is NaN.
+            distances[rows] = nearest_distances.where(nearest_distances.isfinite(), torch.nan).nanmean(1)
         return distances
 
     def _compute_pairwise_distances(self, positions: Tensor, known: Tensor) -> Tensor:
@@ -132,7 +134,7 @@ class Ranking(nn.Module):
         is multiplied by F / (number of these features), so that records with missing readings are comparable. Two
         values of a cyclic feature, such as times of day, differ by the shorter way around the cycle. Two different
         labels that are not numbers differ by 1. All differences are divided by the feature's entry of `deviations`, its
-        typical difference.
+        typical difference. The distance of two records without a common feature is infinite.
 
         Args:
             positions: (R, F), the numbers that represent the readings of R records for the F features. They are
@@ -155,5 +157,7 @@ class Ranking(nn.Module):
         differences = torch.where(self.is_text_label, (differences > 0) / self.deviations, differences)
         both_known = known[:, None] & self.known  # (R, M, F)
         num_features = positions.shape[1]
-        num_shared = both_known.sum(-1).clamp(min=1)  # at least 1, to avoid a division by 0
-        return (differences * both_known).sum(-1) * num_features / num_shared
+        num_shared = both_known.sum(-1)
+        sums = (differences * both_known).sum(-1)
+        # The divisor is at least 1, to avoid a division by 0.
+        return torch.where(num_shared > 0, sums * num_features / num_shared.clamp(min=1), torch.inf)

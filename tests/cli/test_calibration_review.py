@@ -44,6 +44,15 @@ def test_list_without_occurrences_confirms_only_ids_that_do_not_repeat(tmp_path:
         mark_kept_records(number_records(IDS), review)
 
 
+def test_ids_may_contain_any_character(tmp_path: Path) -> None:
+    ids = ["a\rb", "c\nd", 'q"x', "e,f", " g", ""]
+    text = format_review(number_records(ids), np.arange(6.0), 6)
+    review = tmp_path / "review.csv"
+    review.write_text(text, newline="")
+    assert mark_kept_records(number_records(ids), review)[0].all()
+    assert mark_kept_records(number_records(ids), confirm(review, text, {5}))[0].tolist() == [False, *[True] * 5]
+
+
 @pytest.mark.parametrize("occurrence", ["0", "-1", "first", ""])
 def test_damaged_occurrence_is_refused(tmp_path: Path, occurrence: str) -> None:
     review = tmp_path / "review.csv"

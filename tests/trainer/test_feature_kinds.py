@@ -111,6 +111,22 @@ def test_order_of_levels_is_compared_with_few_other_columns(monkeypatch: pytest.
     assert len(calls) == MAX_COMPARED_COLUMNS
 
 
+def test_copies_and_groups_of_codes_show_no_order_of_levels() -> None:
+    rng = np.random.default_rng(0)
+    rows, code = np.arange(1000), rng.integers(1, 9, 1000)
+    columns = [
+        make_statistics(name, numbers, rows)
+        for name, numbers in {
+            "code": code,
+            "copy": 100 * code,
+            "group": (code - 1) // 4,
+            "x": rng.normal(size=1000),
+        }.items()
+    ]
+    assert not has_ordered_levels(columns[0], columns)
+    assert has_ordered_levels(columns[0], [make_statistics("y", code + rng.normal(size=1000), rows), *columns])
+
+
 def test_order_of_levels_does_not_depend_on_the_order_of_readings() -> None:
     rng = np.random.default_rng(0)
     rows = np.arange(600).repeat(3)

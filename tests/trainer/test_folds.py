@@ -32,6 +32,17 @@ def test_each_record_is_held_out_by_one_fold(tmp_path: Path, rng: np.random.Gene
         assert (part.split == Split.TRAIN).sum() >= (data.split == Split.TRAIN).sum() - 1
 
 
+def test_folds_calibrate_on_suspected_anomalies(tmp_path: Path, rng: np.random.Generator) -> None:
+    """Each model leaves suspects out of its training. Calibration then leaves out the stated share once, not twice."""
+    x = rng.normal(size=(100, 2))
+    x[::20] += 50.0
+    table = write(tmp_path / "table.parquet", {"a": x[:, 0], "b": x[:, 1]})
+    output = train([table], TrainConfig(out=tmp_path / "model", folds=4, contamination=0.1, epochs=1, **SMALL))
+    used, available = output.summary["records_used"], output.summary["records_available"]
+    assert available["calibration"] == 100
+    assert (used["calibration"], used["calibration_trimmed"]) == (90, 10)
+
+
 def test_folds_calibrate_on_all_records(tmp_path: Path, rng: np.random.Generator) -> None:
     """The model equals that of a training without folds with the same calibration share."""
     table = write(tmp_path / "table.parquet", mixed(rng, 90))

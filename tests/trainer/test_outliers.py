@@ -268,6 +268,22 @@ def test_records_are_searched_part_by_part(tmp_path: Path, rng: np.random.Genera
     assert suspects.num_examined == count_examined(data, SearchSize()) == is_train.sum()
 
 
+def test_a_stated_share_is_left_out_of_each_part(tmp_path: Path, rng: np.random.Generator) -> None:
+    """A small type of machines is far from all others. It must not be left out of the fleet model as a whole."""
+    values = rng.normal(size=(1000, 4))
+    values[900:] += 9.0
+    columns = {f"x{index}": column for index, column in enumerate(values.T)}
+    together = drop_outliers(prepared(tmp_path, columns), 0.1, 0)
+    assert (together.split[900:] == Split.LEFT_OUT).sum() > 60
+    num_done: list[int] = []
+    data = prepared(tmp_path, columns, part_sizes=(900, 100))
+    split = drop_outliers(data, 0.1, 0, on_progress=num_done.append).split
+    assert 50 <= (split[:900] == Split.LEFT_OUT).sum() <= 90
+    assert 2 <= (split[900:] == Split.LEFT_OUT).sum() <= 10
+    assert num_done == sorted(num_done)
+    assert num_done[-1] == 1000
+
+
 @pytest.mark.parametrize("part_sizes", [(), (1000, 500, 2500)])
 @pytest.mark.parametrize(
     "size", [SearchSize(), SearchSize(MIN_SEARCH_REFERENCES), SearchSize(MIN_SEARCH_REFERENCES, 0.2)]
