@@ -166,6 +166,30 @@ def test_models_replace_the_model_of_the_file(clean_environment: pytest.MonkeyPa
         load_settings(ConsumeSettings, {"models": "folder", "model": "m"}, config, "consume")
 
 
+@pytest.mark.parametrize(
+    ("flags", "limit"),
+    [
+        ({"topic": "sensors"}, 3_600_000_000),
+        ({"source": "kafka://localhost:9092/sensors"}, 3_600_000_000),
+        ({"source": "mqtt://localhost/plant/#", "state_dir": "state"}, 3_600_000_000),
+        ({"source": "events.jsonl"}, None),  # it may be simulated, and nobody waits for it
+        ({"source": "-"}, None),
+        ({"source": "-", "max_ahead": "90s"}, 90_000_000),
+        ({"topic": "sensors", "max_ahead": "off"}, None),
+        ({"topic": "sensors", "max_ahead": "0"}, 0),
+    ],
+)
+def test_times_that_lie_ahead_are_limited_where_messages_have_an_arrival(
+    flags: dict[str, str], limit: int | None
+) -> None:
+    settings = load_settings(ConsumeSettings, {"model": "m", **flags}, None, "consume")
+    assert settings.max_ahead_micros == limit
+    replay = load_settings(ReplaySettings, {"model": "m"}, None, "replay")
+    assert replay.max_ahead_micros is None
+    with pytest.raises(ConfigError, match=r"--max-ahead soon .*this is not a duration"):
+        load_settings(ConsumeSettings, {"model": "m", **flags, "max_ahead": "soon"}, None, "consume")
+
+
 @pytest.mark.parametrize("cls", [CalibrateSettings, ConsumeSettings, ReplaySettings])
 def test_streams_and_calibrations_choose_readings_at_the_same_p_value(cls: type[Settings]) -> None:
     assert cls.model_fields["suspicious"].default == DEFAULT_SUSPICIOUS

@@ -566,7 +566,7 @@ def make_codec(loaded: Artifact, settings: ScoringSettings, **others: Any) -> Co
         max_readings=max(MIN_READINGS_LIMIT, len(loaded.schema)),
         window_assigner=make_window_assigner(loaded.schema, settings),
         # Events further in the future than this are rejected. None accepts all times.
-        max_ahead_micros=None if settings.max_ahead is None else _to_micros(settings.max_ahead),
+        max_ahead_micros=settings.max_ahead_micros,
         **others,
     )
 

@@ -116,6 +116,8 @@ class TrackerOptions:
         silent_after: Time without records of its device after which an incident is resolved, 0 for never.
         gap: Time after its resolution within which an incident with the same suspects is reopened.
         reorder: Time for which rows wait for earlier ones; 0 handles rows in the order of the log.
+        max_ahead: Longest time after the arrival of their message that times of evidence may have; later ones become
+            the time of arrival. None leaves all times as they are.
         min_cosine: Two incidents have the same suspects if the cosine of their shares is at least this large.
         fleet: When a fleet incident opens, None for never.
         num_remembered_records: Number of the latest record ids of each device that are stored, so that duplicates of
@@ -129,6 +131,7 @@ class TrackerOptions:
     silent_after: int = 0
     gap: int = 10 * MICROS_PER_MINUTE
     reorder: int = 0
+    max_ahead: int | None = None
     min_cosine: float = MIN_COSINE
     fleet: FleetRule | None = None
     num_remembered_records: int = 0
@@ -266,6 +269,7 @@ class TrackerState:
         num_late: Number of rows that came too late to be handled in order of time.
         num_repeated: Number of rows that were dropped because they are duplicates.
         num_other_model: Number of rows that another model has scored than that of the plan.
+        num_ahead: Number of rows whose time lay too far after the arrival of their message.
     """
 
     state_by_device: dict[str, DeviceState] = field(default_factory=dict)
@@ -278,6 +282,7 @@ class TrackerState:
     num_late: int = 0
     num_repeated: int = 0
     num_other_model: int = 0
+    num_ahead: int = 0
 
 
 def compute_incident_id(device: str, model: str, first_record: str) -> str:
@@ -332,6 +337,7 @@ class IncidentTracker:
         untimed: Rows that were dropped because they have no time.
         repeated: Rows that were dropped because they are duplicates.
         other_model: Rows that another model has scored than that of the plan.
+        ahead: Rows whose time lay too far after the arrival of their message, and became that time.
         dropped_alerts: Alerts that were dropped because too many records had not closed.
         unlisted_members: Members of fleet incidents beyond the largest number that a fleet incident lists.
         """
@@ -341,6 +347,7 @@ class IncidentTracker:
             "untimed": self._order.num_untimed,
             "repeated": state.num_repeated,
             "other_model": state.num_other_model,
+            "ahead": state.num_ahead,
             "dropped_alerts": self._order.num_dropped_alerts,
             "unlisted_members": 0 if self._fleets is None else self._fleets.num_unlisted,
         }
@@ -358,6 +365,9 @@ class IncidentTracker:
 
     def handle(self, batch: EvidenceBatch) -> list[Incident]:
         """Handle a batch of the log and return the messages that it causes, in order."""
+        if self._options.max_ahead is not None:
+            batch, num_ahead = batch.bound_times(self._options.max_ahead)
+            self._state.num_ahead += num_ahead
         uses_alerts = self._plan.opens_early or any(alert.next_reading is not None for alert in batch.alerts)
         rows: Iterable[Row | OpenAlert] = self._order.add_with_alerts(batch) if uses_alerts else self._order.add(batch)
         for row in rows:

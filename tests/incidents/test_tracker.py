@@ -309,6 +309,44 @@ def test_a_row_that_comes_too_late_is_counted_and_does_not_move_time_back() -> N
     assert all(m.last >= START + 103 * SECOND for m in messages)
 
 
+@pytest.mark.parametrize("leaping", ["pump", "fan"])
+def test_a_clock_that_leaps_ahead_holds_no_incident_and_no_silence(leaping: str) -> None:
+    """A record with a time in a year counts at the arrival of its message, so time goes on for all devices."""
+    tracker = IncidentTracker(SEGMENTS, TrackerOptions(max_ahead=60 * MINUTE, silent_after=DAY))
+    tracker.handle(replace(make_batch(make_rows("pump", range(10), 0.001)), arrived=START + 10 * SECOND))
+    leap = make_batch([(leaping, 365 * 86_400, 0.001)])
+    messages = tracker.handle(replace(leap, arrived=START + 11 * SECOND))
+    assert all(message.last <= START + 11 * SECOND for message in messages)
+    assert tracker.counts["ahead"] == 1
+    late = replace(make_batch(make_rows("pump", range(12, 200), 0.5)), arrived=START + 200 * SECOND)
+    (resolved,) = [message for message in tracker.handle(late) if message.state == "resolved"]
+    assert (resolved.device, resolved.resolution) == ("pump", "quiet")
+    assert resolved.resolved is not None
+    assert resolved.resolved < START + 200 * SECOND
+    assert tracker.counts["late"] == 0
+    # The alert of the record counts at the arrival, too.
+    tracker.handle(replace(make_batch(make_rows("valve", range(200, 210), 0.001)), arrived=START + 210 * SECOND))
+    rows = [("pump", second, 0.5) for second in range(210, 3 * 86_400, 3600)]
+    messages = [message for row in rows for message in tracker.handle(make_batch([row]))]
+    assert [message.resolution for message in messages if message.state == "resolved"] == ["silent"]
+
+
+def test_times_that_are_allowed_or_of_unknown_arrival_stay_as_they_are() -> None:
+    rows = make_rows("pump", range(0, 3600, 60), 0.001)
+    batch = replace(make_batch(rows), arrived=START)
+    assert batch.bound_times(59 * MINUTE) == (batch, 0)
+    bounded, num_ahead = batch.bound_times(58 * MINUTE)
+    assert num_ahead == 1
+    assert bounded.closed.times.tolist() == [*batch.closed.times.tolist()[:-1], START]
+    assert [alert.time for alert in bounded.alerts] == bounded.closed.times.tolist()
+    assert batch.closed.times[-1] == START + 59 * MINUTE
+    of_file = make_batch(rows)
+    assert of_file.bound_times(0) == (of_file, 0)
+    unlimited = IncidentTracker(SEGMENTS)
+    unlimited.handle(batch)
+    assert unlimited.counts["ahead"] == 0
+
+
 def test_rows_without_a_time_are_counted_and_dropped() -> None:
     batch = make_batch(make_rows("pump", range(30), 0.001))
     batch.closed.times[:] = NO_TIME
