@@ -14,9 +14,11 @@ from deformer_stream.calibration.incident_budget import BudgetPlan, parse_budget
 from deformer_stream.calibration.incident_evidence import ScoreTail
 from deformer_stream.calibration.share_vectors import compute_cosine
 from deformer_stream.codec.encode_incidents import decode_incident, encode_incident
-from deformer_stream.engine.events import NO_TIME, SuggestedReading
+from deformer_stream.codec.incident_state import decode_incident_state, encode_incident_state
+from deformer_stream.engine.events import NO_TIME, ONLY_MODEL, SuggestedReading
 from deformer_stream.errors import ConfigError
 from deformer_stream.incidents import fleet as fleet_module
+from deformer_stream.incidents import tracker as tracker_module
 from deformer_stream.incidents.events import (
     AlertRow,
     ClosedRows,
@@ -741,3 +743,75 @@ def test_the_p_value_of_the_whole_record_is_the_evidence_if_it_is_known() -> Non
     # The bound of the e-detector needs exact p-values, which those of complete records are not.
     plan = E_DETECTOR
     assert open_with(1e-12, 0.0) == 0
+
+
+def make_churn(num_rounds: int) -> list[EvidenceBatch]:
+    """Return a log of one pump with two faults, and of ten devices in each round that never send again.
+
+    Two of them have an incident, which is resolved after the end of the fault.
+    """
+    batches = []
+    for number in range(num_rounds):
+        seconds = range(60 * number, 60 * number + 60, 6)
+        is_faulty = number % 10 in (2, 3)
+        rows = [("hall/pump", second, 0.001 if is_faulty else 0.5) for second in seconds]
+        rows += [(f"order-{number}/d{i}", seconds[i], 0.5) for i in range(8)]
+        rows += [(f"order-{number}/d{i}", second, 0.001) for i in (8, 9) for second in seconds[:5]]
+        rows += [(f"order-{number - 2}/d{i}", second, 0.5) for i in (8, 9) for second in seconds if number > 1]
+        batches.append(make_batch(sorted(rows, key=lambda row: row[1])))
+    return batches
+
+
+FORGETFUL = TrackerOptions(fleet=FleetRule(2, 600 * SECOND), reorder=0, quiet=20 * SECOND, min_quiet_records=3)
+
+
+def test_devices_that_have_long_been_silent_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Device names that never come again, such as order numbers, must not fill the memory."""
+    batches = make_churn(40)
+    unbounded = IncidentTracker(SEGMENTS, FORGETFUL)
+    expected = [unbounded.handle(batch) for batch in batches]
+    assert unbounded.num_devices == 401
+    assert unbounded.counts["forgotten_devices"] == 0
+    monkeypatch.setattr(tracker_module, "MAX_DEVICES", 45)
+    tracker = IncidentTracker(SEGMENTS, FORGETFUL)
+    assert [tracker.handle(batch) for batch in batches] == expected, "active devices and open incidents are kept"
+    assert tracker.num_devices == 45
+    assert tracker.counts["forgotten_devices"] == 401 - 45
+    assert len(tracker.export_state().state_by_group) < 10 < len(unbounded.export_state().state_by_group)
+    assert sum(m.state == "resolved" for messages in expected for m in messages) >= 80
+
+
+def test_the_same_devices_are_forgotten_after_a_restart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tracker_module, "MAX_DEVICES", 12)  # so few that incidents are not reopened, or joined
+    batches = make_churn(12)
+    whole = IncidentTracker(SEGMENTS, FORGETFUL)
+    expected = [whole.handle(batch) for batch in batches]
+    for place in range(1, 12):
+        first, second = IncidentTracker(SEGMENTS, FORGETFUL), IncidentTracker(SEGMENTS, FORGETFUL)
+        for batch in batches[:place]:
+            first.handle(batch)
+        saved = encode_incident_state({ONLY_MODEL: first.export_state()})
+        second.import_state(decode_incident_state(saved)[ONLY_MODEL])
+        assert [second.handle(batch) for batch in batches[place:]] == expected[place:], place
+        assert second.counts == whole.counts
+        assert list(second.export_state().state_by_device) == list(whole.export_state().state_by_device)
+
+
+def test_a_device_with_an_open_incident_is_not_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tracker_module, "MAX_DEVICES", 2)
+    tracker = IncidentTracker(SEGMENTS)
+    for number in range(20):  # more than are looked at in one search
+        tracker.handle(make_batch(make_rows(f"pump-{number}", range(10), 0.001)))
+    assert (tracker.num_open, tracker.num_devices) == (20, 20)
+    tracker.handle(make_batch([("fan", 20, 0.5), ("valve", 21, 0.5), ("belt", 22, 0.5)]))
+    assert tracker.num_open == 20
+    resolved = [
+        message
+        for number in range(20)
+        for message in tracker.handle(make_batch(make_rows(f"pump-{number}", range(30, 200), 0.5)))
+        if message.state == "resolved"
+    ]
+    assert len(resolved) == 20
+    for number in range(100):
+        tracker.handle(make_batch([(f"order-{number}", 200 + number, 0.5)]))
+    assert tracker.num_devices == 2
