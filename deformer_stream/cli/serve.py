@@ -136,6 +136,7 @@ def _make_options(settings: ServeSettings) -> tuple[str, int, dict[str, Any]]:
             "port": port,
             "credentials": credentials,
             "external_url": settings.external_url,
+            "trusted_proxies": settings.trusted_proxy,
             "operator": operator,
             "zone": ZoneInfo(settings.timezone) if settings.timezone else None,
             "model": settings.model,

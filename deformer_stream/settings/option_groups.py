@@ -135,7 +135,7 @@ INCIDENT_GROUPS: OptionGroups = {
 
 SERVE_GROUPS: OptionGroups = {
     "Input": ("topic", "model", "metrics"),
-    "Page": ("http", "external_url", "timezone", "token_file", "users_file"),
+    "Page": ("http", "external_url", "trusted_proxy", "timezone", "token_file", "users_file"),
     "Kafka": ("bootstrap_servers", *_INCIDENT_TOPICS, "next_readings_topic", "patience", *_CLIENT),
     "Kafka security": _SECURITY,
     "Message format": _REGISTRY,
