@@ -856,6 +856,7 @@ class DeadLettersSettings(KafkaSettings, TranslationSettings):
     limit: int = Field(20, ge=1, description="Number of dead letters that show prints, the latest ones.")
     to: str | None = Field(
         None,
-        description="Topic to which replay sends. Default: the topic of each message, and --topic for those of bridge.",
+        description="Topic to which replay sends all messages. Default: --topic, and messages of other topics are left "
+        "out.",
     )
     dry_run: bool = Field(False, description="Only count what replay would send.")
