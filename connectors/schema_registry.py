@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import ssl
+import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -79,16 +80,19 @@ class SchemaRegistry:
     Args:
         address: The registry.
         patience: Seconds for which a request is repeated before it has failed.
+        stop: Set when the command must end. A request that fails is then not repeated. None if nothing sets it.
 
     Attributes:
         on_wait: A function that is called before each repeated request.
+        stop: The same event.
 
     Raises:
         ConfigError: The file of the authority cannot be read.
     """
 
-    def __init__(self, address: RegistryAddress, patience: float) -> None:
+    def __init__(self, address: RegistryAddress, patience: float, stop: threading.Event | None = None) -> None:
         self.on_wait: Callable[[], None] = lambda: None
+        self.stop = stop or threading.Event()
         self._url, self._patience = address.url.rstrip("/"), patience
         # Ids without a usable schema: the monotonic time of the next request, and the problem.
         self._unusable_by_id: dict[int, tuple[float, str]] = {}
@@ -272,16 +276,15 @@ class SchemaRegistry:
                 raise ConfigError("--schema-registry: the address is not valid: write https://HOST:PORT") from error
             except httpx.HTTPError as error:
                 problem = type(error).__name__
-            if time.monotonic() > deadline:
-                raise Unavailable(
-                    f"the schema registry {self._url} does not respond ({problem}): check that it runs, and "
-                    "--schema-registry"
-                )
             if not is_logged:
                 log.get_logger("schema_registry").warning("schema_registry_unavailable", url=self._url, problem=problem)
                 is_logged = True
             self.on_wait()
-            time.sleep(RETRY_SECONDS)
+            if time.monotonic() > deadline or self.stop.wait(RETRY_SECONDS):
+                raise Unavailable(
+                    f"the schema registry {self._url} does not respond ({problem}): check that it runs, and "
+                    "--schema-registry"
+                )
 
     def _check_status(self, response: httpx.Response, request: str, remedy: str | None, forbidden: str) -> None:
         """Raise `ConfigError` if the same request would be refused again.

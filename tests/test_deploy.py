@@ -19,6 +19,7 @@ import click
 import pytest
 import yaml
 
+from deformer_stream.cli.bridge import build_bridge
 from deformer_stream.cli.incidents import build_incidents
 from deformer_stream.cli.serve import build_serve
 from deformer_stream.cli.stream import build_consume
@@ -33,7 +34,12 @@ PORTS = {"consume": 9464, "incidents": 9465, "serve": 8080}
 SERVICES = {"consume": "consumer", "incidents": "incidents", "serve": "page"}
 """The services of compose.yaml by their commands."""
 
-BUILD_BY_COMMAND = {"consume": build_consume, "incidents": build_incidents, "serve": build_serve}
+BUILD_BY_COMMAND = {
+    "bridge": build_bridge,
+    "consume": build_consume,
+    "incidents": build_incidents,
+    "serve": build_serve,
+}
 RUNBOOK = "docs/how-to/deploy.md"
 
 
@@ -61,7 +67,7 @@ def find_metrics(expressions: list[str]) -> set[str]:
     return {re.sub("_(bucket|count|sum)$", "", name) for name in names}
 
 
-@pytest.mark.parametrize("name", BUILD_BY_COMMAND)
+@pytest.mark.parametrize("name", SERVICES)
 def test_compose_starts_commands_with_options_that_they_have(name: str) -> None:
     service = load_document("compose.yaml")["services"][SERVICES[name]]
     command_name, *words = shlex.split(service["command"])
@@ -94,7 +100,7 @@ def test_the_schema_of_the_chart_knows_every_value() -> None:
         load_document("helm/deformer-stream/values.yaml"),
     )
     assert schema["properties"].keys() - {"global"} == values.keys()
-    for name in ("consume", "incidents", "delivery", "serve"):
+    for name in ("bridge", "consume", "incidents", "delivery", "serve"):
         assert schema["properties"][name]["properties"].keys() == values[name].keys()
         assert schema["properties"][name]["additionalProperties"] is False
 

@@ -31,6 +31,7 @@ from deformer_stream.settings import (
     to_variable,
 )
 from deformer_stream.settings.commands import ShardSettings
+from deformer_stream.settings.incident_commands import ServeSettings
 from deformer_stream.settings.plant_source import PlantSourceSettings
 
 SECRET = "hunter2-äöü"
@@ -85,6 +86,8 @@ def get_example_values(cls: type[Settings], field: str) -> list[Any]:
         return ["true", "false", "true"]
     if field == "timezone":
         return ["UTC", "Europe/Berlin", "Asia/Tokyo"]
+    if field == "trusted_proxy":
+        return ["10.0.0.5", "10.244.0.0/16", "::1"]
     if field == "delimiter":
         return [";", ",", "|"]
     if field == "encoding":
@@ -164,6 +167,39 @@ def test_models_replace_the_model_of_the_file(clean_environment: pytest.MonkeyPa
     assert (settings.model, settings.models) == (None, Path("folder"))
     with pytest.raises(ConfigError, match="exactly one option, --model or --models"):
         load_settings(ConsumeSettings, {"models": "folder", "model": "m"}, config, "consume")
+
+
+@pytest.mark.parametrize(
+    ("flags", "limit"),
+    [
+        ({"topic": "sensors"}, 3_600_000_000),
+        ({"source": "kafka://localhost:9092/sensors"}, 3_600_000_000),
+        ({"source": "mqtt://localhost/plant/#", "state_dir": "state"}, 3_600_000_000),
+        ({"source": "events.jsonl"}, None),  # it may be simulated, and nobody waits for it
+        ({"source": "-"}, None),
+        ({"source": "-", "max_ahead": "90s"}, 90_000_000),
+        ({"topic": "sensors", "max_ahead": "off"}, None),
+        ({"topic": "sensors", "max_ahead": "0"}, 0),
+    ],
+)
+def test_times_that_lie_ahead_are_limited_where_messages_have_an_arrival(
+    flags: dict[str, str], limit: int | None
+) -> None:
+    settings = load_settings(ConsumeSettings, {"model": "m", **flags}, None, "consume")
+    assert settings.max_ahead_micros == limit
+    replay = load_settings(ReplaySettings, {"model": "m"}, None, "replay")
+    assert replay.max_ahead_micros is None
+    with pytest.raises(ConfigError, match=r"--max-ahead soon .*this is not a duration"):
+        load_settings(ConsumeSettings, {"model": "m", **flags, "max_ahead": "soon"}, None, "consume")
+
+
+@pytest.mark.parametrize("proxies", ["*", "plant.example", "10.0.0.1/8", "10.0.0.1,10.0.0.0/33"])
+def test_a_proxy_that_is_trusted_is_an_address_or_a_network(proxies: str) -> None:
+    """Any other text would trust nobody, or everybody."""
+    allowed = load_settings(ServeSettings, {"topic": "t", "trusted_proxy": "10.0.0.1, ::1,10.0.0.0/8"}, None, "serve")
+    assert allowed.trusted_proxy == ("10.0.0.1", "::1", "10.0.0.0/8")
+    with pytest.raises(ConfigError, match=r"--trusted-proxy .*write addresses such as 10\.0\.0\.5 or networks"):
+        load_settings(ServeSettings, {"topic": "t", "trusted_proxy": proxies}, None, "serve")
 
 
 @pytest.mark.parametrize("cls", [CalibrateSettings, ConsumeSettings, ReplaySettings])

@@ -144,6 +144,8 @@ class ReplayCounts:
             not valid. Their other readings were sent.
         example: Why the first of these was refused, "" if there is none.
         sparkplug: Letters of the bridge with messages of Sparkplug. Nothing was sent for them.
+        foreign: Letters that name another topic than that of the events. Nothing was sent for them.
+        foreign_topic: The topic that the first of these names, "" if there is none.
     """
 
     sent: int = 0
@@ -152,6 +154,8 @@ class ReplayCounts:
     untranslated: int = 0
     example: str = ""
     sparkplug: int = 0
+    foreign: int = 0
+    foreign_topic: str = ""
 
     def add_untranslated(self, problem: str) -> None:
         """Count a letter of the bridge that was refused again; the problem of the first one is the example."""
@@ -218,15 +222,16 @@ def send_again(
     """Send the messages of dead letters again, each once, with their keys and timestamps.
 
     A message returns to the partition from which it was read, so that the readings of a record stay in one partition.
+    It is sent only to the topic of the events, because anybody who can write a dead letter can name any topic in it.
     A message of the bridge is translated, and its events have the device as the key, as those of the bridge.
     The function returns when the brokers have acknowledged all messages.
 
     Args:
         cluster: The brokers.
         letters: The dead letters.
-        translator: Translates the messages of the bridge.
-        topic: The topic to which they are sent; the client then chooses the partitions by the keys. None for the topic
-            from which each message was read, and that of the translator for messages of the bridge.
+        translator: Translates the messages of the bridge. Its topic is that of the events.
+        topic: The topic to which all messages are sent; the client then chooses the partitions by the keys. None for
+            the topic of the events. Messages of other topics are then left out.
         is_dry_run: Whether the messages are only counted.
         progress: A function that is called about once a second with the number of messages sent so far.
 
@@ -270,7 +275,10 @@ def _list_messages(
         if is_of_bridge:
             arrived_at = letter.sent_at if letter.arrived_at is None else letter.arrived_at
             place = (letter.source, letter.topic, arrived_at, digest)
-        if not letter.is_complete:
+        if topic is None and not is_of_bridge and letter.topic != translator.topic:
+            counts.foreign += 1
+            counts.foreign_topic = counts.foreign_topic or letter.topic
+        elif not letter.is_complete:
             counts.incomplete += 1
         elif letter.source is not None and is_sparkplug(letter.source, letter.topic):
             counts.sparkplug += 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -14,11 +15,12 @@ from connectors.kafka.ports import (
     KafkaCluster,
     OutgoingMessage,
     Producer,
+    ReceivedMessage,
 )
 from connectors.kafka.topic_reader import TopicReader, decode_values
 from connectors.kafka.topics import DEFAULT_MAX_MESSAGE_BYTES, TopicSpec
 from deformer_stream.codec.cloud_events import make_headers, make_source
-from deformer_stream.codec.encode_evidence import decode_evidence
+from deformer_stream.codec.encode_evidence import decode_evidence, encode_evidence
 from deformer_stream.codec.encode_incidents import decode_incident, encode_incident
 from deformer_stream.codec.feedback_messages import decode_label, encode_label, get_label_key
 from deformer_stream.codec.output_formats import JSON_FORMAT, JSON_READER, OutputFormat, OutputReader
@@ -135,13 +137,16 @@ class KafkaIncidentHistory:
             incidents.close()
 
 
-def copy_evidence(cluster: KafkaCluster, topic: str, path: Path, read_value: OutputReader = JSON_READER) -> int:
+def copy_evidence(
+    cluster: KafkaCluster, topic: str, path: Path, max_ahead: int | None, read_value: OutputReader = JSON_READER
+) -> int:
     """Write the evidence that a topic holds now to a file, as `replay --evidence` does, and return its messages.
 
     Args:
         cluster: The brokers.
         topic: The topic with the evidence.
         path: The file.
+        max_ahead: As in `TrackerOptions`. The lines of a file have no time of arrival, so the rule is applied here.
         read_value: Converts values of messages to JSON.
 
     Raises:
@@ -149,13 +154,19 @@ def copy_evidence(cluster: KafkaCluster, topic: str, path: Path, read_value: Out
         ConfigError: This user may not read the topic.
     """
 
-    def read_json(value: bytes) -> bytes:
-        """Return the JSON of a message that is evidence."""
-        evidence = read_value(value)
-        decode_evidence(evidence)
-        return evidence
+    def read_json(message: ReceivedMessage) -> bytes | None:
+        """Return the JSON of a message that is evidence, None for a tombstone."""
+        if message.value is None:
+            return None
+        evidence = read_value(message.value)
+        batch = decode_evidence(evidence)
+        if max_ahead is None or message.time < 0:
+            return evidence
+        batch = replace(batch, arrived=message.time * 1000)
+        bounded, _ = batch.bound_times(max_ahead)
+        return evidence if bounded is batch else encode_evidence(bounded)
 
-    reader = TopicReader(cluster, topic, decode_values(read_json))
+    reader = TopicReader(cluster, topic, read_json)
     num_messages = 0
     try:
         with map_write_errors(path), path.open("wb") as file:

@@ -306,6 +306,10 @@ class PatternAdjuster:
             self._recent_by_device[device] = recent
         return adjusted
 
+    def forget_device(self, device: str) -> None:
+        """Drop the recent alerts of a device."""
+        self._recent_by_device.pop(device, None)
+
     def _get_recent(self, device: str, time: int) -> dict[str, float]:
         """Return the weighted shares of the device's recent alerts, and count a record; empty if the run has ended."""
         if device not in self._recent_by_device:

@@ -54,8 +54,9 @@ def build_dead_letters() -> click.Command:
     def dead_letters(action: Action, config: Path | None, **flags: Any) -> int:
         """Look at messages that consume or bridge has refused, and send them again after a repair.
 
-        list counts them by reason. show prints the latest ones as JSON lines. replay sends each message again, with its
-        key and its time, to the partition from which it was read. What is refused again becomes a new dead letter.
+        list counts them by reason. show prints the latest ones as JSON lines. replay sends each message of --topic
+        again, with its key and its time, to the partition from which it was read. What is refused again becomes a new
+        dead letter.
         Sending twice does no harm while the record is open, because consume refuses readings that it has already.
         Dead letters of bridge are in TOPIC-bridge-dead-letter (--dead-letter-topic). replay translates their messages
         to events as the bridge did, but for the options that are given here, such as --pattern. Messages of Sparkplug
@@ -198,10 +199,16 @@ def describe_counts(counts: ReplayCounts, is_dry_run: bool) -> str:
 
 
 def describe_problems(counts: ReplayCounts) -> list[str]:
-    """Return clauses that say why messages of the bridge were not sent, and what to do."""
+    """Return clauses that say why messages were not sent, and what to do."""
     from deformer_stream.codec.alert_text import make_printable
 
     clauses = []
+    if counts.foreign:
+        clauses.append(
+            f"{counts.foreign:,} dead letters name another topic than --topic (such as "
+            f"{make_printable(counts.foreign_topic)!r}), and a forged letter can name any: if it is a topic of events, "
+            "give it as --topic, with --dead-letter-topic; or send all messages to one topic with --to"
+        )
     if counts.untranslated:
         clauses.append(
             f"{counts.untranslated:,} messages of the bridge are refused again ({make_printable(counts.example)}): "

@@ -5,11 +5,13 @@ Heavy packages are imported inside the functions, so that `--help` is printed wi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import click
 
 if TYPE_CHECKING:
     import threading
@@ -567,7 +569,7 @@ def make_codec(loaded: Artifact, settings: ScoringSettings, **others: Any) -> Co
         max_readings=max(MIN_READINGS_LIMIT, len(loaded.schema)),
         window_assigner=make_window_assigner(loaded.schema, settings),
         # Events further in the future than this are rejected. None accepts all times.
-        max_ahead_micros=None if settings.max_ahead is None else _to_micros(settings.max_ahead),
+        max_ahead_micros=settings.max_ahead_micros,
         **others,
     )
 
@@ -577,6 +579,7 @@ def open_registry(
     patience: float,
     cleanup: ExitStack,
     on_wait: Callable[[], None] = lambda: None,
+    stop: threading.Event | None = None,
 ) -> SchemaRegistry | None:
     """Return the client of the schema registry, None if the options name none. It sends no request yet.
 
@@ -585,6 +588,7 @@ def open_registry(
         patience: Seconds for which requests to the registry are repeated.
         cleanup: The connections are closed with it.
         on_wait: Called during such a wait.
+        stop: Set when the command must end, also during such a wait.
 
     Raises:
         ConfigError: A file that the options name cannot be read.
@@ -599,10 +603,31 @@ def open_registry(
         settings.read_registry_password(),
         settings.schema_registry_cafile,
     )
-    registry = SchemaRegistry(address, patience)
+    registry = SchemaRegistry(address, patience, stop)
     cleanup.callback(registry.close)
     registry.on_wait = on_wait
     return registry
+
+
+@contextmanager
+def end_if_stopped(stop: threading.Event) -> Iterator[None]:
+    """Return a context in which a service that does not respond is no error if the command must end.
+
+    It is for the start of a command, which has nothing to finish yet.
+
+    Raises:
+        Exit: The command must end, and is not connected; exit code 0.
+    """
+    from deformer_stream import log
+    from deformer_stream.errors import Unavailable
+
+    try:
+        yield
+    except Unavailable as error:
+        if not stop.is_set():
+            raise
+        log.get_logger("start").info("stopped", message=str(error))
+        raise click.exceptions.Exit(0) from None
 
 
 def make_translator(
@@ -618,13 +643,15 @@ def make_translator(
     Raises:
         ConfigError: The registry refuses the login, or the libraries of the format are not installed.
         Unavailable: The registry does not respond.
+        Exit: It does not respond, and the command must end.
     """
     from deformer_stream.codec import SchemaTranslator
 
     if settings.format == "json" or registry is None:
         return None
     translator = SchemaTranslator(settings.format, registry.fetch, max_message_bytes)
-    registry.check()
+    with end_if_stopped(registry.stop):
+        registry.check()
     return translator
 
 
@@ -641,6 +668,7 @@ def register_output_schemas(
     Raises:
         ConfigError: The registry refuses a schema or the login, or fastavro is not installed.
         Unavailable: The registry does not respond.
+        Exit: It does not respond, and the command must end.
     """
     from deformer_stream.codec.output_formats import JSON_FORMAT, AvroFormat, check_avro_package, load_schema
 
@@ -648,10 +676,11 @@ def register_output_schemas(
         return dict.fromkeys(topic_by_schema, JSON_FORMAT)
     check_avro_package("--output-format avro")
     text_by_name = {name: load_schema(name) for name in topic_by_schema}
-    return {
-        name: AvroFormat(text, registry.register(f"{topic_by_schema[name]}-value", "AVRO", text))
-        for name, text in text_by_name.items()
-    }
+    with end_if_stopped(registry.stop):
+        return {
+            name: AvroFormat(text, registry.register(f"{topic_by_schema[name]}-value", "AVRO", text))
+            for name, text in text_by_name.items()
+        }
 
 
 def make_output_reader(registry: SchemaRegistry | None) -> OutputReader:
@@ -663,13 +692,15 @@ def make_output_reader(registry: SchemaRegistry | None) -> OutputReader:
     Raises:
         ConfigError: The registry refuses the login, or fastavro is not installed.
         Unavailable: The registry does not respond.
+        Exit: It does not respond, and the command must end.
     """
     from deformer_stream.codec.output_formats import OutputReader
 
     if registry is None:
         return OutputReader()
     reader = OutputReader(registry.fetch)
-    registry.check()
+    with end_if_stopped(registry.stop):
+        registry.check()
     return reader
 
 

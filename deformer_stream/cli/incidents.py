@@ -104,13 +104,13 @@ def build_incidents() -> click.Command:
                 message="--deliver-only writes no incidents, so their format has no effect: leave --output-format out",
             )
         with ExitStack() as cleanup:
-            registry = factory.open_registry(settings, settings.patience, cleanup, metrics.record_progress)
+            if settings.http:  # before a connection is made, which can wait for the end of an outage
+                cleanup.callback(start_http_server(settings.http, metrics))
+            registry = factory.open_registry(settings, settings.patience, cleanup, metrics.record_progress, stop)
             reader = factory.make_output_reader(registry)
             formats = factory.register_output_schemas(
                 settings, registry, {} if settings.deliver_only else {"incidents": topics.incidents}
             )
-            if settings.http:  # before a connection is made, which can wait for the end of an outage
-                cleanup.callback(start_http_server(settings.http, metrics))
             pipeline = None
             if not settings.deliver_only:
                 pipeline = _connect(settings, topics, metrics, reader, formats["incidents"], stop, cleanup)

@@ -147,11 +147,12 @@ def _copy_evidence(settings: ProposeSettings, cleanup: ExitStack) -> str:
     from connectors.kafka import copy_evidence
     from deformer_stream.cli.kafka_cluster import make_cluster
     from deformer_stream.errors import InputError
+    from deformer_stream.settings.base import get_limit_micros
 
     topic = settings.evidence_topic or f"{settings.topic}-evidence"
     path = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="deformer-"))) / "evidence.jsonl"
     reader = factory.make_output_reader(factory.open_registry(settings, factory.REGISTRY_PATIENCE, cleanup))
-    if not copy_evidence(make_cluster(settings), topic, path, reader):
+    if not copy_evidence(make_cluster(settings), topic, path, get_limit_micros(settings.max_ahead), reader):
         raise InputError(f"topic {topic!r} holds no evidence: run `deformer-stream consume --evidence on`")
     return str(path)
 

@@ -136,6 +136,7 @@ def _make_options(settings: ServeSettings) -> tuple[str, int, dict[str, Any]]:
             "port": port,
             "credentials": credentials,
             "external_url": settings.external_url,
+            "trusted_proxies": settings.trusted_proxy,
             "operator": operator,
             "zone": ZoneInfo(settings.timezone) if settings.timezone else None,
             "model": settings.model,
@@ -169,7 +170,8 @@ def _connect(settings: ServeSettings, page: Page, stop: threading.Event, cleanup
     from deformer_stream.page.security import is_loopback
 
     cluster = make_cluster(settings)
-    reader = factory.make_output_reader(factory.open_registry(settings, factory.REGISTRY_PATIENCE, cleanup))
+    registry = factory.open_registry(settings, factory.REGISTRY_PATIENCE, cleanup, stop=stop)
+    reader = factory.make_output_reader(registry)
     incidents_topic = settings.incidents_topic or f"{settings.topic}-incidents"
     feedback_topic = settings.feedback_topic or f"{settings.topic}-feedback"
     next_readings_topic = settings.next_readings_topic or f"{settings.topic}-next-readings"

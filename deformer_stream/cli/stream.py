@@ -96,7 +96,9 @@ def build_consume() -> click.Command:
         metrics = Metrics()
         reloader = factory.make_reloader(models, settings, reload_requested)
         with ExitStack() as cleanup:
-            registry = factory.open_registry(settings, settings.patience, cleanup, metrics.record_progress)
+            if settings.http:  # before a connection is made, which can wait for the end of an outage
+                cleanup.callback(start_http_server(settings.http, metrics))
+            registry = factory.open_registry(settings, settings.patience, cleanup, metrics.record_progress, stop)
             translator = factory.make_translator(settings, registry, settings.max_message_bytes)
 
             def make_codec(model: Artifact) -> Codec:
@@ -107,8 +109,6 @@ def build_consume() -> click.Command:
                 return factory.make_codec(model, decoding, order="arrival", translator=translator)
 
             codec = models.combine_codecs(make_codec, decoding, translator)
-            if settings.http:  # before a connection is made, which can wait for the end of an outage
-                cleanup.callback(start_http_server(settings.http, metrics))
             source, sinks = _connect(settings, models, codec, registry, metrics, stop, cleanup)
             logger.info(
                 "ready",

@@ -8,6 +8,9 @@ state.
 - Version 2 has the `TrackerState` of the only model. It is still written if there is one model, so that earlier
   releases can read it.
 - Version 3 has a map with the name and the `TrackerState` of each of several models.
+
+The checksum does not include the header. So the content itself must show which of the two versions it has: a map of
+models, read as the state of one model, would be a state without devices.
 """
 
 from __future__ import annotations
@@ -41,6 +44,15 @@ MAX_CONTENT_BYTES = 2**31
 _LENGTH_BYTES = 8
 _REMEDY = "choose with --lost-state how to continue without it"
 
+
+class _Parts(msgspec.Struct):
+    """Parts that the content of version 2 always has, and that of version 3 does not."""
+
+    state_by_device: msgspec.Raw
+    order: msgspec.Raw
+
+
+_parts_decoder = msgspec.msgpack.Decoder(_Parts)
 _decoder = msgspec.msgpack.Decoder(TrackerState)
 _set_decoder = msgspec.msgpack.Decoder(dict[str, TrackerState])
 
@@ -92,6 +104,7 @@ def decode_incident_state(data: bytes, description: str = "the saved state of in
                 raise ValueError("it is shorter than stated")
             content = bytes(buffer)
         if version == FORMAT_VERSION:
+            _parts_decoder.decode(content)
             return {ONLY_MODEL: _decoder.decode(content)}
         state_by_name = _set_decoder.decode(content)
         if ONLY_MODEL in state_by_name:

@@ -6,7 +6,7 @@ Times are microseconds since 1970, UTC. `deformer_stream.codec` encodes these ty
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Literal, get_args
 
@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deformer_stream.calibration.fault_classifier import FaultName
-from deformer_stream.engine.events import ONLY_MODEL, SuggestedReading
+from deformer_stream.engine.events import NO_TIME, ONLY_MODEL, SuggestedReading
 
 IncidentState = Literal["open", "updated", "resolved"]
 IncidentRule = Literal["segments", "e-detector"]
@@ -121,6 +121,7 @@ class EvidenceBatch:
         alerts: The alerts, in the order in which they were raised.
         model_name: Name of the model among several ones; `ONLY_MODEL` if there is one model, or if an earlier release
             has written the evidence.
+        arrived: Timestamp of its message in the topic, `engine.events.NO_TIME` if the batch is not from a topic.
     """
 
     model: str
@@ -128,6 +129,25 @@ class EvidenceBatch:
     closed: ClosedRows
     alerts: tuple[AlertRow, ...] = ()
     model_name: str = ONLY_MODEL
+    arrived: int = NO_TIME
+
+    def bound_times(self, max_ahead: int) -> tuple[EvidenceBatch, int]:
+        """Return the batch with times that do not lie far after its arrival, and the number of records it changes.
+
+        A later time becomes the time of arrival. A batch whose time of arrival is unknown stays as it is.
+
+        Args:
+            max_ahead: Longest time after the arrival that stays as it is, in microseconds.
+        """
+        if self.arrived == NO_TIME:
+            return self, 0
+        limit = self.arrived + max_ahead
+        is_ahead = self.closed.times > limit
+        if not (is_ahead.any() or any(alert.time > limit for alert in self.alerts)):
+            return self, 0
+        closed = replace(self.closed, times=np.where(is_ahead, self.arrived, self.closed.times))
+        alerts = tuple([replace(one, time=self.arrived) if one.time > limit else one for one in self.alerts])
+        return replace(self, closed=closed, alerts=alerts), int(is_ahead.sum())
 
 
 @dataclass(frozen=True, slots=True)

@@ -286,6 +286,18 @@ class FleetTracker(Generic[MemberT]):
         group = self._get_group(device)
         self._num_devices_by_group[group] = self._num_devices_by_group.get(group, 0) + 1
 
+    def forget_device(self, device: str) -> None:
+        """Count a device of `add_device` no more. A group without devices is dropped with its resolved incidents."""
+        name = self._get_group(device)
+        num_devices = self._num_devices_by_group[name] - 1
+        if num_devices:
+            self._num_devices_by_group[name] = num_devices
+            return
+        del self._num_devices_by_group[name]
+        group = self._state_by_group.get(name)
+        if group is not None and all(fleet.resolved is not None for fleet in group.fleets):
+            del self._state_by_group[name]
+
     def join(self, device: str, incident: MemberT, first_record: str, is_reopened: bool) -> None:
         """Add an incident that has opened to a fleet incident, or open one.
 

@@ -87,6 +87,13 @@ MAX_EXCURSION_ALERTS = 16
 MAX_EXAMPLES = 20
 """Largest number of record ids and of alert ids of an incident: the first half of them, and the latest ones."""
 
+MAX_DEVICES = 200_000
+"""Largest number of devices whose state is kept, but for devices with an open incident. Beyond it, the device that has
+sent nothing for the longest time is forgotten. `consume` has the same limit for windows of devices."""
+
+_MAX_LOOKS = 16
+"""Largest number of devices that are looked at, when a device is added, to find those that can be forgotten."""
+
 NUM_SILENT_STEPS = 4
 """Smallest number of steps of time in which `TrackerOptions.silent_after` can pass."""
 
@@ -117,6 +124,8 @@ class TrackerOptions:
         silent_after: Time without records of its device after which an incident is resolved, 0 for never.
         gap: Time after its resolution within which an incident with the same suspects is reopened.
         reorder: Time for which rows wait for earlier ones; 0 handles rows in the order of the log.
+        max_ahead: Longest time after the arrival of their message that times of evidence may have; later ones become
+            the time of arrival. None leaves all times as they are.
         min_cosine: Two incidents have the same suspects if the cosine of their shares is at least this large.
         fleet: When a fleet incident opens, None for never.
         num_remembered_records: Number of the latest record ids of each device that are stored, so that duplicates of
@@ -130,6 +139,7 @@ class TrackerOptions:
     silent_after: int = 0
     gap: int = 10 * MICROS_PER_MINUTE
     reorder: int = 0
+    max_ahead: int | None = None
     min_cosine: float = MIN_COSINE
     fleet: FleetRule | None = None
     num_remembered_records: int = 0
@@ -256,7 +266,7 @@ class TrackerState:
     """Everything that an `IncidentTracker` needs to continue. All values can be expressed as JSON.
 
     Attributes:
-        state_by_device: The devices.
+        state_by_device: The devices, in the order in which they have sent their latest records or alerts.
         state_by_group: The device groups with recent or fleet incidents.
         order: The rows that wait, and the alerts of open records.
         pattern_state: The state of the adjuster of p-values by patterns of false alarms.
@@ -267,6 +277,8 @@ class TrackerState:
         num_late: Number of rows that came too late to be handled in order of time.
         num_repeated: Number of rows that were dropped because they are duplicates.
         num_other_model: Number of rows that another model has scored than that of the plan.
+        num_ahead: Number of rows whose time lay too far after the arrival of their message.
+        num_forgotten: Number of devices that were forgotten, each as often as it was.
     """
 
     state_by_device: dict[str, DeviceState] = field(default_factory=dict)
@@ -279,6 +291,8 @@ class TrackerState:
     num_late: int = 0
     num_repeated: int = 0
     num_other_model: int = 0
+    num_ahead: int = 0
+    num_forgotten: int = 0
 
 
 def compute_incident_id(device: str, model: str, first_record: str) -> str:
@@ -320,7 +334,7 @@ class IncidentTracker:
                 self._options.get_group,
                 self._budget,
                 plan.rule,
-                lambda name: self._state.state_by_device[name].incident,
+                self._find_incident,
                 lambda message: self._messages.append(replace(message, model_name=model_name)),
                 self._send,
             )
@@ -333,6 +347,8 @@ class IncidentTracker:
         untimed: Rows that were dropped because they have no time.
         repeated: Rows that were dropped because they are duplicates.
         other_model: Rows that another model has scored than that of the plan.
+        ahead: Rows whose time lay too far after the arrival of their message, and became that time.
+        forgotten_devices: Devices that were forgotten because there are more than `MAX_DEVICES`.
         dropped_alerts: Alerts that were dropped because too many records had not closed.
         unlisted_members: Members of fleet incidents beyond the largest number that a fleet incident lists.
         """
@@ -342,6 +358,8 @@ class IncidentTracker:
             "untimed": self._order.num_untimed,
             "repeated": state.num_repeated,
             "other_model": state.num_other_model,
+            "ahead": state.num_ahead,
+            "forgotten_devices": state.num_forgotten,
             "dropped_alerts": self._order.num_dropped_alerts,
             "unlisted_members": 0 if self._fleets is None else self._fleets.num_unlisted,
         }
@@ -359,6 +377,9 @@ class IncidentTracker:
 
     def handle(self, batch: EvidenceBatch) -> list[Incident]:
         """Handle a batch of the log and return the messages that it causes, in order."""
+        if self._options.max_ahead is not None:
+            batch, num_ahead = batch.bound_times(self._options.max_ahead)
+            self._state.num_ahead += num_ahead
         uses_alerts = self._plan.opens_early or any(alert.next_reading is not None for alert in batch.alerts)
         rows: Iterable[Row | OpenAlert] = self._order.add_with_alerts(batch) if uses_alerts else self._order.add(batch)
         for row in rows:
@@ -472,7 +493,7 @@ class IncidentTracker:
         """Advance the detector of a record's device, and open, update or resolve its incident."""
         state = self._state
         name = self._options.get_device(row.record)
-        device = state.state_by_device.get(name) or self._add_device(name, row.model)
+        device = self._find_device(name) or self._add_device(name, row.model)
         if self._options.num_remembered_records and self._is_repeated(device, row.record):
             state.num_repeated += 1
             return
@@ -540,12 +561,46 @@ class IncidentTracker:
             else:
                 self._next_silence = min(self._next_silence, other.heard + silent_after)
 
+    def _find_device(self, name: str) -> DeviceState | None:
+        """Return the state of a device, which is now the last one that has sent something; None if it is unknown."""
+        devices = self._state.state_by_device
+        device = devices.pop(name, None)
+        if device is not None:
+            devices[name] = device
+        return device
+
+    def _find_incident(self, name: str) -> TrackedIncident | None:
+        """Return the open or the last incident of a device, None if it has none or is forgotten."""
+        device = self._state.state_by_device.get(name)
+        return None if device is None else device.incident
+
     def _add_device(self, name: str, model: str) -> DeviceState:
-        """Return the state of a device that has sent nothing yet."""
+        """Return the state of a device that has sent nothing yet, or is forgotten."""
+        self._make_space()
         device = self._state.state_by_device[name] = DeviceState(model)
         if self._fleets is not None:
             self._fleets.add_device(name)
         return device
+
+    def _make_space(self) -> None:
+        """Forget devices that have sent nothing for the longest time, if there are too many for a further one.
+
+        A device with an open incident is kept, and then counts as if it had sent something now.
+        """
+        devices = self._state.state_by_device
+        for _ in range(_MAX_LOOKS):
+            if len(devices) < MAX_DEVICES:
+                return
+            name = next(iter(devices))
+            device = devices.pop(name)
+            if _get_open(device) is not None:
+                devices[name] = device
+                continue
+            self._state.num_forgotten += 1
+            if self._adjuster is not None:
+                self._adjuster.forget_device(name)
+            if self._fleets is not None:
+                self._fleets.forget_device(name)
 
     def _begin_segment(self, device: DeviceState, plan: BudgetPlan, time: int) -> None:
         """Let the detector of a device start anew if a time is in a new segment, unless an incident is open."""
@@ -561,7 +616,7 @@ class IncidentTracker:
     def _handle_alert(self, model: str, alert: AlertRow) -> None:
         """Count an alert of a record that may be open for long: open or update the incident of its device."""
         name = self._options.get_device(alert.record)
-        device = self._state.state_by_device.get(name)
+        device = self._find_device(name)
         opens_early = self._plan.opens_early and self._plan.model in ("", model)
         if device is None:
             if not opens_early:

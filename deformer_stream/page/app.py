@@ -81,6 +81,7 @@ class PageOptions:
         port: Port on which the page listens.
         credentials: Who may log in.
         external_url: Address under which people reach the page, None if they connect directly.
+        trusted_proxies: Addresses and networks of proxies, whose header `X-Forwarded-For` states the client.
         operator: Name that labels get if nobody logs in.
         zone: Time zone of the page, None for that of this machine.
         model: Model directory, None if it is not known.
@@ -92,6 +93,7 @@ class PageOptions:
     port: int = 8080
     credentials: Credentials = field(default_factory=Credentials)
     external_url: str | None = None
+    trusted_proxies: tuple[str, ...] = ()
     operator: str = ""
     zone: tzinfo | None = None
     model: Path | None = None
@@ -127,6 +129,7 @@ class Page:
         cookie_name = f"deformer_page_{self.options.port}"
         self.signer = SessionSigner(cookie_name, external.scheme == "https", f"{self.prefix}/")
         self.limiter = LoginLimiter()
+        self._has_warned_of_proxy = False
         self._password_checks = asyncio.Semaphore(MAX_PASSWORD_CHECKS)
         self.notifier = ChangeNotifier(self.store)
         self.open_rows = views.OpenRows(self.store)
@@ -527,10 +530,23 @@ class Page:
             if not await run_in_threadpool(self.options.credentials.verify, name, password):
                 self.limiter.add_failure(client)
                 LOGGER.warning("login_refused", client=client)
+                self._warn_of_proxy(request, client)
                 return self._respond_login(request, 403, "This is not right. Try again.")
         response = RedirectResponse(self.make_url(_clean_path(form.get("next", ""))), 303)
         self.signer.write(response.headers, self.signer.make(name))
         return response
+
+    def _warn_of_proxy(self, request: Request, client: str) -> None:
+        """Log once that wrong passwords of all people behind a proxy count as those of one client."""
+        is_known = bool(self.options.trusted_proxies) or "x-forwarded-for" not in request.headers
+        if not is_known and not self._has_warned_of_proxy:
+            self._has_warned_of_proxy = True
+            LOGGER.warning(
+                "proxy_not_trusted",
+                client=client,
+                message="a proxy is in front of the page, so wrong passwords of one person can keep all others from "
+                "logging in: give its address as --trusted-proxy",
+            )
 
     async def log_out(self, request: Request) -> Response:
         """End the session."""

@@ -9,7 +9,8 @@ The page serves people, from a network that may hold hostile machines, and shows
   is bound to the session.
 - The content security policy permits scripts, styles and connections of this server only, and neither inline code nor
   evaluation of texts.
-- Passwords are stored as scrypt hashes and compared in constant time. Wrong ones are limited for each client.
+- Passwords are stored as scrypt hashes and compared in constant time. Wrong ones are limited for each client, which is
+  whoever connects, or whom a trusted proxy names.
 """
 
 from __future__ import annotations

@@ -90,6 +90,7 @@ class PageServer:
     _thread: threading.Thread = field(init=False)
 
     def __post_init__(self) -> None:
+        proxies = list(self.page.options.trusted_proxies)
         config = uvicorn.Config(
             make_app(self.page),
             log_config=None,
@@ -100,7 +101,8 @@ class PageServer:
             timeout_keep_alive=KEEP_ALIVE_SECONDS,
             timeout_graceful_shutdown=STOP_SECONDS,
             limit_concurrency=MAX_CONCURRENT_REQUESTS,
-            proxy_headers=False,
+            proxy_headers=bool(proxies),
+            forwarded_allow_ips=proxies,
         )
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._run, name="page", daemon=True)

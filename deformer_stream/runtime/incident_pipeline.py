@@ -22,7 +22,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from deformer_stream import log
@@ -208,8 +208,8 @@ class IncidentPipeline:
         is_urgent = False
         if isinstance(polled.data, Messages):
             data = polled.data
-            columns = zip(data.partitions.tolist(), data.offsets.tolist(), data.payloads, strict=True)
-            for number, offset, payload in columns:
+            positions = zip(data.partitions.tolist(), data.offsets.tolist(), strict=True)
+            for (number, offset), arrived, payload in zip(positions, data.times.tolist(), data.payloads, strict=True):
                 partition = self._partition_by_number.get(number)
                 if partition is None:
                     continue
@@ -220,6 +220,7 @@ class IncidentPipeline:
                 if batch is None:
                     continue
                 is_urgent |= self._check_model(batch)
+                batch = replace(batch, arrived=arrived)
                 incidents = partition.trackers.handle(batch)
                 if offset < partition.committed_offset:  # the previous run has written them
                     continue

@@ -25,6 +25,7 @@ from deformer_stream.incidents.fleet import parse_fleet_rule
 from deformer_stream.incidents.tracker import IncidentTracker, TrackerOptions
 from deformer_stream.model_manifest import count_calibration_records, read_manifest
 from deformer_stream.model_set import find_models
+from deformer_stream.settings.base import get_limit_micros
 from deformer_stream.settings.incident_rule import IncidentRuleSettings
 
 MICROS_PER_SECOND = 1_000_000
@@ -235,6 +236,7 @@ def plan_detection(
         silent_after=round(settings.silent_after * MICROS_PER_SECOND),
         gap=round(settings.gap * MICROS_PER_SECOND),
         reorder=reorder,
+        max_ahead=get_limit_micros(settings.max_ahead),
         fleet=parse_fleet_rule(settings.fleet),
         num_remembered_records=num_remembered_records,
         get_device=make_get_device(settings.device_by),

@@ -57,6 +57,11 @@ def parse_duration(value: Any) -> Any:
     )
 
 
+def get_limit_micros(limit: float | Literal["off"] | None) -> int | None:
+    """Return a `TimeLimit` in microseconds, None if there is no limit."""
+    return None if limit is None or limit == "off" else round(limit * 1_000_000)
+
+
 def parse_size(value: Any) -> Any:
     """Convert a size such as "512MiB", "1GB" or "1000" (bytes) to a number of bytes.
 
@@ -113,10 +118,15 @@ def _refuse_decimal_comma(whole: str, fraction: str, percent_sign: str) -> NoRet
     raise ValueError(f"it has a decimal comma; write {share.normalize():f} or {percentage.normalize():f}%")
 
 
+DEFAULT_MAX_AHEAD = "1h"
+"""Default of --max-ahead if messages have a timestamp. A Kafka broker has it for `message.timestamp.after.max.ms`."""
+
 Duration = Annotated[float, BeforeValidator(parse_duration), Field(ge=0, le=1e9, allow_inf_nan=False)]
 """A time in seconds, zero or more."""
 Timeout = Annotated[float, BeforeValidator(parse_duration), Field(gt=0, le=1e9, allow_inf_nan=False)]
 """A time in seconds, more than zero."""
+TimeLimit = Duration | Literal["off"] | None
+"""A time in seconds, "off" for no limit, or None for the default of the command."""
 WindowWidth = Annotated[float, BeforeValidator(parse_duration), Field(ge=1e-3, le=1e9, allow_inf_nan=False)]
 """The length of a window in seconds, at least a millisecond."""
 Size = Annotated[int, BeforeValidator(parse_size), Field(ge=0, lt=2**63)]

@@ -9,6 +9,7 @@ from typing import ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from deformer_stream.settings.base import (
+    DEFAULT_MAX_AHEAD,
     Device,
     Duration,
     Layout,
@@ -22,9 +23,12 @@ from deformer_stream.settings.base import (
     Shares,
     Size,
     TextList,
+    TimeLimit,
     Timeout,
     Units,
     WindowWidth,
+    get_limit_micros,
+    parse_duration,
     text_default,
     to_flag,
 )
@@ -107,12 +111,17 @@ class ScoringSettings(_ModelSettings):
         "it arrives; hold waits for all of them and scores them together, so their order has no effect. Default: as "
         "the model was calibrated.",
     )
-    max_ahead: Duration | None = Field(
+    max_ahead: TimeLimit = Field(
         None,
-        description="Reject an event if its time is later than the broker's timestamp by more than this. Without a "
-        "broker, the clock of this machine is used. Set it with --window, because a device whose clock is ahead closes "
-        "its own windows. Default: no limit.",
+        description="Reject an event if its time is later than the broker's timestamp by more than this, because such "
+        "an event would make the later readings of its device late. Without a broker, the clock of this machine is "
+        "used. off accepts all times. Default: 1h for events of a broker, off for files.",
     )
+
+    @property
+    def max_ahead_micros(self) -> int | None:
+        """The limit of --max-ahead that is in force in microseconds, None if there is none."""
+        return get_limit_micros(self.max_ahead)
 
 
 class _AlertSettings(ScoringSettings):
@@ -360,6 +369,16 @@ class ConsumeSettings(ModelSetSettings, KafkaSettings, RegistrySettings, PlantSo
         found = [field for field in fields if getattr(self, field) != type(self).model_fields[field].default]
         if found:
             raise ValueError(f"{to_flag(found[0])} requires {requirement}; leave it out")
+
+    @property
+    def max_ahead_micros(self) -> int | None:
+        """The limit of --max-ahead that is in force in microseconds, None if there is none.
+
+        The lines of a file have no time of arrival, and may be simulated. So there is no limit by default.
+        """
+        has_broker = self.source is None or self.source.startswith(("kafka://", *_MQTT_SCHEMES))
+        is_default = self.max_ahead is None and has_broker
+        return get_limit_micros(parse_duration(DEFAULT_MAX_AHEAD) if is_default else self.max_ahead)
 
     @property
     def mqtt_address(self) -> SourceAddress | None:
@@ -837,6 +856,7 @@ class DeadLettersSettings(KafkaSettings, TranslationSettings):
     limit: int = Field(20, ge=1, description="Number of dead letters that show prints, the latest ones.")
     to: str | None = Field(
         None,
-        description="Topic to which replay sends. Default: the topic of each message, and --topic for those of bridge.",
+        description="Topic to which replay sends all messages. Default: --topic, and messages of other topics are left "
+        "out.",
     )
     dry_run: bool = Field(False, description="Only count what replay would send.")

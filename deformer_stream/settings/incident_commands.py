@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ipaddress import ip_network
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
@@ -20,6 +21,22 @@ from deformer_stream.settings.option_groups import (
 )
 from deformer_stream.settings.registry import OutputFormatSettings, RegistryAddressSettings
 from deformer_stream.settings.tables import check_timezone
+
+
+def check_networks(networks: tuple[str, ...]) -> tuple[str, ...]:
+    """Return texts that are IP addresses or networks unchanged.
+
+    Raises:
+        ValueError: One of them is neither.
+    """
+    for network in networks:
+        try:
+            ip_network(network)
+        except ValueError as error:
+            raise ValueError(
+                f"{error}; write addresses such as 10.0.0.5 or networks such as 10.244.0.0/16, with commas between them"
+            ) from None
+    return networks
 
 
 class DeliverySettings(Settings):
@@ -158,6 +175,12 @@ class ServeSettings(KafkaSettings, RegistryAddressSettings):
     )
     external_url: str | None = Field(
         None, description="Address under which people reach the page, if a proxy is in front of it."
+    )
+    trusted_proxy: Annotated[TextList, AfterValidator(check_networks)] = text_default(
+        "",
+        description="Addresses or networks of proxies in front of the page, such as 10.0.0.5 or 10.244.0.0/16. Their "
+        "header X-Forwarded-For states the client, whose wrong passwords are counted. Several, with commas. Default: "
+        "the client is whoever connects.",
     )
     timezone: Annotated[str, AfterValidator(check_timezone)] | None = Field(
         None, description="Time zone of the page, such as Europe/Berlin. Default: that of this machine."

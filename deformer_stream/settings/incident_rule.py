@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from deformer_stream.settings.base import Duration, Settings, text_default
+from deformer_stream.settings.base import DEFAULT_MAX_AHEAD, Duration, Settings, TimeLimit, text_default
 
 DEFAULT_BUDGET = "1 per 30d"
 """Default of --incident-budget. `calibrate --incidents` prints whether it is in reach."""
@@ -54,6 +54,12 @@ class IncidentRuleSettings(Settings):
         min_length=1,
         description="The device of a record is its id up to the last occurrence of this text. Default: up to the last "
         "@, else up to the last /.",
+    )
+    max_ahead: TimeLimit = text_default(
+        DEFAULT_MAX_AHEAD,
+        description="Evidence whose time is later than the timestamp of its message by more than this counts at that "
+        "timestamp. Otherwise a device whose clock was ahead once could not be quiet until real time has caught up. "
+        "off leaves all times as they are.",
     )
     records_per_day: float | None = Field(
         None,

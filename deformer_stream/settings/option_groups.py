@@ -117,7 +117,7 @@ _INCIDENT_TOPICS = ("evidence_topic", "incidents_topic", "feedback_topic")
 
 INCIDENT_GROUPS: OptionGroups = {
     "Input": ("topic", "model", "models", "from_"),
-    "Incidents": _INCIDENT_RULE,
+    "Incidents": (*_INCIDENT_RULE, "max_ahead"),
     "Receivers": (
         *("alertmanager", "webhook", "webhook_secret_file", "pagerduty_key_file", "pagerduty_url"),
         *("notify", "notify_file", "external_url", "receiver_timeout", "deliver_only"),
@@ -135,7 +135,7 @@ INCIDENT_GROUPS: OptionGroups = {
 
 SERVE_GROUPS: OptionGroups = {
     "Input": ("topic", "model", "metrics"),
-    "Page": ("http", "external_url", "timezone", "token_file", "users_file"),
+    "Page": ("http", "external_url", "trusted_proxy", "timezone", "token_file", "users_file"),
     "Kafka": ("bootstrap_servers", *_INCIDENT_TOPICS, "next_readings_topic", "patience", *_CLIENT),
     "Kafka security": _SECURITY,
     "Message format": _REGISTRY,
@@ -188,7 +188,7 @@ BRIDGE_GROUPS: OptionGroups = {
 PROPOSE_GROUPS: OptionGroups = {
     "Candidate": ("model", "log", "feedback", "out", "change", "since", "until", "alpha", "review", "seed"),
     "Approval": ("approve", "roll_back", "by"),
-    "Incidents": _INCIDENT_RULE,
+    "Incidents": (*_INCIDENT_RULE, "max_ahead"),
     "Kafka": ("topic", "bootstrap_servers", "evidence_topic", "feedback_topic", *_CLIENT),
     "Kafka security": _SECURITY,
     "Message format": _REGISTRY,

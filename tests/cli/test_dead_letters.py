@@ -130,11 +130,10 @@ def test_letters_of_the_bridge_are_translated_with_the_given_options(monkeypatch
     [
         (BRIDGE_LETTER, "1 messages of the bridge are refused again (not_json"),
         (replace(BRIDGE_LETTER, topic="spBv1.0/plant/NDATA/line"), "1 dead letters are Sparkplug messages"),
+        (make_letter("late", topic="other\x1b"), "1 dead letters name another topic than --topic (such as "),
     ],
 )
-def test_replay_that_can_send_nothing_of_the_bridge_fails(
-    letter: DeadLetter, cause: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_replay_that_can_send_nothing_fails(letter: DeadLetter, cause: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("connectors.kafka.read_dead_letters", lambda cluster, topic: iter([letter]))
     result = CliRunner().invoke(build_dead_letters(), ["replay", "--topic", "events", "--dry-run"])
     assert isinstance(result.exception, ConfigError)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from decimal import Decimal
 from io import BytesIO
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import fastavro
 import pytest
 
-from deformer_stream.codec.avro_schemas import MAX_DECIMAL_BYTES, make_avro_parser
+from deformer_stream.codec.avro_schemas import MAX_DECIMAL_BYTES, MAX_VALUES, make_avro_parser
 from deformer_stream.engine.events import RejectionReason
 from tests.codec.test_schema_formats import avro, decode, frame, make_codec, write_avro
 
@@ -75,6 +76,43 @@ def test_types_that_are_used_twice_and_arrays_of_small_items_are_read() -> None:
     empty = {"x": b"", "y": None}
     document = {"first": empty, "second": empty, "flags": [None, True], "maps": [{"k": empty}, {}], "modes": ["a", "a"]}
     assert make_avro_parser(json.dumps(schema), {})(write_avro(schema, document)) == document
+
+
+@pytest.mark.parametrize(("container", "kind"), [("array", "record"), ("map", "record"), ("name", "error")])
+def test_records_that_take_a_byte_do_not_fill_the_memory(container: str, kind: str) -> None:
+    """Each item takes one byte or a few, and becomes an object with a hundred fields: gigabytes for 1 MiB."""
+    nothing = [{"name": f"n{i}", "type": "null"} for i in range(99)]
+    item: Any = {"type": kind, "name": "Item", "fields": [{"name": "flag", "type": "boolean"}, *nothing]}
+    first = [{"name": "first", "type": item}] if container == "name" else []
+    kept = {"type": "map", "values": item} if container == "map" else {"type": "array", "items": item}
+    if first:
+        kept["items"] = "Item"
+    schema = {"type": "record", "name": "Event", "fields": [*first, {"name": "values", "type": kept}]}
+    parse = make_avro_parser(json.dumps(schema), {})
+
+    def write(num_items: int) -> bytes:
+        items = (
+            b"".join(b"\x06%03x\x01" % (i % 4096) for i in range(num_items))
+            if container == "map"
+            else b"\x01" * num_items
+        )
+        block = BytesIO()
+        fastavro.schemaless_writer(block, "long", num_items)
+        return b"\x01" * len(first) + block.getvalue() + items + b"\0"
+
+    num_allowed = MAX_VALUES // 101 - len(first)
+    for _ in range(2):  # each message is counted anew
+        assert len(parse(write(num_allowed))["values"]) == num_allowed
+    with pytest.raises(ValueError, match=f"more than {MAX_VALUES} fields in total: send smaller messages"):
+        parse(write(num_allowed + 1))
+    large = write(200_000)
+    tracemalloc.start()
+    _, (rejection,) = decode(make_codec("avro", avro(schema)), frame(1, large))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 100 * 2**20
+    assert rejection.reason is RejectionReason.NOT_JSON
+    assert "send smaller messages" in rejection.detail
 
 
 @pytest.mark.parametrize("is_fixed", [False, True])

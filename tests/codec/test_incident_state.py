@@ -80,6 +80,8 @@ def forge_set(content: bytes) -> bytes:
 
 
 VALID = encode_incident_state({ONLY_MODEL: TrackerState()})
+SAME_NAMES = {"state_by_device": TrackerState(), "order": TrackerState()}
+"""States of models that have the names of parts of a state."""
 SEVERAL = encode_incident_state({"pump": TrackerState(), "fan": TrackerState()})
 
 
@@ -95,6 +97,9 @@ SEVERAL = encode_incident_state({"pump": TrackerState(), "fan": TrackerState()})
         (forge(VALID[HEADER.size :], version=1), "version 1"),
         (forge(VALID[HEADER.size :], version=4), "version 4"),
         (forge(VALID[HEADER.size :], version=SET_VERSION), "cannot be decoded"),
+        (forge(SEVERAL[HEADER.size :], version=FORMAT_VERSION), "cannot be decoded"),
+        (forge(encode_incident_state({})[HEADER.size :], version=FORMAT_VERSION), "cannot be decoded"),
+        (forge(encode_incident_state(SAME_NAMES)[HEADER.size :], version=FORMAT_VERSION), "cannot be decoded"),
         (forge(bytes(8)), "0 bytes"),
         (forge((2**40).to_bytes(8, "big")), "length"),
         (forge((5).to_bytes(8, "big") + b"\xc1"), "cannot be decoded"),

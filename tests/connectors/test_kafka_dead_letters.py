@@ -31,9 +31,6 @@ ARRIVED_AT = SENT_AT * 1000 + 7
 PLACE: list[Header] = [("reason", b"late"), ("topic", b"events"), ("partition", b"1"), ("offset", b"7")]
 """The headers that each dead letter has."""
 
-TRANSLATOR = LetterTranslator("no-such-topic")
-"""The translator of tests without letters of the bridge."""
-
 
 @pytest.fixture(params=["kafka-python", "librdkafka"])
 def cluster(request: pytest.FixtureRequest, kafka: SimpleNamespace) -> KafkaCluster:
@@ -226,7 +223,7 @@ def test_messages_return_to_their_partition_with_key_and_time(cluster: KafkaClus
         make_letter(3, topic=events, partition=2, value=None),
         make_letter(4, topic=events, partition=9),  # the topic was created again with fewer partitions
     ]
-    assert send_again(cluster, letters, TRANSLATOR) == ReplayCounts(sent=4)
+    assert send_again(cluster, letters, LetterTranslator(events)) == ReplayCounts(sent=4)
     found = read_messages(cluster, events)
     assert len(found) == 4
     assert {(message.partition, message.key, message.value) for message in found} == {
@@ -247,9 +244,9 @@ def test_message_is_sent_once_and_only_if_it_is_complete(cluster: KafkaCluster, 
         make_letter(2, topic=events, value=b"", is_complete=False),
     ]
     expected = ReplayCounts(sent=1, repeated=1, incomplete=1)
-    assert send_again(cluster, letters, TRANSLATOR, is_dry_run=True) == expected
+    assert send_again(cluster, letters, LetterTranslator(events), is_dry_run=True) == expected
     assert read_messages(cluster, events) == []
-    assert send_again(cluster, letters, TRANSLATOR, topic=other) == expected
+    assert send_again(cluster, letters, LetterTranslator(events), topic=other) == expected
     assert read_messages(cluster, events) == []
     assert [message.value for message in read_messages(cluster, other)] == [b"{}"]
 
@@ -258,13 +255,28 @@ def test_message_is_sent_once_and_only_if_it_is_complete(cluster: KafkaCluster, 
 def test_largest_message_of_a_topic_is_sent_again(cluster: KafkaCluster, topic: Topic) -> None:
     events = topic(2, **{"max.message.bytes": "2000000"})
     value = b"x" * 1_900_000
-    assert send_again(cluster, [make_letter(topic=events, value=value)], TRANSLATOR) == ReplayCounts(sent=1)
+    assert send_again(cluster, [make_letter(topic=events, value=value)], LetterTranslator(events)) == ReplayCounts(
+        sent=1
+    )
     assert [message.value for message in read_messages(cluster, events)] == [value]
 
 
 @pytest.mark.kafka
-def test_missing_topic_is_reported_after_the_messages_before_it(cluster: KafkaCluster, topic: Topic) -> None:
-    events = topic(2)
+def test_missing_topic_is_reported(cluster: KafkaCluster) -> None:
     with pytest.raises(Unavailable, match="no-such-topic"):
-        send_again(cluster, [make_letter(topic=events), make_letter(topic="no-such-topic")], TRANSLATOR)
+        send_again(cluster, [make_letter(topic="no-such-topic")], LetterTranslator("no-such-topic"))
+
+
+@pytest.mark.kafka
+def test_letter_that_names_another_topic_writes_nothing_there(cluster: KafkaCluster, topic: Topic) -> None:
+    """Whoever can write to the dead-letter topic must not be able to write to the topic of incidents or of labels."""
+    events, labels, chosen = topic(2), topic(2, "feedback"), topic(1, "chosen")
+    letters = [make_letter(1, topic=events), make_letter(2, topic=labels), make_letter(3, topic="")]
+    expected = ReplayCounts(sent=1, foreign=2, foreign_topic=labels)
+    assert send_again(cluster, letters, LetterTranslator(events), is_dry_run=True) == expected
+    assert send_again(cluster, letters, LetterTranslator(events)) == expected
+    assert read_messages(cluster, labels) == []
     assert len(read_messages(cluster, events)) == 1
+    assert send_again(cluster, letters, LetterTranslator(events), topic=chosen) == ReplayCounts(sent=3)
+    assert read_messages(cluster, labels) == []
+    assert len(read_messages(cluster, chosen)) == 3

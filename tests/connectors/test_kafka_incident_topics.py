@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,16 +13,19 @@ import pytest
 from connectors.kafka import (
     KafkaFeedbackLog,
     KafkaIncidentLog,
+    copy_evidence,
     describe_incident_topics,
     ensure_topics,
     produce,
 )
+from deformer_stream.codec.encode_evidence import decode_evidence, encode_evidence
 from deformer_stream.codec.encode_incidents import encode_incident
 from deformer_stream.codec.feedback_messages import make_label
 from deformer_stream.codec.output_formats import OutputReader
 from deformer_stream.errors import ConfigError, Unavailable
 from deformer_stream.incidents.events import Incident
 from tests.connectors.kafka_helpers import read_messages, wait_until
+from tests.incidents.evidence_logs import SECOND, make_log
 from tests.incidents.examples import make_incident
 
 pytestmark = [pytest.mark.kafka, pytest.mark.usefixtures("client_library")]
@@ -165,3 +169,23 @@ def test_topic_of_incidents_must_be_compacted(kafka: SimpleNamespace, topics: Si
     name = topic(1, "incidents", **{"cleanup.policy": "delete"})
     with pytest.raises(ConfigError, match="last message of each key"):
         ensure_topics(kafka.cluster, describe_incident_topics(name, topics.feedback))
+
+
+@pytest.mark.parametrize("max_ahead", [3600 * SECOND, None])
+def test_copied_evidence_has_the_times_that_incidents_uses(
+    kafka: SimpleNamespace, tmp_path: Path, max_ahead: int | None
+) -> None:
+    """The lines of a file have no timestamps of messages, so times that lie ahead are replaced in the copy."""
+    name = f"e-{uuid.uuid4().hex[:8]}"
+    ensure_topics(kafka.cluster, {name: {"num_partitions": 1}})
+    batches = list(make_log("m", num_devices=2, num_records=8, records_per_batch=2))
+    arrivals = [int(batch.closed.times[-1]) // 1000 for batch in batches]
+    batches[1].closed.times[:] += 86_400 * SECOND
+    values = [encode_evidence(batch) for batch in batches]
+    produce(kafka.cluster, name, [(b"m", value, time) for value, time in zip(values, arrivals, strict=True)])
+    path = tmp_path / "evidence.jsonl"
+    assert copy_evidence(kafka.cluster, name, path, max_ahead) == 4
+    lines = path.read_bytes().splitlines()
+    assert [lines[0], *lines[2:]] == [values[0], *values[2:]]
+    expected = [arrivals[1] * 1000] * 4 if max_ahead else batches[1].closed.times.tolist()
+    assert decode_evidence(lines[1]).closed.times.tolist() == expected

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -254,6 +255,17 @@ def test_registry_that_does_not_respond_is_reported(monkeypatch: pytest.MonkeyPa
     client = SchemaRegistry(RegistryAddress(f"http://127.0.0.1:{find_free_port()}"), 0.05)
     with pytest.raises(Unavailable, match=r"does not respond \(ConnectError\)"):
         client.fetch(1)
+    client.close()
+
+
+def test_request_is_not_repeated_once_the_command_must_end(fake: FakeRegistry) -> None:
+    stop = threading.Event()
+    client = SchemaRegistry(RegistryAddress(fake.url), 3600.0, stop)
+    client.on_wait = stop.set
+    fake.num_unavailable = 1000
+    with pytest.raises(Unavailable, match="does not respond"):
+        client.fetch(1)
+    assert len(fake.requests) == 1
     client.close()
 
 

@@ -13,6 +13,7 @@ import click
 import pytest
 import yaml
 
+from deformer_stream.cli.bridge import build_bridge
 from deformer_stream.cli.incidents import build_incidents
 from deformer_stream.cli.serve import build_serve
 from deformer_stream.cli.stream import build_consume
@@ -24,7 +25,12 @@ DEPLOY = ROOT / "deploy"
 CHART = DEPLOY / "helm" / "deformer-stream"
 VALUE_FILES = sorted((DEPLOY / "helm").glob("values-*.yaml"))
 NEWEST = KUBERNETES_VERSIONS[-1]
-BUILD_BY_COMMAND = {"consume": build_consume, "incidents": build_incidents, "serve": build_serve}
+BUILD_BY_COMMAND = {
+    "bridge": build_bridge,
+    "consume": build_consume,
+    "incidents": build_incidents,
+    "serve": build_serve,
+}
 MINIMAL = ["--values", str(DEPLOY / "helm" / "values-minimal.yaml")]
 
 
@@ -105,7 +111,7 @@ def test_the_programs_accept_their_flags_and_the_configuration_file(
         assert flags.pop("config") == "/etc/deformer/config/deformer.toml"
         settings = load_settings(SETTINGS_BY_COMMAND[command], flags, file, command)
         assert settings.http == f"0.0.0.0:{container['ports'][0]['containerPort']}"
-        assert str(settings.model) == "/models/model"
+        assert name == "bridge" or str(settings.model) == "/models/model"
         paths = [str(value) for value in settings.model_dump().values() if str(value).startswith("/etc/deformer/")]
         mounted = {mount["mountPath"] for mount in container["volumeMounts"]}
         # The settings of `incidents` are shared by both of its pods, of which one has the secrets of receivers.
@@ -147,6 +153,61 @@ def test_probes_ask_for_health_and_for_the_restored_state() -> None:
         "incidents": ["/healthz", "/healthz", "/readyz"],
         "serve": ["/healthz", "/healthz", "/readyz"],
     }
+
+
+BRIDGE = ["--set", "bridge.enabled=true,bridge.source=mqtts://broker.plant.example/plant/#"]
+
+
+def test_the_bridge_is_probed_and_reaches_its_source_and_the_brokers_only() -> None:
+    fetched = "model.claim.existing=,model.fetch.enabled=true,model.fetch.source=store:plant/2026-11"
+    policy = "networkPolicy.enabled=true,networkPolicy.sourcePorts={8883}"
+    objects = load_objects(*MINIMAL, *BRIDGE, "--set", policy, "--set", fetched)
+    pod = get_pods(objects)["bridge"]
+    (container,) = pod["containers"]
+    probes = [container[f"{kind}Probe"]["httpGet"] for kind in ("startup", "liveness", "readiness")]
+    assert [probe["path"] for probe in probes] == ["/healthz", "/healthz", "/readyz"]
+    assert {probe["port"] for probe in probes} == {"metrics"}
+    assert container["ports"] == [{"name": "metrics", "containerPort": 9466}]
+    assert "initContainers" not in pod, "it needs no model"
+    assert {mount["mountPath"] for mount in container["volumeMounts"]} == {"/etc/deformer/config", "/tmp"}
+    spec = find_object(objects, "NetworkPolicy", "-bridge")["spec"]
+    assert [[rule["port"] for rule in item["ports"]] for item in spec["egress"]] == [[53, 53], [9092], [8883]]
+    assert spec["ingress"] == [{"ports": [{"port": "metrics"}]}]
+    assert find_object(objects, "PodDisruptionBudget", "-bridge")["spec"]["maxUnavailable"] == 1
+    others = get_pods(load_objects(*MINIMAL))
+    assert "bridge" not in others
+
+
+def test_the_session_of_a_bridge_stays_that_of_its_pod() -> None:
+    """A Deployment would start the next pod before the last one has ended, and both would have the same session."""
+    objects = load_objects(*MINIMAL, *BRIDGE)
+    assert find_object(objects, "StatefulSet", "-bridge")["spec"]["replicas"] == 1
+    assert "--client-id=$(POD_NAME)" in get_pods(objects)["bridge"]["containers"][0]["args"]
+    opcua = load_objects(*MINIMAL, "--set", "bridge.enabled=true,bridge.source=opc.tcp://plc.plant.example:4840")
+    assert not any("--client-id" in word for word in get_pods(opcua)["bridge"]["containers"][0]["args"])
+
+
+def test_the_login_of_the_bridge_is_in_its_pod_only(tmp_path: Path) -> None:
+    login = "bridge.security.username=plant,bridge.security.existingSecret=broker"
+    tls = "bridge.security.tls.existingSecret=broker-tls,bridge.security.tls.clientCertificate=true"
+    objects = load_objects(*MINIMAL, *BRIDGE, "--set", f"{login},{tls}")
+    file = tmp_path / "deformer.toml"
+    file.write_text(find_object(objects, "ConfigMap", "deformer-stream")["data"]["deformer.toml"])
+    settings = load_settings(SETTINGS_BY_COMMAND["bridge"], {}, file, "bridge")
+    paths = (settings.source_password_file, settings.source_cafile, settings.source_certfile, settings.source_keyfile)
+    pods = get_pods(objects)
+    content = {
+        f"{mount['mountPath']}/{item['path']}"
+        for volume in pods["bridge"]["volumes"]
+        for item in volume.get("secret", {}).get("items", ())
+        for mount in pods["bridge"]["containers"][0]["volumeMounts"]
+        if mount["name"] == volume["name"]
+    }
+    assert content == {str(path) for path in paths}
+    assert settings.source_username == "plant"
+    for name, pod in pods.items():
+        names = {volume["secret"]["secretName"] for volume in pod["volumes"] if "secret" in volume}
+        assert (names >= {"broker", "broker-tls"}) == (name == "bridge")
 
 
 def test_names_of_consumers_stay_the_same() -> None:
@@ -365,6 +426,14 @@ def test_a_packaged_chart_has_the_rules_and_the_dashboard(tmp_path: Path) -> Non
         ("model.several=yes", "several"),
         ("delivery.enabled=true", "delivery has no receiver"),
         ("delivery.enabled=true,incidents.enabled=false", "set incidents.enabled=true"),
+        ("bridge.enabled=true", "bridge.source is required"),
+        ("bridge.enabled=true,bridge.source=kafka://broker", "bridge/source"),
+        ("bridge.enabled=true,bridge.source=mqtt://broker/plant/#,bridge.replicas=2", "shared subscription"),
+        ("bridge.enabled=true,bridge.source=opc.tcp://plc,bridge.replicas=2", "shared subscription"),
+        (
+            "bridge.enabled=true,bridge.source=mqtts://broker/a,bridge.security.tls.clientCertificate=true",
+            "bridge.security.tls.existingSecret",
+        ),
         ("serve.ingress.enabled=true", "serve.ingress.host"),
         ("serviceAccount.create=false", "serviceAccount.name"),
     ],

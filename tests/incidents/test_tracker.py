@@ -15,9 +15,11 @@ from deformer_stream.calibration.incident_budget import BudgetPlan, parse_budget
 from deformer_stream.calibration.incident_evidence import ScoreTail
 from deformer_stream.calibration.share_vectors import compute_cosine
 from deformer_stream.codec.encode_incidents import decode_incident, encode_incident
-from deformer_stream.engine.events import NO_TIME, SuggestedReading
+from deformer_stream.codec.incident_state import decode_incident_state, encode_incident_state
+from deformer_stream.engine.events import NO_TIME, ONLY_MODEL, SuggestedReading
 from deformer_stream.errors import ConfigError
 from deformer_stream.incidents import fleet as fleet_module
+from deformer_stream.incidents import tracker as tracker_module
 from deformer_stream.incidents.events import (
     AlertRow,
     ClosedRows,
@@ -308,6 +310,44 @@ def test_a_row_that_comes_too_late_is_counted_and_does_not_move_time_back() -> N
     messages = tracker.handle(make_batch(make_rows("pump", range(10, 100), 0.001)))
     assert tracker.counts["late"] == 90
     assert all(m.last >= START + 103 * SECOND for m in messages)
+
+
+@pytest.mark.parametrize("leaping", ["pump", "fan"])
+def test_a_clock_that_leaps_ahead_holds_no_incident_and_no_silence(leaping: str) -> None:
+    """A record with a time in a year counts at the arrival of its message, so time goes on for all devices."""
+    tracker = IncidentTracker(SEGMENTS, TrackerOptions(max_ahead=60 * MINUTE, silent_after=DAY))
+    tracker.handle(replace(make_batch(make_rows("pump", range(10), 0.001)), arrived=START + 10 * SECOND))
+    leap = make_batch([(leaping, 365 * 86_400, 0.001)])
+    messages = tracker.handle(replace(leap, arrived=START + 11 * SECOND))
+    assert all(message.last <= START + 11 * SECOND for message in messages)
+    assert tracker.counts["ahead"] == 1
+    late = replace(make_batch(make_rows("pump", range(12, 200), 0.5)), arrived=START + 200 * SECOND)
+    (resolved,) = [message for message in tracker.handle(late) if message.state == "resolved"]
+    assert (resolved.device, resolved.resolution) == ("pump", "quiet")
+    assert resolved.resolved is not None
+    assert resolved.resolved < START + 200 * SECOND
+    assert tracker.counts["late"] == 0
+    # The alert of the record counts at the arrival, too.
+    tracker.handle(replace(make_batch(make_rows("valve", range(200, 210), 0.001)), arrived=START + 210 * SECOND))
+    rows = [("pump", second, 0.5) for second in range(210, 3 * 86_400, 3600)]
+    messages = [message for row in rows for message in tracker.handle(make_batch([row]))]
+    assert [message.resolution for message in messages if message.state == "resolved"] == ["silent"]
+
+
+def test_times_that_are_allowed_or_of_unknown_arrival_stay_as_they_are() -> None:
+    rows = make_rows("pump", range(0, 3600, 60), 0.001)
+    batch = replace(make_batch(rows), arrived=START)
+    assert batch.bound_times(59 * MINUTE) == (batch, 0)
+    bounded, num_ahead = batch.bound_times(58 * MINUTE)
+    assert num_ahead == 1
+    assert bounded.closed.times.tolist() == [*batch.closed.times.tolist()[:-1], START]
+    assert [alert.time for alert in bounded.alerts] == bounded.closed.times.tolist()
+    assert batch.closed.times[-1] == START + 59 * MINUTE
+    of_file = make_batch(rows)
+    assert of_file.bound_times(0) == (of_file, 0)
+    unlimited = IncidentTracker(SEGMENTS)
+    unlimited.handle(batch)
+    assert unlimited.counts["ahead"] == 0
 
 
 def test_rows_without_a_time_are_counted_and_dropped() -> None:
@@ -716,3 +756,75 @@ def test_an_incident_has_the_known_faults_that_the_latest_alert_looks_like() -> 
     # The set of an unknown fault may have faults with too few labelled records to be excluded.
     unknown = make_batch(make_rows("pump", range(20, 60), 0.001), fault=FaultName("unknown", 0.9, candidates))
     assert tracker.handle(unknown)[-1].fault == ()
+
+
+def make_churn(num_rounds: int) -> list[EvidenceBatch]:
+    """Return a log of one pump with two faults, and of ten devices in each round that never send again.
+
+    Two of them have an incident, which is resolved after the end of the fault.
+    """
+    batches = []
+    for number in range(num_rounds):
+        seconds = range(60 * number, 60 * number + 60, 6)
+        is_faulty = number % 10 in (2, 3)
+        rows = [("hall/pump", second, 0.001 if is_faulty else 0.5) for second in seconds]
+        rows += [(f"order-{number}/d{i}", seconds[i], 0.5) for i in range(8)]
+        rows += [(f"order-{number}/d{i}", second, 0.001) for i in (8, 9) for second in seconds[:5]]
+        rows += [(f"order-{number - 2}/d{i}", second, 0.5) for i in (8, 9) for second in seconds if number > 1]
+        batches.append(make_batch(sorted(rows, key=lambda row: row[1])))
+    return batches
+
+
+FORGETFUL = TrackerOptions(fleet=FleetRule(2, 600 * SECOND), reorder=0, quiet=20 * SECOND, min_quiet_records=3)
+
+
+def test_devices_that_have_long_been_silent_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Device names that never come again, such as order numbers, must not fill the memory."""
+    batches = make_churn(40)
+    unbounded = IncidentTracker(SEGMENTS, FORGETFUL)
+    expected = [unbounded.handle(batch) for batch in batches]
+    assert unbounded.num_devices == 401
+    assert unbounded.counts["forgotten_devices"] == 0
+    monkeypatch.setattr(tracker_module, "MAX_DEVICES", 45)
+    tracker = IncidentTracker(SEGMENTS, FORGETFUL)
+    assert [tracker.handle(batch) for batch in batches] == expected, "active devices and open incidents are kept"
+    assert tracker.num_devices == 45
+    assert tracker.counts["forgotten_devices"] == 401 - 45
+    assert len(tracker.export_state().state_by_group) < 10 < len(unbounded.export_state().state_by_group)
+    assert sum(m.state == "resolved" for messages in expected for m in messages) >= 80
+
+
+def test_the_same_devices_are_forgotten_after_a_restart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tracker_module, "MAX_DEVICES", 12)  # so few that incidents are not reopened, or joined
+    batches = make_churn(12)
+    whole = IncidentTracker(SEGMENTS, FORGETFUL)
+    expected = [whole.handle(batch) for batch in batches]
+    for place in range(1, 12):
+        first, second = IncidentTracker(SEGMENTS, FORGETFUL), IncidentTracker(SEGMENTS, FORGETFUL)
+        for batch in batches[:place]:
+            first.handle(batch)
+        saved = encode_incident_state({ONLY_MODEL: first.export_state()})
+        second.import_state(decode_incident_state(saved)[ONLY_MODEL])
+        assert [second.handle(batch) for batch in batches[place:]] == expected[place:], place
+        assert second.counts == whole.counts
+        assert list(second.export_state().state_by_device) == list(whole.export_state().state_by_device)
+
+
+def test_a_device_with_an_open_incident_is_not_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tracker_module, "MAX_DEVICES", 2)
+    tracker = IncidentTracker(SEGMENTS)
+    for number in range(20):  # more than are looked at in one search
+        tracker.handle(make_batch(make_rows(f"pump-{number}", range(10), 0.001)))
+    assert (tracker.num_open, tracker.num_devices) == (20, 20)
+    tracker.handle(make_batch([("fan", 20, 0.5), ("valve", 21, 0.5), ("belt", 22, 0.5)]))
+    assert tracker.num_open == 20
+    resolved = [
+        message
+        for number in range(20)
+        for message in tracker.handle(make_batch(make_rows(f"pump-{number}", range(30, 200), 0.5)))
+        if message.state == "resolved"
+    ]
+    assert len(resolved) == 20
+    for number in range(100):
+        tracker.handle(make_batch([(f"order-{number}", 200 + number, 0.5)]))
+    assert tracker.num_devices == 2

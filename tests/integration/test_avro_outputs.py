@@ -110,7 +110,7 @@ def test_avro_topics_say_what_json_says_and_own_programs_read_them(
     assert {value["id"] for _, value in foreign} == live.keys()
     assert len(live) >= 3
     evidence = tmp_path / "evidence.jsonl"
-    assert copy_evidence(cluster.brokers, f"{name}-evidence", evidence, reader) > 0
+    assert copy_evidence(cluster.brokers, f"{name}-evidence", evidence, None, reader) > 0
     registry.close()
     lines = evidence.read_bytes().splitlines()
     assert sum(len(decode_evidence(line).closed) for line in lines) == NUM_RECORDS

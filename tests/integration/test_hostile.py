@@ -105,7 +105,7 @@ def test_times_in_the_future_close_no_window(
     leap = [of("a", 86_400, "pressure"), of("a", 3600.5, "state")]
     sent = [of("a", *good[0]), *leap, *(of("a", *reading) for reading in good[1:]), of("a", 3599, "pressure")]
     produce(cluster.brokers, name, sent)
-    words = make_options(cluster, name, model_dir, "--window", "10s", "--max-ahead", "1h", "--record-timeout", "1h")
+    words = make_options(cluster, name, model_dir, "--window", "10s", "--record-timeout", "1h")
     with RunningConsumer(tmp_path / "log", *words) as consumer:
         consumer.wait_for(cluster.is_consumed(name, name), "all events consumed")
         closed = consumer.read_metrics()['deformer_records_closed_total{reason="window"}']

@@ -7,7 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from deformer_stream import log
 from deformer_stream.page import app, server
+from deformer_stream.page.security import MAX_FAILURES, Credentials
 from deformer_stream.page.server import PageServer, bind
 from tests.incidents.examples import make_incident
 from tests.page.pages import make_site
@@ -76,3 +78,46 @@ def test_a_connection_that_is_in_use_stays(running: PageServer) -> None:
         assert unused.recv(1) == b""  # so that the time has passed
         running.page.store.add_incidents([make_incident(2)])
         assert b"event: change" in read_until(connection, b"event: change")
+
+
+def try_password(running: PageServer, password: str, forwarded_for: str) -> bytes:
+    """Return the status of an attempt to log in through a proxy, which adds a header."""
+    form = f"user=anna&password={password}".encode()
+    head = (
+        "POST /login HTTP/1.1\r\nHost: 127.0.0.1\r\nSec-Fetch-Site: same-origin\r\nConnection: close\r\n"
+        f"X-Forwarded-For: {forwarded_for}\r\nContent-Length: {len(form)}\r\n"
+        "Content-Type: application/x-www-form-urlencoded\r\n\r\n"
+    )
+    with connect(running) as connection:
+        connection.sendall(head.encode() + form)
+        return read_until(connection, b"").split()[1]
+
+
+@pytest.mark.parametrize(
+    ("proxies", "others"),
+    [
+        (("127.0.0.1",), b"303"),
+        (("10.0.0.0/8", "127.0.0.0/8"), b"303"),
+        ((), b"429"),  # the client is whoever connects, and may send any header
+        (("10.1.1.1",), b"429"),
+    ],
+)
+def test_wrong_passwords_count_for_the_client_that_a_trusted_proxy_names(
+    proxies: tuple[str, ...], others: bytes, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What a client writes into the header itself comes before the address that the proxy adds."""
+    token = "a-token-of-a-plant-7"
+    page = make_site(credentials=Credentials(token=token), trusted_proxies=proxies).page
+    log.configure()
+    listener = bind("127.0.0.1", 0)
+    running = PageServer(page, listener)
+    running.start()
+    try:
+        for number in range(MAX_FAILURES):
+            assert try_password(running, "wrong", f"1.2.3.{number}, 192.0.2.1") == b"403"
+        assert try_password(running, token, "192.0.2.1") == b"429"
+        assert try_password(running, token, "192.0.2.2") == others
+    finally:
+        running.stop()
+        listener.close()
+    assert capsys.readouterr().err.count("proxy_not_trusted") == (not proxies)

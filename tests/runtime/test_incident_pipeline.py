@@ -71,6 +71,7 @@ class Broker:
         offsets: Committed offset by partition.
         snapshots: By partition, the saved state and the offset of the first message that it does not include.
         num_commits: Number of commits.
+        arrivals: The timestamps of the messages of evidence, by partition; they have none by default.
     """
 
     payloads: dict[int, list[bytes | None]]
@@ -78,6 +79,7 @@ class Broker:
     offsets: dict[int, int] = field(default_factory=dict)
     snapshots: dict[int, tuple[bytes, int]] = field(default_factory=dict)
     num_commits: int = 0
+    arrivals: dict[int, list[int]] = field(default_factory=dict)
 
     def read_history(self, partition: int) -> list[Incident]:
         """Return the committed messages about the incidents of a partition."""
@@ -116,13 +118,14 @@ class BrokerSource:
                 restored.append(RestoredPartition(partition, self.broker.offsets.get(partition, 0), snapshot))
             self.catching_up = set(self.positions)
             return PollResult(None, restored_partitions=tuple(restored), caught_up_partitions=self.pop_caught_up())
-        partitions, offsets, payloads = [], [], []
+        partitions, offsets, payloads, times = [], [], [], []
         for partition in sorted(self.positions):
             end = min(self.positions[partition] + int(self.rng.integers(0, 4)), len(self.broker.payloads[partition]))
             for offset in range(self.positions[partition], end):
                 partitions.append(partition)
                 offsets.append(offset)
                 payloads.append(self.broker.payloads[partition][offset])
+                times.append(self.broker.arrivals[partition][offset] if self.broker.arrivals else NO_TIME)
             self.positions[partition] = end
         if all(end >= len(self.broker.payloads[p]) for p, end in self.positions.items()):
             self.stop.set()
@@ -130,7 +133,7 @@ class BrokerSource:
             "evidence",
             [None] * len(payloads),
             payloads,
-            np.full(len(payloads), NO_TIME),
+            np.array(times, np.int64),
             np.array(partitions, np.int32),
             np.array(offsets, np.int64),
         )
@@ -394,6 +397,41 @@ def test_records_of_late_batches_are_counted_once_over_restarts() -> None:
     assert num_late
     again = run_once(broker)
     assert not again.registry.get_sample_value("deformer_evidence_unusual_total", {"kind": "late"})
+
+
+def make_leaping_broker() -> Broker:
+    """Return a broker with evidence in which the clock of each device leaps ahead by a year once."""
+    batches = make_batches()
+    arrivals = [int(batch.closed.times[-1]) for batch in batches]
+    batches[6].closed.times[:] += 365 * 86_400 * SECOND
+    broker = make_broker(batches)
+    broker.arrivals = {0: arrivals}
+    return broker
+
+
+def make_bounded_plan() -> DetectionPlan:
+    """Return a plan with a limit of times that lie ahead of their arrival."""
+    plan = make_plan()
+    return replace(plan, options=replace(plan.options, max_ahead=3600 * SECOND))
+
+
+def test_a_clock_that_leaps_ahead_gives_the_same_incidents_after_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The arrival is the timestamp of the message, and not the clock of the process. So it is the same again."""
+    load_plan = make_bounded_plan
+    whole, held = make_leaping_broker(), make_leaping_broker()
+    metrics = run_once(whole, load_plan=load_plan)
+    assert metrics.registry.get_sample_value("deformer_evidence_unusual_total", {"kind": "ahead"}) == 16
+    messages = group_by_id(whole)
+    assert sum(one[-1].state == "resolved" for one in messages.values()) >= 3
+    assert max(one[-1].last for one in messages.values()) <= max(whole.arrivals[0])
+    for num_calls in range(0, 30, 3):
+        broker = make_leaping_broker()
+        with suppress(KilledError):
+            run_once(broker, num_calls, "commit", num_calls, monkeypatch, load_plan=load_plan)
+        run_once(broker, num_calls + 1, load_plan=load_plan)
+        assert group_by_id(broker) == messages, num_calls
+    run_once(held)
+    assert not any(one[-1].state == "resolved" for one in group_by_id(held).values()), "without a limit"
 
 
 def test_plan_is_loaded_again_when_the_model_changes(expected: dict[str, list[Incident]]) -> None:

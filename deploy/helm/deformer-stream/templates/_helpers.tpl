@@ -188,7 +188,26 @@ http{{ if .Values.serve.ingress.tlsSecret }}s{{ end }}://{{ .Values.serve.ingres
 {{- with include "deformer.pageUrl" . -}}
 {{- $_ := set $serve "external-url" . -}}
 {{- end -}}
-# All options of all processes. The login of the brokers is not among them.
+{{- $bridge := dict -}}
+{{- with .Values.bridge -}}
+{{- if .enabled -}}
+{{- $bridge = dict "http" "0.0.0.0:9466" "source" .source -}}
+{{- with .security.username -}}
+{{- $_ := set $bridge "source-username" . -}}
+{{- end -}}
+{{- if .security.existingSecret -}}
+{{- $_ := set $bridge "source-password-file" "/etc/deformer/source/password" -}}
+{{- end -}}
+{{- if .security.tls.existingSecret -}}
+{{- $_ := set $bridge "source-cafile" "/etc/deformer/source-tls/ca.crt" -}}
+{{- if .security.tls.clientCertificate -}}
+{{- $_ := set $bridge "source-certfile" "/etc/deformer/source-tls/tls.crt" -}}
+{{- $_ := set $bridge "source-keyfile" "/etc/deformer/source-tls/tls.key" -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+# All options of all processes. Passwords are not among them.
 {{- include "deformer.tomlTable" (mergeOverwrite $shared .Values.options) }}
 
 [consume]
@@ -199,6 +218,11 @@ http{{ if .Values.serve.ingress.tlsSecret }}s{{ end }}://{{ .Values.serve.ingres
 
 [serve]
 {{- include "deformer.tomlTable" (mergeOverwrite $serve .Values.serve.options) }}
+{{- if .Values.bridge.enabled }}
+
+[bridge]
+{{- include "deformer.tomlTable" (mergeOverwrite $bridge .Values.bridge.options) }}
+{{- end }}
 {{- end -}}
 
 {{/* The flags that name the receivers of incidents. */}}
@@ -259,6 +283,17 @@ http{{ if .Values.serve.ingress.tlsSecret }}s{{ end }}://{{ .Values.serve.ingres
 {{- end -}}
 {{- if and .Values.delivery.enabled (not .Values.incidents.enabled) -}}
 {{- fail "delivery notifies receivers of incidents: set incidents.enabled=true" -}}
+{{- end -}}
+{{- with .Values.bridge -}}
+{{- if and .enabled (not .source) -}}
+{{- fail "bridge.source is required with bridge.enabled, such as mqtts://broker.plant.example/plant/#" -}}
+{{- end -}}
+{{- if and .enabled (gt (int .replicas) 1) (not (contains "/$share/" .source)) -}}
+{{- fail "bridge: several replicas would each write every reading: use a shared subscription, such as mqtt://HOST/$share/bridges/plant/#, or one replica" -}}
+{{- end -}}
+{{- if and .enabled .security.tls.clientCertificate (not .security.tls.existingSecret) -}}
+{{- fail "bridge.security.tls.clientCertificate needs bridge.security.tls.existingSecret, a Secret with ca.crt, tls.crt and tls.key" -}}
+{{- end -}}
 {{- end -}}
 {{- if and .Values.serve.ingress.enabled (not .Values.serve.ingress.host) -}}
 {{- fail "serve.ingress.host is required with serve.ingress.enabled" -}}

@@ -1,7 +1,7 @@
 {{/*
 The template of a pod. Its argument is a dict:
   root       the context of the chart
-  component  consume, incidents, delivery or serve
+  component  bridge, consume, incidents, delivery or serve
   values     the values of the component
   port       number of the port, and portName its name
   args       list of arguments in YAML
