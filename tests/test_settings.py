@@ -186,9 +186,11 @@ def test_times_that_lie_ahead_are_limited_where_messages_have_an_arrival(
     flags: dict[str, str], limit: int | None
 ) -> None:
     settings = load_settings(ConsumeSettings, {"model": "m", **flags}, None, "consume")
-    assert settings.max_ahead_micros == limit
+    assert settings.get_max_ahead_micros(has_windows=True) == limit
+    is_set = "max_ahead" in flags
+    assert settings.get_max_ahead_micros(has_windows=False) == (limit if is_set else None)
     replay = load_settings(ReplaySettings, {"model": "m"}, None, "replay")
-    assert replay.max_ahead_micros is None
+    assert replay.get_max_ahead_micros(has_windows=True) is None
     with pytest.raises(ConfigError, match=r"--max-ahead soon .*this is not a duration"):
         load_settings(ConsumeSettings, {"model": "m", **flags, "max_ahead": "soon"}, None, "consume")
 

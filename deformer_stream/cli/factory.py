@@ -561,15 +561,16 @@ def make_codec(loaded: Artifact, settings: ScoringSettings, **others: Any) -> Co
     """
     from deformer_stream.codec import Codec
 
+    window_assigner = make_window_assigner(loaded.schema, settings)
     return Codec(
         loaded.schema,
         get_field_names(settings),
         max_message_bytes=settings.max_message_bytes,
         # Messages with more readings are rejected. One with one reading for each feature must always be accepted.
         max_readings=max(MIN_READINGS_LIMIT, len(loaded.schema)),
-        window_assigner=make_window_assigner(loaded.schema, settings),
+        window_assigner=window_assigner,
         # Events further in the future than this are rejected. None accepts all times.
-        max_ahead_micros=settings.max_ahead_micros,
+        max_ahead_micros=settings.get_max_ahead_micros(window_assigner is not None),
         **others,
     )
 

@@ -115,12 +115,15 @@ class ScoringSettings(_ModelSettings):
         None,
         description="Reject an event if its time is later than the broker's timestamp by more than this, because such "
         "an event would make the later readings of its device late. Without a broker, the clock of this machine is "
-        "used. off accepts all times. Default: 1h for events of a broker, off for files.",
+        "used. off accepts all times. Default: 1h for events of a broker if records are windows, otherwise off.",
     )
 
-    @property
-    def max_ahead_micros(self) -> int | None:
-        """The limit of --max-ahead that is in force in microseconds, None if there is none."""
+    def get_max_ahead_micros(self, has_windows: bool) -> int | None:
+        """Return the limit of --max-ahead that is in force in microseconds, None if there is none.
+
+        Args:
+            has_windows: Whether records are time windows.
+        """
         return get_limit_micros(self.max_ahead)
 
 
@@ -370,14 +373,17 @@ class ConsumeSettings(ModelSetSettings, KafkaSettings, RegistrySettings, PlantSo
         if found:
             raise ValueError(f"{to_flag(found[0])} requires {requirement}; leave it out")
 
-    @property
-    def max_ahead_micros(self) -> int | None:
-        """The limit of --max-ahead that is in force in microseconds, None if there is none.
+    def get_max_ahead_micros(self, has_windows: bool) -> int | None:
+        """Return the limit of --max-ahead that is in force in microseconds, None if there is none.
 
-        The lines of a file have no time of arrival, and may be simulated. So there is no limit by default.
+        By default there is a limit only where a wrong time would hold the clock of a device, which ends its windows. The
+        lines of a file have no time of arrival, and may be simulated, so there is no limit for them.
+
+        Args:
+            has_windows: Whether records are time windows.
         """
         has_broker = self.source is None or self.source.startswith(("kafka://", *_MQTT_SCHEMES))
-        is_default = self.max_ahead is None and has_broker
+        is_default = self.max_ahead is None and has_broker and has_windows
         return get_limit_micros(parse_duration(DEFAULT_MAX_AHEAD) if is_default else self.max_ahead)
 
     @property
