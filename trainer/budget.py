@@ -8,6 +8,7 @@ needed. Therefore the cost of the other phases is measured on a few records befo
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -29,6 +30,18 @@ MAX_WARM_UP_SECONDS = 2.0
 
 MAX_MEASURED_RECORDS = 64
 """Largest number of records that are processed to measure the seconds per record."""
+
+MIN_CLEAR_RATIO = 3.0
+"""A call shows the time for each record if it takes this many times as long as one with a single record."""
+
+MAX_UNCLEAR_SECONDS = 0.5
+"""A call that takes longer than this is a measurement in any case."""
+
+STEP_MEASURING_SHARE, MAX_STEP_MEASURING_SHARE = 0.02, 0.1
+"""Share of the remaining time that one measurement of a training step may take (`measure_step_cost`).
+
+The second one is for steps that do not show the time for each record yet.
+"""
 
 MAX_COMBINED_MEASUREMENTS = 3
 """Number of measurements of costs of which `combine_costs` returns the median."""
@@ -300,6 +313,7 @@ def measure_seconds_per_record(
     num_available: int,
     warm_up: bool = True,
     min_seconds: float = MIN_MEASURED_SECONDS,
+    min_ratio: float = 1.0,
 ) -> float:
     """Return the seconds that a function needs for each record.
 
@@ -311,6 +325,9 @@ def measure_seconds_per_record(
         num_available: Largest number of records that `process` can be called with.
         warm_up: Whether to call `process` once before it is measured, because the first call may load libraries.
         min_seconds: Seconds that a call must take to be the measurement.
+        min_ratio: How many times as long as a call with one record it must take, unless it takes more than
+            `MAX_UNCLEAR_SECONDS`. On a busy machine, even a single record may take long enough to be measured, but most
+            of this time is the same for any number of records.
     """
     if warm_up:
         started = clock()
@@ -319,13 +336,70 @@ def measure_seconds_per_record(
         if seconds > MAX_WARM_UP_SECONDS:  # the record is so expensive that it is not processed again
             return seconds
     num_records, max_records = 1, min(MAX_MEASURED_RECORDS, num_available)
+    first_seconds = math.inf
     while True:
         started = clock()
         process(num_records)
         seconds = clock() - started
-        if seconds >= min_seconds or num_records >= max_records:
+        first_seconds = min(first_seconds, seconds)
+        is_clear = seconds >= min(min_ratio * first_seconds, max(min_seconds, MAX_UNCLEAR_SECONDS))
+        if (seconds >= min_seconds and is_clear) or num_records >= max_records:
             return seconds / num_records
         num_records = min(4 * num_records, max_records)
+
+
+@dataclass(frozen=True, slots=True)
+class StepCost:
+    """The time of a training step as a function of the number of its records.
+
+    Attributes:
+        fixed: Seconds that do not depend on the number of records.
+        per_record: Seconds for each record, in addition.
+    """
+
+    fixed: float
+    per_record: float
+
+    def estimate_seconds(self, num_records: float) -> float:
+        """Return the seconds of a step with so many records."""
+        return self.fixed + self.per_record * num_records
+
+    def count_affordable(self, seconds: float) -> float:
+        """Return how many records a step can have in the given seconds; negative if these are too few for any."""
+        return (seconds - self.fixed) / max(self.per_record, 1e-9)
+
+
+def measure_step_cost(
+    measure_step: Callable[[int], float], max_records: int, remaining_seconds: float = math.inf
+) -> StepCost:
+    """Measure the time of a training step with one record, and with more and more records.
+
+    Most of the time of a step with few records is the same for any number of records. If it counted for each record, a
+    step with a full batch would look up to thirty times as long as it is. Therefore the number of records is increased
+    fourfold, up to a full batch. The increase ends earlier if the next step would probably take too long.
+
+    Args:
+        measure_step: A function that returns the seconds of a step with as many records as its argument says. The first
+            step with a new number of records takes longer than others, so each is computed twice.
+        max_records: Number of records of a full batch.
+        remaining_seconds: Seconds that are left of the time limit.
+    """
+    seconds = measure_step(1)
+    if seconds > MAX_WARM_UP_SECONDS:  # a step is so expensive that it is not computed again
+        return StepCost(0.0, seconds)
+    first_seconds = last_seconds = measure_step(1)
+    num_records = 1
+    while num_records < max_records:
+        is_clear = last_seconds >= MIN_CLEAR_RATIO * first_seconds
+        share = STEP_MEASURING_SHARE if is_clear else MAX_STEP_MEASURING_SHARE
+        if 2 * 4 * last_seconds > share * remaining_seconds:  # two steps with four times as many records
+            break
+        num_records = min(4 * num_records, max_records)
+        last_seconds = min(measure_step(num_records), measure_step(num_records))
+    # The line through both measurements. Its fixed part is not negative.
+    slope = max(0.0, last_seconds - first_seconds) / max(num_records - 1, 1)
+    fixed_seconds = max(0.0, last_seconds - slope * num_records) if num_records > 1 else 0.0
+    return StepCost(fixed_seconds, (last_seconds - fixed_seconds) / num_records)
 
 
 def choose_batch_size(seconds_per_record: float, default: int) -> int:

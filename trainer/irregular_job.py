@@ -36,6 +36,7 @@ from trainer.budget import (
     Phase,
     PhaseCosts,
     RecordCounts,
+    StepCost,
     TimeBudget,
     choose_batch_size,
     combine_costs,
@@ -556,7 +557,7 @@ class _Job:
         return rows[np.argsort(np.abs(num_readings - num_readings.mean()), kind="stable")][:MAX_MEASURED_RECORDS]
 
     def _choose_batch(self, run: TrainingRun, seconds_per_block: float) -> int:
-        """Return the number of blocks per batch with which the time limit allows at least `MIN_STEPS` steps."""
+        """Return the number of blocks per batch with which the time limit allows enough steps (`reduce_batch`)."""
         costs = self.costs
         if costs is None:
             return run.recipe.batch
@@ -566,7 +567,8 @@ class _Job:
         if is_time_too_short(self.budget, min_seconds, self.on_message):
             return 1
         training_seconds = self._estimate_training_seconds()
-        return reduce_batch(run.recipe, training_seconds, seconds_per_block, "block", self.on_message)
+        cost = StepCost(0.0, seconds_per_block)
+        return reduce_batch(run.recipe, training_seconds, cost, "block", self.on_message)
 
     def compute_costs(self, model: DEformer) -> Costs:
         """Return the seconds to reserve for the work after training, and the seconds to validate a block.

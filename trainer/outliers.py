@@ -184,11 +184,16 @@ def drop_outliers(
         if not num_suspected:
             continue
         distances = compute_median_distances(
-            data, seed, num_references, lambda done, before=num_before: on_progress(before + done), rows
+            data, seed, num_references, functools.partial(_report_sum, on_progress, num_before), rows
         )
         suspected_rows = rows[np.argsort(distances, kind="stable")[len(rows) - num_suspected :]]  # the most distant
         split[suspected_rows[split[suspected_rows] != Split.CALIBRATION]] = Split.LEFT_OUT
     return replace(data, split=split)
+
+
+def _report_sum(on_progress: Callable[[int], object], num_before: int, num_done: int) -> None:
+    """Report the number of records that are done together with those that were done before."""
+    on_progress(num_before + num_done)
 
 
 def find_suspects(

@@ -21,12 +21,15 @@ from deformer_stream.counts import format_count
 from deformer_stream.model.deformer import DEformer, ModelConfig
 from trainer import factor_analysis, finetune, gaussian_prior
 from trainer.budget import (
+    MIN_CLEAR_RATIO,
     PROGRESS_SECONDS,
     PhaseCosts,
     RecordCounts,
+    StepCost,
     TimeBudget,
     compute_min_counts,
     measure_seconds_per_record,
+    measure_step_cost,
 )
 from trainer.calibrate import choose_order, compute_statistics
 from trainer.data import PreparedTable, Split
@@ -41,6 +44,7 @@ from trainer.gaussian_process import attach_compiled_process
 from trainer.recipes import (
     AUTO_PRESETS,
     MIN_STEPS_OF_LARGER_PRESET,
+    MIN_USEFUL_STEPS,
     choose_exemplars,
     choose_gaussians,
     choose_recipe,
@@ -68,6 +72,12 @@ PROBE_RECORDS = 500
 
 TRAINING_SHARE = 0.55
 """Share of the remaining time that training gets, as far as it is known before the phases are measured."""
+
+MIN_USEFUL_BATCH = 32
+"""Smallest number of records to which a batch is reduced for the sake of `MIN_USEFUL_STEPS` training steps.
+
+For `MIN_STEPS` it is reduced further.
+"""
 
 MIN_COST_RATIO = 2.0
 """A training step of the larger one of `AUTO_PRESETS` takes at least this many times as long as one of the smaller.
@@ -403,7 +413,7 @@ class RunPlanner:
 
     def _choose_preset(
         self, data: PreparedTable, old_model: DEformer | None, prior: FittedPrior
-    ) -> tuple[TrainingRun, TrainConfig, str, float]:
+    ) -> tuple[TrainingRun, TrainConfig, str, StepCost]:
         """Create the run with the preset that suits the table and the time.
 
         With `--preset auto`, it is the larger one of `AUTO_PRESETS` if the time limit leaves at least
@@ -415,63 +425,66 @@ class RunPlanner:
             prior: The fitted Gaussian prior.
 
         Returns:
-            (run, settings, reason, seconds). The settings have the chosen preset. The reason is a text for the user.
-            `seconds` are those of a training step for each record of its batch, 0 if they were not measured.
+            (run, settings, reason, cost). The settings have the chosen preset. The reason is a text for the user. The
+            cost is that of a training step, 0 if it was not measured.
         """
         is_limited = self.budget.limit is not None
         if self.state is not None and "preset" in self.state["identity"]:
             settings = self._set_preset(self.state["identity"]["preset"])
             run = self._create_run(data, old_model, prior, settings)
-            return run, settings, "that of the interrupted run", 0.0
+            return run, settings, "that of the interrupted run", StepCost(0.0, 0.0)
         is_open = self.settings.preset == "auto" and is_limited and not has_own_size(self.settings)
         if not is_open:
             settings = self._set_preset(resolve_preset(self.settings))
             reason = "the default" if self.settings.preset == "auto" else "chosen by --preset"
             run = self._create_run(data, old_model, prior, settings)
-            seconds = self._measure_step(run) if is_limited and not self.is_rushed else 0.0
-            return run, settings, reason, seconds
+            is_measured = is_limited and not self.is_rushed
+            return run, settings, reason, self._measure_step(run) if is_measured else StepCost(0.0, 0.0)
         large, small = AUTO_PRESETS
         settings = self._set_preset(small)
         run = self._create_run(data, old_model, prior, settings)
         if self.is_rushed:
-            return run, settings, f"--max-time leaves no time to measure preset {large}", 0.0
-        seconds = self._measure_step(run)
+            return run, settings, f"--max-time leaves no time to measure preset {large}", StepCost(0.0, 0.0)
+        cost = self._measure_step(run)
         # The larger preset is only measured if its steps would be affordable at the least possible cost.
-        num_steps = int(self._estimate_steps(run, seconds) / MIN_COST_RATIO)
+        num_steps = int(self._estimate_steps(run, cost) / MIN_COST_RATIO)
         num_needed = min(MIN_STEPS_OF_LARGER_PRESET, run.steps)  # with --epochs the schedule may be shorter
         if num_steps >= num_needed:
             large_settings = self._set_preset(large)
             large_run = self._create_run(data, old_model, prior, large_settings)
             num_needed = min(MIN_STEPS_OF_LARGER_PRESET, large_run.steps)
-            large_seconds = self._measure_step(large_run)
-            num_steps = self._estimate_steps(large_run, large_seconds)
+            large_cost = self._measure_step(large_run)
+            num_steps = self._estimate_steps(large_run, large_cost)
             if num_steps >= num_needed:
                 reason = "the time limit leaves enough training steps for it"
-                return large_run, large_settings, reason, large_seconds
+                return large_run, large_settings, reason, large_cost
         reason = (
             f"--max-time leaves time for at most about {format_count(num_steps, 'training step')} of preset {large}, "
             f"which should have at least {num_needed}"
         )
         self.on_message(f"preset {small}: {reason}")
-        return run, settings, reason, seconds
+        return run, settings, reason, cost
 
-    def _estimate_steps(self, run: TrainingRun, seconds_per_record: float) -> int:
+    def _estimate_steps(self, run: TrainingRun, cost: StepCost) -> int:
         """Return about how many training steps of a run fit into the remaining time.
 
         Args:
             run: The run.
-            seconds_per_record: Seconds of a training step for each record of its batch.
+            cost: The cost of a training step with a single batch.
         """
-        return int(TRAINING_SHARE * self.budget.remaining / max(run.batch_size * seconds_per_record, 1e-9))
+        num_batches = run.recipe.accumulate  # in each process
+        num_records = run.batch_size / (num_batches * self.ranks.world_size)
+        step_seconds = num_batches * cost.estimate_seconds(num_records)
+        return int(TRAINING_SHARE * self.budget.remaining / max(step_seconds, 1e-9))
 
     def _set_preset(self, preset: str) -> TrainConfig:
         """Return the settings with another preset."""
         return self.settings.model_copy(update={"preset": preset})
 
-    def _measure_step(self, run: TrainingRun) -> float:
-        """Return the measured seconds of a training step for each record of its batch."""
+    def _measure_step(self, run: TrainingRun) -> StepCost:
+        """Return the measured cost of a training step with a single batch."""
         max_records = min(run.recipe.batch, len(run.train_rows))
-        return measure_seconds_per_record(run.measure_step_seconds, self.budget.clock, max_records)
+        return measure_step_cost(run.measure_step_seconds, max_records, self.budget.remaining)
 
     def _measure_phase_costs(
         self, model: DEformer, data: PreparedTable, priors: CrossFittedPriors | None
@@ -494,12 +507,16 @@ class RunPlanner:
         rows = data.select_rows(Split.CALIBRATION)
         order = choose_order(settings.order_of_features, data)
         calibration_seconds = measure_seconds_per_record(
-            lambda num_records: compute_statistics(model, data, rows[:num_records], order, seed=0), clock, len(rows)
+            lambda num_records: compute_statistics(model, data, rows[:num_records], order, seed=0),
+            clock,
+            len(rows),
+            min_ratio=MIN_CLEAR_RATIO,
         )
         held_out_seconds = measure_seconds_per_record(
             lambda num_records: evaluate_held_out(model, data, rows[:num_records], num_orders=1, seed=0),
             clock,
             len(rows),
+            min_ratio=MIN_CLEAR_RATIO,
         )
         distance_seconds = measure_distance_seconds(
             model, data, choose_exemplars(settings), settings.seed, clock, priors
@@ -511,17 +528,15 @@ class RunPlanner:
             fixed=fixed_seconds,
         )
 
-    def _choose_batch(
-        self, run: TrainingRun, seconds_per_record: float, costs: PhaseCosts, maximum: RecordCounts
-    ) -> int:
-        """Return the number of records per batch with which the time limit allows at least `MIN_STEPS` training steps.
+    def _choose_batch(self, run: TrainingRun, step_cost: StepCost, costs: PhaseCosts, maximum: RecordCounts) -> int:
+        """Return the number of records per batch with which the time limit allows enough training steps.
 
-        It is the batch of the recipe or a smaller power of two. If the batch is reduced, or if the limit is too short
-        even for one step with one record, a message is sent.
+        It is the batch of the recipe or a smaller power of two (`reduce_batch`). If the batch is reduced, or if the
+        limit is too short even for one step with one record, a message is sent.
 
         Args:
             run: The training run with the batch of its recipe.
-            seconds_per_record: Seconds of a training step for each record of its batch.
+            step_cost: The cost of a training step with a single batch.
             costs: Measured costs of the phases after training.
             maximum: The numbers of records that these phases use if there is enough time.
         """
@@ -531,11 +546,11 @@ class RunPlanner:
         validation_seconds = 2 * MIN_VALIDATION_ROWS * VALIDATION_ORDERS * costs.held_out
         min_final_seconds = compute_min_counts(maximum).estimate_seconds(costs) + costs.fixed
         # The shortest training is one step with one record in each of its batches.
-        min_seconds = seconds_per_record * recipe.accumulate + validation_seconds + min_final_seconds
+        min_seconds = recipe.accumulate * step_cost.estimate_seconds(1) + validation_seconds + min_final_seconds
         if is_time_too_short(budget, min_seconds, self.on_message):
             return 1
         training_seconds = budget.remaining - compute_reserve(costs, maximum, limit) - validation_seconds
-        return reduce_batch(recipe, training_seconds, seconds_per_record, "record", self.on_message)
+        return reduce_batch(recipe, training_seconds, step_cost, "record", self.on_message)
 
 
 def is_time_too_short(budget: TimeBudget, min_seconds: float, on_message: Callable[[str], None]) -> bool:
@@ -558,22 +573,30 @@ def is_time_too_short(budget: TimeBudget, min_seconds: float, on_message: Callab
 
 
 def reduce_batch(
-    recipe: Recipe, training_seconds: float, seconds_per_example: float, noun: str, on_message: Callable[[str], None]
+    recipe: Recipe, training_seconds: float, cost: StepCost, noun: str, on_message: Callable[[str], None]
 ) -> int:
-    """Return the number of examples in a batch with which the time allows at least `MIN_STEPS` training steps.
+    """Return the number of examples in a batch with which the time allows enough training steps.
+
+    It is reduced for `MIN_USEFUL_STEPS` steps to `MIN_USEFUL_BATCH` examples, and for `MIN_STEPS` steps as far as
+    necessary. But it is not reduced further if most of the time of a step does not depend on it, because the number of
+    steps would then hardly grow.
 
     Args:
         recipe: The hyperparameters of training, whose batch is the largest one.
         training_seconds: Seconds for all training steps.
-        seconds_per_example: Seconds of a step for each example of its batches.
+        cost: The cost of a step with a single batch.
         noun: What an example is, for the message.
         on_message: Called with a message if the batch is reduced.
     """
-    # Number of examples in each batch if MIN_STEPS steps of `accumulate` batches take all of the time.
-    num_affordable = training_seconds / (MIN_STEPS * recipe.accumulate * max(seconds_per_example, 1e-9))
-    if num_affordable >= recipe.batch:
+    # Seconds of each of the `accumulate` batches of a step if the steps take all of the time.
+    batch_seconds = training_seconds / recipe.accumulate
+    for_useful_steps = cost.count_affordable(batch_seconds / MIN_USEFUL_STEPS)
+    for_few_steps = cost.count_affordable(batch_seconds / MIN_STEPS)
+    num_as_long_as_fixed = cost.fixed / max(cost.per_record, 1e-9)
+    num_chosen = max(for_useful_steps, min(for_few_steps, MIN_USEFUL_BATCH), num_as_long_as_fixed, 1.0)
+    if num_chosen >= recipe.batch:
         return recipe.batch
-    batch = 1 << int(math.log2(max(num_affordable, 1.0)))  # the largest power of two that is affordable
+    batch = 1 << int(math.log2(num_chosen))  # the largest power of two that is not larger
     on_message(
         f"the batch is reduced from {recipe.batch} to {format_count(batch, noun)}, so that --max-time allows enough "
         "steps"

@@ -284,7 +284,7 @@ def train_sequence_classifier(
         model.train()
         for rows in iterate_batches(train.num_sets, config.batch, rng):
             optimizer.zero_grad()
-            compute_loss(model(train.select(rows)), train_classes[rows], weights).backward()
+            torch.autograd.backward(compute_loss(model(train.select(rows)), train_classes[rows], weights))
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
         probabilities = model.predict(validation)[np.arange(len(validation)), validation_classes]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +14,16 @@ from deformer_stream import model_store
 from deformer_stream.errors import ConfigError
 from tests.trainer.tables import correlated, write
 from trainer import checkpoint, gaussian_prior, planning
-from trainer.budget import TimeBudget, measure_seconds_per_record
-from trainer.fit import Interrupted, TrainingRun
+from trainer.budget import (
+    MIN_CLEAR_RATIO,
+    StepCost,
+    TimeBudget,
+    measure_seconds_per_record,
+    measure_step_cost,
+)
+from trainer.fit import Interrupted, Recipe, TrainingRun
 from trainer.job import TrainingOutput, train
-from trainer.planning import RunPlanner, create_first_part, estimate_least_seconds
+from trainer.planning import RunPlanner, create_first_part, estimate_least_seconds, reduce_batch
 from trainer.recipes import MIN_STEPS_OF_LARGER_PRESET
 from trainer.settings import TrainConfig
 
@@ -31,9 +39,9 @@ def step_seconds(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     """The seconds of a training step by preset, in place of measured ones. Tests may change them."""
     seconds_by_preset = {"tiny": 0.01, "small": 0.04}
 
-    def measure_step(planner: RunPlanner, run: TrainingRun) -> float:
+    def measure_step(planner: RunPlanner, run: TrainingRun) -> StepCost:
         preset = "tiny" if run.model.config.layers == 2 else "small"
-        return seconds_by_preset[preset] / run.batch_size
+        return StepCost(0.0, seconds_by_preset[preset] / run.batch_size)
 
     monkeypatch.setattr(RunPlanner, "_measure_step", measure_step)
     return seconds_by_preset
@@ -195,6 +203,71 @@ def test_expensive_first_call_is_itself_the_measurement() -> None:
 
     assert measure_seconds_per_record(process, lambda: now[0], 100) == 3.0
     assert sizes == [1]
+
+
+def _simulate_steps(fixed: float, per_record: float) -> tuple[Callable[[int], float], list[int]]:
+    """Return a function that returns the seconds of a step, and the list of the numbers of records of its calls.
+
+    The first step with a new number of records takes 60 ms longer, as in a real training.
+    """
+    sizes: list[int] = []
+
+    def measure_step(num_records: int) -> float:
+        is_new = num_records not in sizes
+        sizes.append(num_records)
+        return fixed + per_record * num_records + 0.06 * is_new
+
+    return measure_step, sizes
+
+
+@pytest.mark.parametrize(("fixed", "per_record"), [(0.015, 0.00055), (0.15, 0.0055), (0.0, 0.3)])
+def test_time_that_each_step_takes_does_not_count_for_each_record(fixed: float, per_record: float) -> None:
+    """The first two are a step of preset tiny for 13 features, and the same on a machine that is ten times slower."""
+    measure_step, sizes = _simulate_steps(fixed, per_record)
+    cost = measure_step_cost(measure_step, 256, remaining_seconds=50.0)
+    assert cost.estimate_seconds(256) == pytest.approx(fixed + 256 * per_record)
+    assert sum(fixed + per_record * size + 0.06 for size in sizes) < 10.0
+
+
+@pytest.mark.parametrize("slowness", [1.0, 10.0])
+def test_time_that_each_call_takes_does_not_count_for_each_record(slowness: float) -> None:
+    """A call takes 5 ms, and 0.1 ms more for each record. On a slow machine a single record takes 51 ms."""
+    now = [0.0]
+
+    def process(num_records: int) -> None:
+        now[0] += slowness * (0.005 + 0.0001 * num_records)
+
+    seconds = measure_seconds_per_record(process, lambda: now[0], 1000, min_ratio=MIN_CLEAR_RATIO)
+    assert seconds < 2 * slowness * 0.0001
+
+
+def test_expensive_steps_are_measured_with_one_record() -> None:
+    measure_step, sizes = _simulate_steps(0.0, 3.0)
+    assert measure_step_cost(measure_step, 256, 50.0).estimate_seconds(10) == pytest.approx(30.6)
+    assert sizes == [1]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "fixed", "per_record", "batch"),
+    [
+        (40.0, 0.015, 0.0005, 256),  # 200 steps with 370 records
+        (30.0, 0.015, 0.0005, 256),  # with 270
+        (20.0, 0.015, 0.0005, 128),  # with 170
+        (4.0, 0.015, 0.0005, 32),  # with 10: batches of fewer than 32 records are of no use
+        (4.0, 0.5, 0.0005, 256),  # with none, and a step is hardly shorter with fewer records than 1,000
+        (40.0, 0.0, 0.05, 32),  # with 4
+        (10.0, 0.0, 0.05, 8),  # 20 steps with 10 records
+        (0.0, 0.0, 0.05, 1),
+    ],
+)
+def test_batch_is_reduced_for_enough_steps(seconds: float, fixed: float, per_record: float, batch: int) -> None:
+    messages: list[str] = []
+    recipe = Recipe(256, learning_rate=1e-3, epochs=1)
+    assert reduce_batch(recipe, seconds, StepCost(fixed, per_record), "record", messages.append) == batch
+    assert len(messages) == (batch < 256)
+    assert reduce_batch(recipe, 2 * seconds, StepCost(fixed, per_record), "record", messages.append) >= batch
+    halves = replace(recipe, accumulate=2)
+    assert reduce_batch(halves, 2 * seconds, StepCost(fixed, per_record), "record", messages.append) == batch
 
 
 def test_records_used_and_available_are_those_of_each_phase(
