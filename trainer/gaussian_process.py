@@ -27,6 +27,7 @@ from deformer_stream.model.gaussian_process import GaussianProcessPrior, Neighbo
 from deformer_stream.model.process_conditionals import condition_in_order, is_exact, predict_from_others
 from deformer_stream.model.schema import Schema
 from deformer_stream.model.time_inputs import find_previous_of_sensor
+from trainer.budget import PROGRESS_SECONDS
 from trainer.examples import BlockExamples
 from trainer.sampling import create_generator
 
@@ -178,7 +179,8 @@ def fit_process(
         seconds: Seconds that the fit may take. Fewer rounds are made if the time is short, but at least one step.
         clock: A function that returns the current time in seconds.
         on_progress: Called after each round with the mean −ln p of its readings in nats.
-        on_message: Called with a line of text for the user if the fit ends because of numerical problems.
+        on_message: Called with a line of text for the user: about the progress, at most every `PROGRESS_SECONDS`, and
+            if the fit ends because of numerical problems.
 
     Returns:
         The number of rounds that were made.
@@ -210,7 +212,7 @@ def _run_rounds(
     if is_exact_imputation:
         learning_rate, betas, max_rounds = EXACT_LEARNING_RATE, EXACT_BETAS, MAX_EXACT_ROUNDS
     optimizer = torch.optim.Adam(parameters.parameters(), lr=learning_rate, betas=betas)
-    started = clock()
+    started = last_message_at = clock()
     num_rounds, step = 0, 0
     compute_loss: Callable[[], Tensor] | None = None
     total_steps = max_rounds * STEPS_PER_ROUND
@@ -227,9 +229,13 @@ def _run_rounds(
         losses = []
         for _ in range(STEPS_PER_ROUND):
             # The first step is done in any case, because the process would have its initial parameters otherwise.
-            progress = max(step / total_steps, (clock() - started) / max(seconds, 1e-9)) if step else 0.0
+            now = clock()
+            progress = max(step / total_steps, (now - started) / max(seconds, 1e-9)) if step else 0.0
             if progress >= 1.0:
                 break
+            if losses and now - last_message_at > PROGRESS_SECONDS:
+                last_message_at = now
+                on_message(f"fitting the Gaussian process prior: {progress:.0%} done, −ln p is {losses[-1]:.3f} nats")
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate * (1.0 - progress)
             parameters.fill(process)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -276,6 +277,15 @@ def test_fit_of_the_process_does_a_step_even_if_the_time_is_over(tmp_path: Path,
     losses: list[float] = []
     assert fit_process(process, examples, 0, 0.5, lambda: float(next(times)), losses.append) == 1
     assert len(losses) == 1
+
+
+def test_fit_of_the_process_reports_its_progress(tmp_path: Path, table: IrregularTable) -> None:
+    """On a large table, the fit takes minutes, during which the user must see that it goes on."""
+    times, messages = iter(range(0, 1000, 2)), []
+    process = GaussianProcessPrior(table.schema, 2, 3, 3)
+    fit_process(process, divided(tmp_path, table), 0, 20.0, lambda: float(next(times)), on_message=messages.append)
+    shares = [re.fullmatch(r"fitting the Gaussian process prior: (\d+)% done, −ln p is \S+ nats", m) for m in messages]
+    assert [match and int(match[1]) for match in shares] == [30, 60, 90]  # every third step, after 2 s each
 
 
 def test_fit_of_the_process_is_reproducible_and_loads_into_a_model(
