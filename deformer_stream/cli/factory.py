@@ -128,6 +128,11 @@ class ServedModels:
         return any(artifact.fault_classifier is not None for artifact in self.artifact_by_name.values())
 
     @property
+    def fault_entries(self) -> list[Any]:
+        """What identifies the classifier of faults of each model: the entry of its manifest, None without one."""
+        return [artifact.manifest.get("faults") for artifact in self.artifact_by_name.values()]
+
+    @property
     def fingerprint(self) -> str:
         """The fingerprint of the only model, or of the set of models."""
         from deformer_stream.codec.model_choice import compute_set_fingerprint

@@ -97,6 +97,7 @@ class ShardJob:
         folder: The folder of the outputs, absolute.
         plan: How the input is divided.
         fingerprint: Fingerprint of the model, or of the set of models.
+        fault_entries: The entry of the classifier of faults in the manifest of each model, None without one.
         files: The input files, as `describe_files` returns them.
         working_directory: The folder to which relative paths refer.
         is_debugging: Whether events of all levels are logged.
@@ -107,6 +108,7 @@ class ShardJob:
     folder: Path
     plan: Plan
     fingerprint: str
+    fault_entries: list[Any]
     files: list[dict[str, Any]]
     working_directory: str
     is_debugging: bool = False
@@ -209,13 +211,16 @@ def describe_files(files: Sequence[DataFile]) -> list[dict[str, Any]]:
     return descriptions
 
 
-def make_manifest(settings: ShardSettings, plan: Plan, fingerprint: str, files: list[dict[str, Any]]) -> dict[str, Any]:
+def make_manifest(
+    settings: ShardSettings, plan: Plan, fingerprint: str, fault_entries: list[Any], files: list[dict[str, Any]]
+) -> dict[str, Any]:
     """Return the manifest: the plan, and everything on which the outputs of shards depend."""
     compared = {name: value for name, value in settings.model_dump(mode="json").items() if name not in _NOT_COMPARED}
     return {
         "format": 1,
         "version": __version__,
         "model": fingerprint,
+        **({"faults": fault_entries} if any(fault_entries) else {}),
         "settings": compared,
         "inputs": files,
         "shard_by": plan.shard_by,
@@ -264,6 +269,8 @@ def _describe_change(earlier: dict[str, Any], now: dict[str, Any], has_chosen_nu
     for name, words in (("format", "format"), ("version", "version of this program"), ("model", "model")):
         if earlier[name] != now[name]:
             return f"the {words} was {earlier[name]} and is {now[name]}"
+    if earlier.get("faults") != now.get("faults"):  # their names are a part of alerts and records
+        return "the classifier of faults has changed"
     before, after = earlier["settings"], now["settings"]
     for name in sorted({*before, *after}):
         if before.get(name) != after.get(name):

@@ -97,10 +97,11 @@ def open_job(
         )
     files = describe_files(opened.files)
     plan = make_plan(settings, [file["bytes"] for file in files])
-    manifest = make_manifest(settings, plan, models.fingerprint, files)
+    fingerprint, fault_entries = models.fingerprint, models.fault_entries
+    manifest = make_manifest(settings, plan, fingerprint, fault_entries, files)
     plan = open_folder(folder, manifest, settings.shards is not None, flag)
-    job = ShardJob(tuple(inputs), settings, folder, plan, models.fingerprint, files, os.getcwd(), is_debugging())
-    return job, opened
+    place = os.getcwd(), is_debugging()
+    return ShardJob(tuple(inputs), settings, folder, plan, fingerprint, fault_entries, files, *place), opened
 
 
 def run_shards(

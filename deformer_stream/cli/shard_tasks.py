@@ -147,7 +147,7 @@ def _prepare_process(job: ShardJob) -> ServedModels:
     os.chdir(job.working_directory)
     pa.set_cpu_count(1)
     models = load_job_models(job.settings)
-    if models.fingerprint != job.fingerprint:
+    if (models.fingerprint, models.fault_entries) != (job.fingerprint, job.fault_entries):
         directory = getattr(job.settings, "models", None) or job.settings.model
         raise ArtifactError(
             f"{directory}: the model was replaced while shards were scored with {job.fingerprint}; restore it, or "
@@ -167,8 +167,8 @@ def _open_files(job: ShardJob, models: ServedModels) -> InputFiles:
         """Return the files of the manifest among those that the inputs denote now."""
         file_by_name = {get_file_name(file): file for file in found}
         files = [file for entry in job.files if (file := file_by_name.get(entry["name"])) is not None]
-        unchanged = [entry["name"] for entry in describe_files(files) if entry in job.files]
-        changed = next((entry["name"] for entry in job.files if entry["name"] not in unchanged), None)
+        entry_by_name = {entry["name"]: entry for entry in describe_files(files)}
+        changed = next((entry["name"] for entry in job.files if entry_by_name.get(entry["name"]) != entry), None)
         if changed is not None:
             raise InputError(f"{changed}: the input has changed while it was read; delete {job.folder} and start again")
         return files

@@ -310,6 +310,8 @@ def test_a_folder_of_another_run_is_refused(cli: RunCommand, model_dir: Path, wi
     manifest = json.loads((folder / "manifest.json").read_text())
     (folder / "manifest.json").write_text(json.dumps(manifest | {"model": "other"}))
     assert_command_failed(cli(*command), 2, "the model was other and is")
+    (folder / "manifest.json").write_text(json.dumps(manifest | {"faults": [{"file": {"size": 1}}]}))
+    assert_command_failed(cli(*command), 2, "the classifier of faults has changed")
     (folder / "manifest.json").write_text("[]")
     assert_command_failed(cli(*command), 2, "manifest.json cannot be read")
     (tmp_path / "full").mkdir()
