@@ -164,5 +164,5 @@ def test_a_topic_that_was_created_again_has_other_messages_at_the_same_offsets()
     letters = [make_letter("late", value=b'{"a": 1}'), make_letter("late", value=b'{"a": 2}')]
     letters += [make_letter("not_json", value=b'{"a": 2}')]  # a second reason of the same message
     no_cluster: Any = None  # nothing is sent
-    counts = send_again(no_cluster, letters, LetterTranslator("sensors"), is_dry_run=True)
+    counts = send_again(no_cluster, letters, LetterTranslator("events"), is_dry_run=True)
     assert (counts.sent, counts.repeated) == (2, 1)
