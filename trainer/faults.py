@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 from deformer_stream import model_store
 from deformer_stream.calibration.fault_classifier import UNKNOWN, FaultClassifier
 from deformer_stream.counts import format_count
-from deformer_stream.engine.single_readings import check_single_readings
 from deformer_stream.errors import ConfigError, InputError
 from deformer_stream.kernels.cpu import CpuKernels
 from deformer_stream.model.schema import Schema
@@ -88,7 +87,11 @@ def learn_faults(
     """
     loaded = model_store.read(directory)
     schema = loaded.schema
-    check_single_readings(schema, "learn the faults of")
+    if schema.reading_times is not None:
+        raise ConfigError(
+            f"{directory} is a model for irregular readings, which cannot name faults, because its records have no "
+            "fixed set of readings: leave --faults out, or train a model without --irregular"
+        )
     label = settings.label or DEFAULT_LABEL
     options = create_data_options(settings)
     with tempfile.TemporaryDirectory() as folder:

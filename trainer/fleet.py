@@ -320,6 +320,7 @@ class _FleetTrainer:
         }
         periods = parse_periods(self.settings.cycle)
         changes["cycle"] = ",".join(f"{name}={period}" for name, period in periods if name in fleet.features)
+        changes["faults"] = "off"  # no record is scored by a fleet model
         train(
             [table for member in fleet.sources for table in member.tables],
             self._make_settings(directory, changes, fleet.excluded),

@@ -227,6 +227,8 @@ def train_irregular(
         }
         page = render(data, result, calibration, held_out, summary)
         fingerprint = model_store.write(settings.out, model, calibration, summary, page, seen_records)
+        if settings.label is not None and settings.faults != "off":
+            on_message("the names of faults are not learnt, because readings are irregular")
         shutil.rmtree(folder)
     return IrregularOutput(settings.out, fingerprint, model, result, calibration, summary, data, held_out)
 

@@ -85,6 +85,22 @@ def jobs(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, TrainingOutput]]
     return outputs
 
 
+def test_models_of_values_learn_the_faults_of_their_rows(tmp_path: Path, rng: np.random.Generator) -> None:
+    columns = machines(rng)
+    faults = ["none"] * len(columns["type"])
+    for kind in ("fan", "pump"):
+        for row in [row for row, name in enumerate(columns["type"]) if name == kind][:6]:
+            faults[row] = f"leak of a {kind}"
+            columns["power"][row] += 5.0
+    table = write(tmp_path / "machines.parquet", columns | {"fault": faults})
+    train_per_value([table], make_settings(tmp_path / "models", label="fault", normal="none"))
+    names_by_model = {}
+    for name in (FLEET, "fan", "pump"):
+        classifier = model_store.read(tmp_path / "models" / name).fault_classifier
+        names_by_model[name] = None if classifier is None else classifier.names
+    assert names_by_model == {FLEET: None, "fan": ("leak of a fan",), "pump": ("leak of a pump",)}
+
+
 def test_values_with_many_records_get_their_own_model_and_others_an_adapted_one(
     tmp_path: Path, table: Path, jobs: dict[str, TrainingOutput]
 ) -> None:

@@ -37,6 +37,7 @@ from trainer.cli import command
 from trainer.cusum_scale import SensorDistributions, find_largest_sums, fit_cusum_scale, score_records
 from trainer.data import Split
 from trainer.distributed import Ranks
+from trainer.faults import learn_faults
 from trainer.fit import Interrupted, TrainingRun
 from trainer.gaussian_process import fit_process
 from trainer.irregular_calibration import average_neg_log_p, score_irregular_records
@@ -105,6 +106,20 @@ def test_job_writes_a_model_directory_that_describes_irregular_readings(tmp_path
     raw = data.schema.denormalise(data.codes[own], data.values[own].astype(np.float64))
     fingerprint = hasher.hash_readings(data.codes[own], raw).sum(dtype=np.uint64)
     assert fingerprint in seen.calibration.fingerprints, "the fingerprint that a stream computes from raw values"
+
+
+def test_faults_of_irregular_readings_are_not_learnt(tmp_path: Path) -> None:
+    columns = fleet(np.random.default_rng(0))
+    columns["fault"] = ["none"] * len(columns["value"])
+    table = write(tmp_path / "fleet.parquet", {name: pa.array(values) for name, values in columns.items()})
+    settings = TrainConfig.model_validate(
+        {"out": tmp_path / "model", "irregular": True, "label": "fault", "normal": "none", "epochs": 1, **SMALL}
+    )
+    messages: list[str] = []
+    train_irregular([table], settings, on_message=messages.append)
+    assert "the names of faults are not learnt, because readings are irregular" in messages
+    with pytest.raises(ConfigError, match="irregular readings, which cannot name faults"):
+        learn_faults([table], tmp_path / "model", settings)
 
 
 def test_continued_run_equals_one_that_was_not_interrupted(tmp_path: Path, source: Path) -> None:
