@@ -226,7 +226,7 @@ def _run_rounds(
             compute_loss = _prepare_loss(process, examples, generator)
         if compute_loss is None:
             break
-        losses = []
+        losses: list[float] = []
         for _ in range(STEPS_PER_ROUND):
             # The first step is done in any case, because the process would have its initial parameters otherwise.
             now = clock()
