@@ -318,15 +318,19 @@ def leave_out(readings: Readings, sensors: Sequence[str]) -> Readings:
 
 
 def limit_records(case: Case, max_records: int) -> Case:
-    """Return the case with at most `max_records` records to calibrate, to test, with each fault, and abnormal."""
+    """Return the case with at most `max_records` records to calibrate, to test, and abnormal.
+
+    Faults remain in the records that are tested without them, too.
+    """
 
     def select(readings: Readings) -> Readings:
         return readings.select(np.arange(min(max_records, len(readings.records))))
 
-    faulty = {
-        kind: replace(faults, readings=select(faults.readings), onsets=faults.onsets[:max_records])
-        for kind, faults in case.faulty_by_name.items()
-    }
+    faulty = {}
+    for kind, faults in case.faulty_by_name.items():
+        kept = np.flatnonzero(faults.rows < max_records)
+        readings = faults.readings.select(kept)
+        faulty[kind] = replace(faults, readings=readings, onsets=faults.onsets[kept], rows=faults.rows[kept])
     abnormal = {name: select(readings) for name, readings in case.abnormal_by_name.items()}
     calibration, test = select(case.calibration), select(case.test)
     return replace(case, calibration=calibration, test=test, faulty_by_name=faulty, abnormal_by_name=abnormal)

@@ -59,11 +59,14 @@ def test_nll_is_averaged_by_the_number_of_earlier_readings() -> None:
 
 def test_case_is_limited_to_some_records_of_each_kind() -> None:
     readings = draw_readings(6, 10)
-    faults = FaultyReadings(readings, np.arange(6.0), np.arange(6))
+    rows = np.array([0, 2, 3, 5])  # the others cannot have the fault
+    faults = FaultyReadings(readings.select(rows), rows.astype(float), rows)
     case = limit_records(Case(readings, readings, readings, {"stuck": faults}, (1.0,), {"died": readings}, (1.0,)), 4)
     assert len(case.train.records) == 6
     assert len(case.test.records) == len(case.calibration.records) == len(case.abnormal_by_name["died"].records) == 4
-    assert case.faulty_by_name["stuck"].onsets.tolist() == [0, 1, 2, 3]
+    stuck = case.faulty_by_name["stuck"]
+    assert stuck.onsets.tolist() == stuck.rows.tolist() == [0, 2, 3], "those of the records that are tested"
+    assert len(stuck.readings.records) == 3
 
 
 def test_networks_with_different_contexts_begin_with_the_same_predictions(
