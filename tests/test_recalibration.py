@@ -339,7 +339,7 @@ def test_interrupted_calibration_writes_nothing(
 ) -> None:
     stopped = threading.Event()
     stopped.set()
-    monkeypatch.setattr("deformer_stream.cli.stream.stop_on_signals", lambda: stopped)
+    monkeypatch.setattr("deformer_stream.cli.calibrate.stop_on_signals", lambda: stopped)
     out = tmp_path / "m"
     result = cli(
         "calibrate", write_lines(tmp_path / "new.jsonl", make_normal_records(60, 4)), "--model", model_dir, "--out", out

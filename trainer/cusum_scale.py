@@ -182,7 +182,14 @@ def find_largest_sums(
         chosen = np.flatnonzero(num_readings > start)
         own_rows, own_states = rows[chosen], states[chosen]
         readings = score_records(
-            kernels, model, examples, own_rows, distributions.marginals, batch_size, start, start + chunk
+            kernels,
+            model,
+            examples,
+            rows=own_rows,
+            marginals=distributions.marginals,
+            batch_size=batch_size,
+            start=start,
+            stop=start + chunk,
         )
         readings = distributions.add_steps(readings, own_rows, own_states)
         sensor_sums, record_sums = advance_sums(own_states, readings)

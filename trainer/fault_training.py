@@ -173,14 +173,14 @@ def train_classifier(
     uncalibrated = FaultClassifier(
         names,
         level,
-        weights.astype(np.float32),
-        biases.astype(np.float32),
-        means.astype(np.float32),
-        precisions.astype(np.float32),
-        lengths,
-        np.zeros((num_records, len(lengths), num_prefixes), np.float32),
-        fault_indexes,
-        folds,
+        weights=weights.astype(np.float32),
+        biases=biases.astype(np.float32),
+        means=means.astype(np.float32),
+        precisions=precisions.astype(np.float32),
+        lengths=lengths,
+        scores=np.zeros((num_records, len(lengths), num_prefixes), np.float32),
+        fault_indexes=fault_indexes,
+        folds=folds,
     )
     scores = [
         uncalibrated.compute_scores(held_out[record].astype(np.float64))[folds[record], :, fault_indexes[record]]

@@ -117,14 +117,14 @@ def learn_faults(
     if loaded.calibration.arrival_order == "schema":
         ranks = np.broadcast_to(np.arange(len(schema)), records.values.shape)
     classifier = train_classifier(
-        loaded.scoring_model,
-        CpuKernels.for_model(loaded.scoring_model),
-        records.values,
-        records.fault_indexes,
-        records.names,
-        settings.fault_level,
-        settings.seed,
-        ranks,
+        model=loaded.scoring_model,
+        kernels=CpuKernels.for_model(loaded.scoring_model),
+        values=records.values,
+        fault_indexes=records.fault_indexes,
+        names=records.names,
+        level=settings.fault_level,
+        seed=settings.seed,
+        ranks=ranks,
     )
     model_store.write_faults(directory, classifier)
     few = [name for name, count in classifier.num_records_by_fault.items() if count < classifier.min_records]

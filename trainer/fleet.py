@@ -139,7 +139,16 @@ def train_per_value(
         try:
             check_records_have_one_value(tables, column)
             members = split_by_value(tables, column, parts_folder, on_message)
-            trainer = _FleetTrainer(settings, options, tables, earlier, budget, on_status, on_message, should_stop)
+            trainer = _FleetTrainer(
+                settings,
+                options,
+                tables,
+                earlier=earlier,
+                budget=budget,
+                on_status=on_status,
+                on_message=on_message,
+                should_stop=should_stop,
+            )
             return trainer.train(members)
         finally:
             shutil.rmtree(parts_folder)

@@ -199,11 +199,11 @@ def train_irregular(
                 settings,
                 data,
                 run.recipe,
-                result,
-                held_out.to_json(data.schema.names),
-                (job.settings.preset, job.preset_reason),
-                budget,
-                warnings.warnings,
+                result=result,
+                held_out=held_out.to_json(data.schema.names),
+                preset=(job.settings.preset, job.preset_reason),
+                budget=budget,
+                warnings=warnings.warnings,
             ),
             "context": {"recent": model.config.context_recent, "block": model.config.context_block},
             "process": {"rounds": job.num_rounds, "neighbors": model.config.neighbors},
@@ -230,7 +230,16 @@ def train_irregular(
         if settings.label is not None and settings.faults != "off":
             on_message("the names of faults are not learnt, because readings are irregular")
         shutil.rmtree(folder)
-    return IrregularOutput(settings.out, fingerprint, model, result, calibration, summary, data, held_out)
+    return IrregularOutput(
+        directory=settings.out,
+        fingerprint=fingerprint,
+        model=model,
+        training_result=result,
+        calibration=calibration,
+        summary=summary,
+        data=data,
+        held_out=held_out,
+    )
 
 
 class _Job:

@@ -190,7 +190,16 @@ def train(
     budget = budget or TimeBudget(settings.max_time)
     warnings = WarningList(on_message)
     with lock_working_folder(settings.out) as folder:
-        planned = _prepare_run(tables, settings, folder, budget, ranks, on_prepared, on_message, part_sizes)
+        planned = _prepare_run(
+            tables,
+            settings,
+            folder,
+            budget=budget,
+            ranks=ranks,
+            on_prepared=on_prepared,
+            on_message=on_message,
+            part_sizes=part_sizes,
+        )
         run, data = planned.run, planned.run.data
         warnings.add(*(TrainingWarning(code, message) for code, message in data.warnings))
         order = choose_order(settings.order_of_features, data)
@@ -245,7 +254,14 @@ def train(
         on_message("writing the report and the model directory")
         preset = planned.settings.preset, planned.preset_reason
         summary = summarize_job(
-            settings, data, run.recipe, result, _summarize_held_out(data, held_out), preset, budget, warnings.warnings
+            settings,
+            data,
+            run.recipe,
+            result=result,
+            held_out=_summarize_held_out(data, held_out),
+            preset=preset,
+            budget=budget,
+            warnings=warnings.warnings,
         )
         summary["records_used"] = {
             "train": result.num_train_records,
@@ -270,7 +286,16 @@ def train(
         fingerprint = model_store.write(settings.out, model, calibration, summary, page, seen_records)
         _learn_faults(tables, settings, on_message)
         shutil.rmtree(folder)
-    return TrainingOutput(settings.out, fingerprint, model, result, calibration, summary, data, held_out)
+    return TrainingOutput(
+        directory=settings.out,
+        fingerprint=fingerprint,
+        model=model,
+        training_result=result,
+        calibration=calibration,
+        summary=summary,
+        data=data,
+        held_out=held_out,
+    )
 
 
 def _learn_faults(tables: Sequence[TableSource], settings: TrainConfig, on_message: Callable[[str], None]) -> None:
@@ -441,14 +466,14 @@ class _FinalPhases:
             model,
             data,
             max_exemplars,
-            seed,
-            num_records,
-            batch_size,
-            phase.should_continue,
-            calibration_exemplars,
-            priors,
-            self.settings.prior_weight,
-            self.settings.calibration_trim,
+            seed=seed,
+            num_reference_records=num_records,
+            batch_size=batch_size,
+            should_continue=phase.should_continue,
+            calibration_exemplars=calibration_exemplars,
+            priors=priors,
+            prior_weight=self.settings.prior_weight,
+            trim=self.settings.calibration_trim,
         )
 
     def score_complete_records(
@@ -689,14 +714,17 @@ def _prepare_run(
         first_budget = create_first_part(budget, settings.folds, start_seconds, len(data.schema))
     planner = RunPlanner(
         settings,
-        checkpoint_folder,
-        first_budget,
-        start_seconds,
-        is_rushed,
-        state,
-        ranks,
-        on_message,
-        {"references": search.num_references, "examined_share": search.share if search.share < 1.0 else None},
+        folder=checkpoint_folder,
+        budget=first_budget,
+        start_seconds=start_seconds,
+        is_rushed=is_rushed,
+        state=state,
+        ranks=ranks,
+        on_message=on_message,
+        data_identity={
+            "references": search.num_references,
+            "examined_share": search.share if search.share < 1.0 else None,
+        },
     )
     planned = planner.plan(data, old_model)
     if first_budget is not budget:

@@ -325,7 +325,15 @@ class RunPlanner:
         # JSON has lists, but no tuples. The values must be as JSON returns them, to be compared with a checkpoint.
         identity = {name: list(value) if isinstance(value, tuple) else value for name, value in identity.items()}
         return TrainingRun(
-            data, model, recipe, settings.seed, self.folder, self.budget, identity, prior.priors, self.ranks
+            data,
+            model,
+            recipe,
+            seed=settings.seed,
+            folder=self.folder,
+            budget=self.budget,
+            identity=identity,
+            priors=prior.priors,
+            ranks=self.ranks,
         )
 
     def _fit_prior(

@@ -580,12 +580,12 @@ class _WideTable:
             table,
             id_prefix,
             feature_columns,
-            record_column,
-            time_column,
-            model_columns,
-            ignored_columns,
-            options,
-            _BadRows(table),
+            record_column=record_column,
+            time_column=time_column,
+            model_columns=model_columns,
+            ignored_columns=ignored_columns,
+            options=options,
+            bad_rows=_BadRows(table),
         )
 
     @property
@@ -762,11 +762,11 @@ class _WindowedTable:
             table,
             feature_columns,
             time_column,
-            device_column,
-            model_columns,
-            ignored_columns,
-            options,
-            _BadRows(table),
+            device_column=device_column,
+            model_columns=model_columns,
+            ignored_columns=ignored_columns,
+            options=options,
+            bad_rows=_BadRows(table),
         )
 
     @property

@@ -164,7 +164,9 @@ def iterate_events(
     max_delay, rng = round(shuffle_within * 1e6), np.random.default_rng(seed)
     skipped_rows = SkippedRows() if skipped_rows is None else skipped_rows
     columns = _RowColumns(record_column, time_column, device_column, has_windows, tuple(features or ()), skipped_rows)
-    return _iterate_delayed(files, table_by_file, max_delay, rng, layout, columns, selection, prefix)
+    return _iterate_delayed(
+        files, table_by_file, max_delay, rng=rng, layout=layout, columns=columns, selection=selection, prefix=prefix
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -161,15 +161,15 @@ class StateReference:
             raise damaged_error
         return StateReference(
             position,
-            bool(uses_even_keys),
-            first_offset,
-            num_messages,
-            last_commit,
-            commit,
-            writer,
-            num_keys_by_writer,
-            model,
-            num_partitions,
+            uses_even_keys=bool(uses_even_keys),
+            first_offset=first_offset,
+            num_messages=num_messages,
+            last_commit=last_commit,
+            commit=commit,
+            writer=writer,
+            num_keys_by_writer=num_keys_by_writer,
+            model=model,
+            num_partitions=num_partitions,
         )
 
 

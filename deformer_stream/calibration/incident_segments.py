@@ -143,17 +143,17 @@ class SegmentCalibration:
             if kind not in ("shiryaev-roberts", "cusum"):
                 raise ValueError(f"unknown detector {kind!r}")
             return SegmentCalibration(
-                int(document["length"]),
-                tuple(float(value) for value in document["statistics"]),
-                float(document["records_per_segment"]),
-                int(document["devices"]),
-                None if tail is None else _read_tail(tail),
-                kind,
-                str(document["group"]),
-                int(document["start"]),
-                int(document["end"]),
-                int(document["left_out"]),
-                bool(document.get("early", False)),
+                length=int(document["length"]),
+                log_statistics=tuple(float(value) for value in document["statistics"]),
+                records_per_segment=float(document["records_per_segment"]),
+                num_devices=int(document["devices"]),
+                tail=None if tail is None else _read_tail(tail),
+                kind=kind,
+                group=str(document["group"]),
+                start=int(document["start"]),
+                end=int(document["end"]),
+                num_left_out=int(document["left_out"]),
+                opens_early=bool(document.get("early", False)),
             )
         except (KeyError, TypeError, OverflowError) as error:
             raise ValueError(f"the calibration of segments is incomplete or malformed ({error!r})") from error
@@ -299,14 +299,14 @@ class SegmentCollector:
         numbers = [segment.number for _, segment in kept]
         return SegmentCalibration(
             self.length,
-            tuple(sorted(segment.log_maximum for _, segment in kept)),
-            float(np.median([segment.num_records for _, segment in kept])) if kept else 0.0,
-            len({device for device, _ in kept}),
-            self.tail,
-            self.kind,
-            group,
-            min(numbers, default=0) * self.length,
-            (max(numbers, default=-1) + 1) * self.length,
-            len(segments) - len(kept),
-            self.opens_early,
+            log_statistics=tuple(sorted(segment.log_maximum for _, segment in kept)),
+            records_per_segment=float(np.median([segment.num_records for _, segment in kept])) if kept else 0.0,
+            num_devices=len({device for device, _ in kept}),
+            tail=self.tail,
+            kind=self.kind,
+            group=group,
+            start=min(numbers, default=0) * self.length,
+            end=(max(numbers, default=-1) + 1) * self.length,
+            num_left_out=len(segments) - len(kept),
+            opens_early=self.opens_early,
         )

@@ -2,7 +2,7 @@
 
 A calibration holds the anomaly scores of normal records, from which p-values are computed. The scores of the new
 records come from the same engine that scores a stream, so windows and arrival orders have the same effect on both. This
-module has no input or output: `cli.stream` runs the engine.
+module has no input or output: `cli.calibrate` runs the engine.
 """
 
 from __future__ import annotations

@@ -107,7 +107,14 @@ def _connect(
         max_event_bytes = limits[topic] - EVENT_OVERHEAD_BYTES
         translator: Translator = options.make_translator(max_event_bytes)
         sink = KafkaBridgeSink(
-            cluster, topic, dead_letters, births, limits, settings.source, settings.patience, options
+            cluster,
+            topic,
+            dead_letter_topic=dead_letters,
+            births_topic=births,
+            max_bytes_by_topic=limits,
+            source=settings.source,
+            patience=settings.patience,
+            options=options,
         )
         attempt.callback(sink.close)
         if births is None:

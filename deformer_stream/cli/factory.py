@@ -218,12 +218,21 @@ def load_models(
     _check_models_differ(artifact_by_name)
     shared = settings.model_copy(update={"cache_memory": settings.cache_memory // len(artifact_by_name)})
 
-    def make_named_engine(artifact: Artifact) -> Engine:
-        """Return the engine of a model with its share of the memory."""
-        return make_alerting_engine(artifact, shared, drift_odds, states_suspicious)
+    def make_alerting_engine(artifact: Artifact) -> Engine:
+        """Return a new engine that raises alerts as the options say, with its share of the memory."""
+        return make_engine(
+            artifact,
+            shared,
+            alphas=settings.alpha,
+            record_timeout=settings.record_timeout,
+            drift_odds=drift_odds,
+            effort=settings.explanations,
+            max_suggested=settings.next_reading,
+            suspicious=settings.suspicious if states_suspicious else None,
+        )
 
     limits = Limits(max_open_records=settings.max_open_records, max_record_bytes=settings.record_memory)
-    return ServedModels(artifact_by_name, choice, make_named_engine, limits)
+    return ServedModels(artifact_by_name, choice, make_alerting_engine, limits)
 
 
 def load_model_to_calibrate(settings: CalibrateSettings) -> ServedModels:
@@ -344,18 +353,6 @@ def load_model(
     return loaded
 
 
-def make_alerting_engine(
-    loaded: Artifact,
-    settings: ConsumeSettings | ReplaySettings,
-    drift_odds: float | None = None,
-    states_suspicious: bool = False,
-) -> Engine:
-    """Return a new engine that raises alerts as the options of a command say; see `load_models`."""
-    timeout, effort = settings.record_timeout, settings.explanations
-    suspicious = settings.suspicious if states_suspicious else None
-    return make_engine(loaded, settings, settings.alpha, timeout, drift_odds, effort, settings.next_reading, suspicious)
-
-
 def replace_units(loaded: Artifact, settings: ConsumeSettings | ReplaySettings) -> None:
     """Replace the units of features that a loaded model stores by those of the option `--units`.
 
@@ -434,6 +431,7 @@ def _warn_about_ties(calibration: Calibration, ties: str | None, named: Mapping[
 def make_engine(
     loaded: Artifact,
     settings: ScoringSettings,
+    *,
     alphas: Sequence[float],
     record_timeout: float | None,
     drift_odds: float | None = None,
@@ -484,18 +482,18 @@ def make_engine(
         )
     try:
         return Engine(
-            loaded.scoring_model,
-            loaded.calibration,
-            loaded.fingerprint,
-            alphas,
-            limits,
-            drift_odds,
-            effort,
-            settings.ties,
-            max_suggested,
-            suspicious,
-            loaded.fault_classifier,
-            names_closed=isinstance(settings, ReplaySettings),  # only its --records has them
+            model=loaded.scoring_model,
+            calibration=loaded.calibration,
+            fingerprint=loaded.fingerprint,
+            alpha=alphas,
+            limits=limits,
+            drift=drift_odds,
+            effort=effort,
+            ties=settings.ties,
+            max_suggested=max_suggested,
+            suspicious=suspicious,
+            fault_classifier=loaded.fault_classifier,
+            names_faults_at_close=isinstance(settings, ReplaySettings),  # only its --records has these names
         )
     except (RuntimeError, MemoryError):  # PyTorch and NumPy raise these if an allocation fails
         raise ConfigError(

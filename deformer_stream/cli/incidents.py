@@ -115,7 +115,14 @@ def build_incidents() -> click.Command:
             if not settings.deliver_only:
                 pipeline = _connect(settings, topics, metrics, reader, formats["incidents"], stop, cleanup)
             incident_delivery.start_notifier(
-                settings, receivers, topics.incidents, topics.feedback, metrics, reader, stop, cleanup
+                settings,
+                receivers,
+                incidents_topic=topics.incidents,
+                feedback_topic=topics.feedback,
+                metrics=metrics,
+                read_value=reader,
+                stop=stop,
+                cleanup=cleanup,
             )
             log.get_logger("incidents").info("ready", topic=topics.evidence, budget=settings.incident_budget)
             if pipeline is not None:

@@ -1,7 +1,8 @@
 """The entry points of `deformer-stream` and `deformer-replay`.
 
-The commands are defined in `stream`, `tables` and `inspection`. Each is built when it is first used, and imports heavy
-packages only when it runs, so that `--help` is printed without delay.
+Most commands are defined in the module of their name. `stream` has consume and replay, `tables` the commands that write
+tables, and `inspection` those that print a model or the options. A command is built when it is first used, and imports
+heavy packages only when it runs, so that `--help` is printed without delay.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import click
 
 from deformer_stream.cli import (
     bridge,
+    calibrate,
     completion,
     dead_letters,
     feedback,
@@ -37,7 +39,7 @@ SUMMARY_BY_COMMAND = {
     "serve": "Show incidents in a browser, with buttons for labels.",
     "feedback": "Say whether an incident is a real fault or a false alarm.",
     "propose": "Make a candidate calibration of incidents from labels, and show what it would change.",
-    "dead-letters": "List, show or send again the messages that consume has refused.",
+    "dead-letters": "List, show or send again the messages that consume has rejected.",
     "bridge": "Pass readings from MQTT, Sparkplug B or OPC UA on to a Kafka topic.",
     "produce": "Send a table as an asynchronous stream of readings.",
     "impute": "Fill the missing values of a table, with intervals.",
@@ -80,7 +82,7 @@ BUILDER_BY_COMMAND = {
     "init": init.build_init,
     "consume": stream.build_consume,
     "replay": stream.build_replay,
-    "calibrate": stream.build_calibrate,
+    "calibrate": calibrate.build_calibrate,
     "incidents": incidents.build_incidents,
     "serve": serve.build_serve,
     "feedback": feedback.build_feedback,

@@ -100,8 +100,18 @@ def open_job(
     fingerprint, fault_entries = models.fingerprint, models.fault_entries
     manifest = make_manifest(settings, plan, fingerprint, fault_entries, files)
     plan = open_folder(folder, manifest, settings.shards is not None, flag)
-    place = os.getcwd(), is_debugging()
-    return ShardJob(tuple(inputs), settings, folder, plan, fingerprint, fault_entries, files, *place), opened
+    job = ShardJob(
+        inputs=tuple(inputs),
+        settings=settings,
+        folder=folder,
+        plan=plan,
+        fingerprint=fingerprint,
+        fault_entries=fault_entries,
+        files=files,
+        working_directory=os.getcwd(),
+        is_debugging=is_debugging(),
+    )
+    return job, opened
 
 
 def run_shards(

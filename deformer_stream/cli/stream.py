@@ -1,4 +1,4 @@
-"""The commands that score events: consume (live), replay (historical) and calibrate (a new calibration).
+"""The commands that score events and raise alerts: consume (live) and replay (historical).
 
 Each `build_…` function returns a command. The command reads its settings, connects a source of events, the engine and
 sinks (outputs) to a pipeline, and runs the pipeline. Heavy packages are imported inside the command, so that `--help`
@@ -10,8 +10,6 @@ from __future__ import annotations
 import math
 import sys
 from contextlib import ExitStack
-from datetime import UTC, datetime
-from itertools import compress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +26,7 @@ from deformer_stream.cli_utils import (
     reload_on_hangup,
     stop_on_signals,
 )
-from deformer_stream.errors import ConfigError, InputError
+from deformer_stream.errors import ConfigError
 from deformer_stream.runtime import process
 
 if TYPE_CHECKING:
@@ -124,16 +122,16 @@ def build_consume() -> click.Command:
                 source,
                 codec,
                 engine,
-                sinks,
-                WallClock(),
-                metrics,
-                is_file,
-                settings.max_wait,
-                settings.commit_interval,
-                settings.snapshot_interval,
-                settings.open_records,
-                None if isinstance(reloader, ModelSetReloader) else reloader.take_new_model,
-                make_codec,
+                sinks=sinks,
+                clock=WallClock(),
+                metrics=metrics,
+                is_finite=is_file,
+                max_wait=settings.max_wait,
+                commit_interval=settings.commit_interval,
+                snapshot_interval=settings.snapshot_interval,
+                open_records=settings.open_records,
+                take_new_model=None if isinstance(reloader, ModelSetReloader) else reloader.take_new_model,
+                make_codec=make_codec,
                 take_named_model=reloader.take_named_model if isinstance(reloader, ModelSetReloader) else None,
                 make_engine=models.make_engine,
                 # The terminal shows each alert once: as a line of `TerminalAlerts`.
@@ -207,7 +205,15 @@ def _connect(
         cleanup.callback(source.close)
     else:
         source, sinks = _connect_to_kafka(
-            settings, servers, topic, codec, models.fingerprint, registry, metrics, stop, cleanup
+            settings,
+            servers,
+            topic,
+            codec=codec,
+            model=models.fingerprint,
+            registry=registry,
+            metrics=metrics,
+            stop=stop,
+            cleanup=cleanup,
         )
     if settings.alerts:
         # A file keeps the alerts of earlier runs.
@@ -422,144 +428,3 @@ def build_replay() -> click.Command:
         return INTERRUPTED_EXIT_CODE if stop.is_set() else 0
 
     return replay
-
-
-def build_calibrate() -> click.Command:
-    """Return the command `calibrate`, which replaces the calibration of a model."""
-    from deformer_stream.settings import CalibrateSettings, PathText, add_options, load_settings
-
-    @click.command("calibrate", cls=HelpCommand, examples=EXAMPLES_BY_COMMAND["calibrate"], context_settings=HELP)
-    @click.argument("inputs", metavar="[INPUT...]", nargs=-1, type=PathText())
-    @add_options(CalibrateSettings)
-    @add_debug_option
-    def calibrate(inputs: tuple[str, ...], config: Path | None, **flags: Any) -> int:
-        """Calibrate a model again on normal records, without training.
-
-        INPUT is a table or log as for the command replay. Its records must be normal, and new: records that
-        training or the calibration in force has used are refused, unless --seen-records says otherwise.
-
-        With --incidents and without INPUT, only the segments of the incident budget are calibrated.
-
-        With --review, no model is written. The records with the largest scores are listed as CSV instead, and only
-        those that a person confirms as anomalies are left out by --anomalous.
-
-        With --workers, the input is divided into shards, which several processes score. The same command continues a
-        run that was interrupted.
-        """
-        settings = load_settings(CalibrateSettings, flags, config, "calibrate")
-        factory.check_paths([*inputs, *settings.incidents], settings.model)
-        if not inputs:
-            for flag in settings.list_shard_flags():
-                raise ConfigError(f"{flag} divides input into shards, but no input is given: leave it out")
-            if settings.review is not None or settings.anomalous is not None:
-                raise ConfigError("--review and --anomalous need INPUT, whose records they are about: add it")
-            return incident_files.calibrate_incidents(settings)
-        # These imports take seconds.
-        from deformer_stream import log, model_store
-        from deformer_stream.calibration.recalibrate import CalibrationStatistics, recalibrate
-        from deformer_stream.cli.calibration_records import (
-            delete_shards,
-            get_shards_folder,
-            score_records,
-            score_records_in_shards,
-        )
-        from deformer_stream.cli.calibration_review import format_review, mark_kept_records, number_records
-        from deformer_stream.cli.config_report import align_columns
-        from deformer_stream.cli.recalibration_report import write_recalibrated_model
-        from deformer_stream.cli.seen_records import replace_calibration_records, select_new_records
-        from deformer_stream.counts import format_count
-        from deformer_stream.incident_store import read_incident_calibration, write_incident_calibration
-        from deformer_stream.report.charts import explain_missing_charts
-
-        log.configure(is_debugging())
-        target = settings.out or settings.model
-        model_store.check_output_directory(target)
-        stop = stop_on_signals()
-        models = factory.load_model_to_calibrate(settings)
-        (loaded,) = models.artifact_by_name.values()
-        seen_records = model_store.read_seen_records(loaded.directory, loaded.manifest)
-        incidents_before = read_incident_calibration(loaded.directory)
-        has_choice = settings.order == "next"
-        shards_folder = get_shards_folder(target)
-        if settings.list_shard_flags():
-            scored = score_records_in_shards(inputs, models, settings, shards_folder, stop)
-        else:
-            scored = score_records(inputs, models, settings, stop)
-        if scored is None:
-            click.echo("the calibration was interrupted, so no model was written", err=True)
-            return INTERRUPTED_EXIT_CODE
-        records = scored.records
-        data_fingerprint = loaded.manifest["training"].get("fingerprint", "unknown")
-        is_new, note = select_new_records(seen_records, records.fingerprints, settings.seen_records, data_fingerprint)
-        notes = [note] if note else []
-        is_used = is_new
-        keys = number_records(records.record_ids)
-        if settings.anomalous is not None:
-            is_kept, note = mark_kept_records(keys, settings.anomalous)
-            is_used = is_new & is_kept
-            if not is_used.any():
-                raise InputError(
-                    "none of the records is left to calibrate with: each was seen by the model or is confirmed by "
-                    "--anomalous; add new records to the input"
-                )
-            notes.append(note)
-        record_ids = list(compress(records.record_ids, is_used))
-        if settings.review is not None:
-            max_statistics = records.max_statistics[is_used]
-            click.echo(format_review(list(compress(keys, is_used)), max_statistics, settings.review), nl=False)
-            click.echo(
-                f"listed {min(settings.review, len(record_ids))} of {len(record_ids)} records; no model was written: "
-                "write yes in the column anomalous of each anomaly, and run calibrate with --anomalous FILE instead",
-                err=True,
-            )
-            if settings.list_shard_flags():
-                click.echo(
-                    f"the scored shards remain in {shards_folder}: calibrate with the same input, options and --out "
-                    "does not score them again, and deletes them when it has written the model",
-                    err=True,
-                )
-            return 0
-        statistics = CalibrationStatistics(
-            max_statistics=records.max_statistics[is_used],
-            record_ids=record_ids,
-            mean_neg_log_p_by_feature=records.average_neg_log_p_by_feature(loaded.scoring_model, record_ids)
-            or loaded.calibration.mean_neg_log_p_by_feature,  # none of the used records has kept readings
-            arrival_order="next"
-            if has_choice
-            else records.find_arrival_order(factory.choose_order_of_rows(loaded, settings), settings.input_order),
-            tie_policy=settings.ties or loaded.calibration.tie_policy,
-            record_scores=None if records.record_scores is None else records.record_scores[is_used],
-        )
-        recalibration = recalibrate(
-            loaded.calibration, statistics, settings.alpha, settings.group_by, settings.trim, settings.seed
-        )
-        seen_records = replace_calibration_records(seen_records, records.fingerprints[is_new])
-        today = datetime.now(UTC).date()
-        fingerprint = write_recalibrated_model(recalibration, loaded, target, settings.alpha, seen_records, today)
-        if incidents_before is not None:  # its history is kept; its segments belong to the calibration before
-            write_incident_calibration(target, incidents_before)
-        # The new model can be the one that scored the shards. They belong to the old one, so no run could continue.
-        if settings.list_shard_flags():
-            delete_shards(shards_folder)
-        click.echo(align_columns([("alpha", "before", "now", "in reach?"), *recalibration.format_rows(settings.alpha)]))
-        for sentence in recalibration.describe_groups():
-            click.echo(sentence)
-        is_holding = statistics.tie_policy == "hold"
-        # Fragments of the sentence below.
-        ties = ", with readings of the same event time scored together" if is_holding else ""
-        refused = f" ({format_count(scored.num_rejected, 'reading')} refused)" if scored.num_rejected else ""
-        warning = f"; {scored.warning}" if scored.warning else ""
-        click.echo(
-            f"calibrated on {recalibration.num_records} records in {statistics.arrival_order} order{ties}{refused}; "
-            f"the model was written to {target} (fingerprint {fingerprint})"
-            + "".join(f"; {note}" for note in notes)
-            + warning,
-            err=True,
-        )
-        if reason := explain_missing_charts():
-            click.echo(f"the report was written without charts: {reason}", err=True)
-        if settings.incidents:
-            incident_files.write_segments(settings, target, incidents_before, recalibration.new, loaded.fingerprint)
-        return 0
-
-    return calibrate

@@ -154,14 +154,14 @@ def encode_evidence_parts(batch: EvidenceBatch, max_bytes: int = MAX_EVIDENCE_BY
 def _slice_rows(closed: ClosedRows, rows: slice) -> ClosedRows:
     """Return some of the closed records."""
     return ClosedRows(
-        closed.record_ids[rows],
-        closed.times[rows],
-        closed.p_values[rows],
-        closed.scores[rows],
-        closed.num_readings[rows],
-        closed.is_alerted[rows],
-        None if closed.record_p_values is None else closed.record_p_values[rows],
-        None if closed.record_scores is None else closed.record_scores[rows],
+        record_ids=closed.record_ids[rows],
+        times=closed.times[rows],
+        p_values=closed.p_values[rows],
+        scores=closed.scores[rows],
+        num_readings=closed.num_readings[rows],
+        is_alerted=closed.is_alerted[rows],
+        record_p_values=None if closed.record_p_values is None else closed.record_p_values[rows],
+        record_scores=None if closed.record_scores is None else closed.record_scores[rows],
     )
 
 
@@ -228,14 +228,14 @@ def decode_evidence(payload: bytes) -> EvidenceBatch:
         message.model,
         message.partition,
         ClosedRows(
-            closed.record,
-            np.array(closed.time, np.int64),
-            np.array(closed.p, np.float64),
-            np.array(closed.score, np.float64),
-            np.array(closed.readings, np.int32),
-            np.array(closed.alerted, np.bool_),
-            None if record_p is None else np.array(record_p, np.float64),  # null becomes NaN
-            None if record_score is None else np.array(record_score, np.float64),
+            record_ids=closed.record,
+            times=np.array(closed.time, np.int64),
+            p_values=np.array(closed.p, np.float64),
+            scores=np.array(closed.score, np.float64),
+            num_readings=np.array(closed.readings, np.int32),
+            is_alerted=np.array(closed.alerted, np.bool_),
+            record_p_values=None if record_p is None else np.array(record_p, np.float64),  # null becomes NaN
+            record_scores=None if record_score is None else np.array(record_score, np.float64),
         ),
         tuple(_alert_from_json(alert) for alert in message.alerts),
         message.model_name or ONLY_MODEL,
@@ -248,14 +248,14 @@ def _alert_from_json(alert: _AlertObject) -> AlertRow:
         alert.id,
         alert.record,
         NO_TIME if alert.time is None else alert.time,
-        alert.p,
-        alert.severity,
-        tuple(
+        p_value=alert.p,
+        severity=alert.severity,
+        suspects=tuple(
             Suspect(suspect.feature, suspect.value, suspect.low, suspect.high, suspect.share, suspect.unit)
             for suspect in alert.suspects
         ),
-        None if alert.silenced_by is None else tuple(alert.silenced_by),
-        alert.score,
-        alert.next_reading,
-        alert.fault,
+        silenced_by=None if alert.silenced_by is None else tuple(alert.silenced_by),
+        score=alert.score,
+        next_reading=alert.next_reading,
+        fault=alert.fault,
     )

@@ -88,18 +88,18 @@ def decode_suspicious_record(payload: bytes) -> SuspiciousRecord:
         return SuspiciousRecord(
             message.record,
             message.partition,
-            NO_TIME if message.time is None else parse_rfc3339(message.time),
-            message.p_value,
-            message.features_seen,
-            message.features_expected,
-            SuggestedReading(
+            time=NO_TIME if message.time is None else parse_rfc3339(message.time),
+            p_value=message.p_value,
+            features_seen=message.features_seen,
+            features_expected=message.features_expected,
+            next_reading=SuggestedReading(
                 message.next_reading.feature,
                 message.next_reading.alpha,
                 message.next_reading.alert_probability,
                 message.next_reading.score_rise,
             ),
-            None if message.expires is None else parse_rfc3339(message.expires),
-            message.model,
+            expires=None if message.expires is None else parse_rfc3339(message.expires),
+            model=message.model,
         )
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, RejectionError, ValueError) as error:
         raise InputError(

@@ -174,13 +174,14 @@ class Engine:
         fingerprint: str,
         alpha: float | Sequence[float],
         limits: Limits | None = None,
+        *,
         drift: float | None = None,
         effort: ExplanationEffort = "full",
         ties: TiePolicy | None = None,
         max_suggested: int = 0,
         suspicious: float | None = None,
         fault_classifier: FaultClassifier | None = None,
-        names_closed: bool = True,
+        names_faults_at_close: bool = True,
     ) -> None:
         """Create an engine without open records.
 
@@ -207,14 +208,15 @@ class Engine:
             suspicious: Largest p-value of a record without an alert for which the reading to take next is stated
                 (`Effects.suspicious_records`), the smallest p-value first. None for no such records.
             fault_classifier: Names the known fault that alerting records look like; None for no names.
-            names_closed: Whether the faults of alerted records are also named at their end, by all of their readings.
+            names_faults_at_close: Whether the fault of an alerted record is named again when the record is closed, by
+                all of its readings.
 
         Raises:
             ConfigError: Readings are irregular, and `ties` is "hold", or the contexts of the model are not bounded.
         """
         self.alphas = np.unique(np.atleast_1d(np.asarray(alpha, np.float64)))[::-1]
         self.limits, self.effort, self._tie_policy = limits or Limits(), effort, ties
-        self._max_suggested, self.names_closed = max_suggested, names_closed
+        self._max_suggested, self._names_faults_at_close = max_suggested, names_faults_at_close
         if max_suggested:
             require_torch("stating the reading to take next")
         states_suspicious = suspicious is not None and max_suggested > 0
@@ -835,12 +837,12 @@ class Engine:
                     record,
                     partition,
                     time,
-                    float(records.running["p_value"][row]),
-                    int(records.num_readings[row]),
-                    len(self.schema) - int(records.num_declared_missing[row]),
-                    suggestion,
-                    None if timeout is None else int(records.last_accepted_at[row]) + timeout,
-                    version.fingerprint,
+                    p_value=float(records.running["p_value"][row]),
+                    features_seen=int(records.num_readings[row]),
+                    features_expected=len(self.schema) - int(records.num_declared_missing[row]),
+                    next_reading=suggestion,
+                    expires=None if timeout is None else int(records.last_accepted_at[row]) + timeout,
+                    model=version.fingerprint,
                 )
         self._suspicious.state(found)
         return list(found.values()), [key for key in withdrawn if key not in found]
@@ -1287,7 +1289,7 @@ class Engine:
             p_values = version.calibration.compute_record_p_values(anomaly_score[members], record_ids)
             if p_values is not None:
                 record_p_value[members] = p_values
-            if self.names_closed and version.fault_classifier is not None and self.effort != "off":
+            if self._names_faults_at_close and version.fault_classifier is not None and self.effort != "off":
                 alerted = members[closed.alert_seq[members] >= 0]
                 names = version.name_faults(
                     self.records, record_index[alerted], closed.num_readings[alerted].astype(np.int64)

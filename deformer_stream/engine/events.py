@@ -551,7 +551,21 @@ class ClosedRecords:
         floats, ints = np.empty(0), np.empty(0, np.int32)
         bools = np.empty(0, np.bool_)
         times = np.empty(0, np.int64)
-        return ClosedRecords([], [], ints, ints, bools, floats, floats, floats, ints, floats, floats, times, floats)
+        return ClosedRecords(
+            record_ids=[],
+            reasons=[],
+            partitions=ints,
+            num_readings=ints,
+            is_complete=bools,
+            log_likelihood=floats,
+            anomaly_score=floats,
+            p_value=floats,
+            alert_seq=ints,
+            alert_alpha=floats,
+            score=floats,
+            latest_time=times,
+            record_p_value=floats,
+        )
 
     @staticmethod
     def concatenate(parts: Sequence[ClosedRecords]) -> ClosedRecords:
@@ -559,20 +573,20 @@ class ClosedRecords:
         if not parts:
             return ClosedRecords.empty()
         return ClosedRecords(
-            [record_id for part in parts for record_id in part.record_ids],
-            [reason for part in parts for reason in part.reasons],
-            np.concatenate([part.partitions for part in parts]),
-            np.concatenate([part.num_readings for part in parts]),
-            np.concatenate([part.is_complete for part in parts]),
-            np.concatenate([part.log_likelihood for part in parts]),
-            np.concatenate([part.anomaly_score for part in parts]),
-            np.concatenate([part.p_value for part in parts]),
-            np.concatenate([part.alert_seq for part in parts]),
-            np.concatenate([part.alert_alpha for part in parts]),
-            np.concatenate([part.score for part in parts]),
-            np.concatenate([part.latest_time for part in parts]),
-            np.concatenate([part.record_p_value for part in parts]),
-            tuple(fault for part in parts for fault in part.faults or (None,) * len(part))
+            record_ids=[record_id for part in parts for record_id in part.record_ids],
+            reasons=[reason for part in parts for reason in part.reasons],
+            partitions=np.concatenate([part.partitions for part in parts]),
+            num_readings=np.concatenate([part.num_readings for part in parts]),
+            is_complete=np.concatenate([part.is_complete for part in parts]),
+            log_likelihood=np.concatenate([part.log_likelihood for part in parts]),
+            anomaly_score=np.concatenate([part.anomaly_score for part in parts]),
+            p_value=np.concatenate([part.p_value for part in parts]),
+            alert_seq=np.concatenate([part.alert_seq for part in parts]),
+            alert_alpha=np.concatenate([part.alert_alpha for part in parts]),
+            score=np.concatenate([part.score for part in parts]),
+            latest_time=np.concatenate([part.latest_time for part in parts]),
+            record_p_value=np.concatenate([part.record_p_value for part in parts]),
+            faults=tuple(fault for part in parts for fault in part.faults or (None,) * len(part))
             if any(part.faults for part in parts)
             else (),
         )

@@ -246,6 +246,13 @@ def _score_pass(kernels: CpuKernels, features: Ints, values: Floats) -> ScoredRe
         unused_scores = np.empty((3, len(codes)))
         is_decided = None  # no tie groups: the anomaly score is updated after each reading
         kernels.advance(
-            running, np.arange(num_records), offsets, terms, is_scored, is_decided, unused_scores, P_VALUE_EXPONENT
+            running,
+            record_index=np.arange(num_records),
+            offsets=offsets,
+            score_terms=terms,
+            is_scored=is_scored,
+            is_decided=is_decided,
+            columns=unused_scores,
+            p_value_exponent=P_VALUE_EXPONENT,
         )
     return ScoredRecords(codes, terms[1], is_scored, running)

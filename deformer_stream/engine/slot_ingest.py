@@ -168,7 +168,15 @@ def ingest_slots(
             collector.touch(record_index)
             unseen_label = batch.unseen_labels.get(i)
             num_combined += partition.slot_readings.add(
-                device, record_id, feature, rules[feature], value, time, slot_deadline, unseen_label, cycles[feature]
+                device,
+                record_id,
+                feature,
+                rule=rules[feature],
+                value=value,
+                time=time,
+                deadline=slot_deadline,
+                unseen_label=unseen_label,
+                cycle=cycles[feature],
             )
             continue
         # An event that names its record itself must not repeat a reading that waits for the end of its slot.

@@ -85,14 +85,14 @@ def _select_rows(closed: ClosedRecords, rows: NDArray[np.int64]) -> ClosedRows:
         is_known = np.isfinite(numbers)
         target[is_known] = round_significant(numbers[is_known], digits)
     return ClosedRows(
-        [closed.record_ids[row] for row in rows.tolist()],
-        closed.latest_time[rows],
-        p_values,
-        scores,
-        closed.num_readings[rows],
-        closed.alert_seq[rows] >= 0,
-        None if np.isnan(record_p_values).all() else record_p_values,
-        record_scores,
+        record_ids=[closed.record_ids[row] for row in rows.tolist()],
+        times=closed.latest_time[rows],
+        p_values=p_values,
+        scores=scores,
+        num_readings=closed.num_readings[rows],
+        is_alerted=closed.alert_seq[rows] >= 0,
+        record_p_values=None if np.isnan(record_p_values).all() else record_p_values,
+        record_scores=record_scores,
     )
 
 
@@ -127,13 +127,15 @@ def _make_alert_row(alert: Alert) -> AlertRow:
         alert.id,
         alert.record,
         alert.time,
-        float(round_significant(np.array([alert.p_value]), P_VALUE_DIGITS)[0]),
-        alert.severity,
-        _find_suspects(alert.contributions),
-        silenced_by,
-        float(round_significant(np.array([alert.score]), SCORE_DIGITS)[0]) if math.isfinite(alert.score) else None,
-        alert.next_reading,
-        alert.fault,
+        p_value=float(round_significant(np.array([alert.p_value]), P_VALUE_DIGITS)[0]),
+        severity=alert.severity,
+        suspects=_find_suspects(alert.contributions),
+        silenced_by=silenced_by,
+        score=float(round_significant(np.array([alert.score]), SCORE_DIGITS)[0])
+        if math.isfinite(alert.score)
+        else None,
+        next_reading=alert.next_reading,
+        fault=alert.fault,
     )
 
 

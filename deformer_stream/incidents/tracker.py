@@ -764,7 +764,14 @@ class IncidentTracker:
             incident.num_pending = incident.num_pending_alerted = 0
         else:
             incident = device.incident = TrackedIncident(
-                id_, device.model, plan.rule, plan.log_threshold, time, record, device.segment, time
+                id_,
+                device.model,
+                plan.rule,
+                log_threshold=plan.log_threshold,
+                opened=time,
+                first_record=record,
+                segment=device.segment,
+                last=time,
             )
         for alert, alert_time in zip(device.excursion_alerts, device.excursion_alert_times, strict=True):
             if alert.record not in incident.early_records:
@@ -920,20 +927,20 @@ class IncidentTracker:
         self._messages.append(
             Incident(
                 incident.id,
-                name,
-                state,
-                incident.opened,
-                incident.last,
-                incident.resolved,
-                incident.num_records,
-                incident.num_alerted,
-                to_log10(incident.max_log_evidence),
-                incident.rule,
-                self._budget,
-                incident.severity,
-                suspects,
-                incident.model,
-                incident.first_record,
+                device=name,
+                state=state,
+                opened=incident.opened,
+                last=incident.last,
+                resolved=incident.resolved,
+                num_records=incident.num_records,
+                num_alerted=incident.num_alerted,
+                evidence=to_log10(incident.max_log_evidence),
+                rule=incident.rule,
+                budget=self._budget,
+                severity=incident.severity,
+                suspects=suspects,
+                model=incident.model,
+                first_record=incident.first_record,
                 group=self._options.get_group(name),
                 parent=incident.parent,
                 revision=incident.revision,

@@ -207,15 +207,15 @@ def compare_incidents(
         num_false_candidate += all(other.can_be_false for other in same or [labelled])
     today_in_span = list(filter(is_in_span, today))
     return IncidentDifference(
-        tuple(removed),
-        tuple(kept),
-        tuple(new),
-        tuple(faults),
-        sum(labelled.can_be_false for labelled in today_in_span),
-        num_false_candidate,
-        sum(labelled.label == "false-alarm" for labelled in today_in_span),
-        sum(labelled.label == "false-alarm" for labelled in kept),
-        sum(labelled.label == "maintenance" for labelled in today_in_span),
+        removed=tuple(removed),
+        kept=tuple(kept),
+        new=tuple(new),
+        faults=tuple(faults),
+        num_false_today=sum(labelled.can_be_false for labelled in today_in_span),
+        num_false_candidate=num_false_candidate,
+        num_labelled_today=sum(labelled.label == "false-alarm" for labelled in today_in_span),
+        num_labelled_candidate=sum(labelled.label == "false-alarm" for labelled in kept),
+        num_maintenance=sum(labelled.label == "maintenance" for labelled in today_in_span),
     )
 
 

@@ -293,7 +293,17 @@ def propose(
         calibration = recalibrate_records(kept.record_ids, kept.scores, kept.record_scores)
         has_groups = bool(calibration.calibration_by_group)
         tail = None if has_groups else fit_tails(calibration.scores, calibration.record_scores)
-    found = _find_candidate(read_log, detection, unpatterned, today, overlay, options, calibration, replan, tail)
+    found = _find_candidate(
+        read_log,
+        detection,
+        unpatterned,
+        today=today,
+        overlay=overlay,
+        options=options,
+        calibration=calibration,
+        replan=replan,
+        tail=tail,
+    )
     log = replace(log, num_alerts_removed=found.num_alerts_removed, num_alerts_new=found.num_alerts_new)
     difference = found.difference
     known = {incident.id for incident in (*unpatterned_incidents, *today_incidents)}
@@ -304,17 +314,19 @@ def propose(
         found.plan,
         found.segments,
         calibration,
-        difference,
-        tuple(today),
-        tuple(found.incidents),
-        log,
-        _describe_rate(detection, log, difference.num_false_today, difference.num_labelled_today),
-        _describe_rate(detection, log, difference.num_false_candidate, difference.num_labelled_candidate),
-        outcomes,
-        review,
-        len({label.id for label in labels}),
-        len(labelled_ids - known),
-        tuple(_list_warnings(detection, difference, outcomes, log, len(labelled_ids - known), unpatterned)),
+        difference=difference,
+        today=tuple(today),
+        candidate=tuple(found.incidents),
+        log=log,
+        rate_today=_describe_rate(detection, log, difference.num_false_today, difference.num_labelled_today),
+        rate_candidate=_describe_rate(
+            detection, log, difference.num_false_candidate, difference.num_labelled_candidate
+        ),
+        patterns=outcomes,
+        review=review,
+        num_labels=len({label.id for label in labels}),
+        num_unknown_labels=len(labelled_ids - known),
+        warnings=tuple(_list_warnings(detection, difference, outcomes, log, len(labelled_ids - known), unpatterned)),
     )
 
 
@@ -391,13 +403,13 @@ def _find_candidate(
             plan,
             segments,
             incidents,
-            compare_incidents(today, incidents, margin, options.since, options.until),
+            difference=compare_incidents(today, incidents, margin, options.since, options.until),
             # Faults that today's calibration finds, or would find without its patterns, must not be lost.
-            compare_incidents(unpatterned, incidents, margin),
-            num_removed,
-            num_new,
-            kinds,
-            dropped,
+            without_patterns=compare_incidents(unpatterned, incidents, margin),
+            num_alerts_removed=num_removed,
+            num_alerts_new=num_new,
+            kinds=kinds,
+            dropped=dropped,
         )
         is_done = "patterns" not in options.changes or not _correct_patterns(
             patterns, kinds, dropped, candidate.without_patterns.lost
@@ -495,7 +507,17 @@ def _survey(
             f"the log of evidence has no record{other} in the span: check --log, --since and --until, and that --model "
             "is the model that has scored the records"
         )
-    log = LogSummary(start, end, num_records, len(last_hour_by_device), device_hours, num_alerts, 0, 0, num_other)
+    log = LogSummary(
+        start,
+        end,
+        num_records,
+        num_devices=len(last_hour_by_device),
+        device_hours=device_hours,
+        num_alerts_today=num_alerts,
+        num_alerts_removed=0,
+        num_alerts_new=0,
+        num_other_model=num_other,
+    )
     return list(base_by_id.values()), list(today_by_id.values()), log
 
 

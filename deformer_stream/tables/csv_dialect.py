@@ -158,11 +158,11 @@ def guess_dialect(sample: bytes, options: CsvOptions, name: str) -> CsvDialect:
         delimiter,
         decimal,
         encoding,
-        has_header,
-        has_units_row,
-        first_line,
-        tuple(header),
-        tuple(cell.strip() for cell in rows[1]) if has_units_row else (),
+        has_header=has_header,
+        has_units_row=has_units_row,
+        num_skipped_lines=first_line,
+        column_names=tuple(header),
+        units=tuple(cell.strip() for cell in rows[1]) if has_units_row else (),
     )
 
 

@@ -935,7 +935,18 @@ def _make_table(name: str, schema: pa.Schema, num_rows: int | None, options: Tab
         if unit:
             units[column.name] = unit
     plain_schema = pa.schema([pa.field(column.name, column.type) for column in fields])
-    return Table(name, plain_schema, num_rows, units, index_columns, {}, None, options, rows, {})
+    return Table(
+        name,
+        schema=plain_schema,
+        num_rows=num_rows,
+        units=units,
+        index_columns=index_columns,
+        partition_values={},
+        dialect=None,
+        options=options,
+        _rows=rows,
+        _decimals={},
+    )
 
 
 def _check_unique_names(names: Sequence[str], table: str) -> None:

@@ -203,7 +203,7 @@ def test_shifted_features_are_sorted_by_increase() -> None:
 
 def make_engine(level: float | None, limits: Limits | None = None) -> Engine:
     """Return an engine that monitors drift with this alarm level."""
-    return Engine(*make_calibrated_model(), "model-0", 0.3, limits, level, "fast")
+    return Engine(*make_calibrated_model(), "model-0", 0.3, limits, drift=level, effort="fast")
 
 
 def make_record(record_id: str, value: float, partition: int = 0, is_complete: bool = True) -> list[Event]:

@@ -74,7 +74,7 @@ def make_engine(
     drift: float | None = None,
 ) -> Engine:
     """Return an engine that scores irregular readings."""
-    return Engine(model or make_model(), make_calibration(), "irregular", ALPHA, limits, drift, effort)
+    return Engine(model or make_model(), make_calibration(), "irregular", ALPHA, limits, drift=drift, effort=effort)
 
 
 def compute_expected_log_prob(

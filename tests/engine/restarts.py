@@ -59,7 +59,7 @@ def make_engine(
 ) -> Engine:
     """Return an engine that explains its alerts with the fast method, on which these tests do not depend."""
     model_and_calibration = make_calibrated_model(seed, dtype, schema)
-    return Engine(*model_and_calibration, f"model-{seed}", ALPHA, limits, drift, "fast", ties)
+    return Engine(*model_and_calibration, f"model-{seed}", ALPHA, limits, drift=drift, effort="fast", ties=ties)
 
 
 @dataclass(frozen=True)

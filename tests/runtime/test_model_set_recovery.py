@@ -62,7 +62,9 @@ def make_engines(loaded: Artifact, suffix: str = "") -> EngineSet:
     """Return an engine for each name; the models have equal weights and different fingerprints."""
     return EngineSet(
         {
-            name: Engine(loaded.model, loaded.calibration, f"{name}{suffix}", ALPHA, Limits(), DRIFT, effort="off")
+            name: Engine(
+                loaded.model, loaded.calibration, f"{name}{suffix}", ALPHA, Limits(), drift=DRIFT, effort="off"
+            )
             for name in NAMES
         }
     )

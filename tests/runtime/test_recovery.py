@@ -317,7 +317,7 @@ def run_member(
         return replace(loaded, fingerprint=f"model-{rng.integers(2**40)}")
 
     model = take_new_model() or loaded
-    engine = Engine(model.model, model.calibration, model.fingerprint, ALPHA, Limits(), DRIFT, effort="off")
+    engine = Engine(model.model, model.calibration, model.fingerprint, ALPHA, Limits(), drift=DRIFT, effort="off")
     pipeline = Pipeline(
         member,
         Codec(loaded.schema),
