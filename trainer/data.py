@@ -925,7 +925,7 @@ def _encode_readings_table(
             )
             continue
         # Keep the first reading of each matrix element in this batch, unless an earlier batch has set the element.
-        accepted = np.flatnonzero(~_find_refused_readings(schema, first_code, readings, encoded))
+        accepted = np.flatnonzero(~_find_rejected_readings(schema, first_code, readings, encoded))
         flat_indexes = readings.rows[accepted] * num_features + feature_codes[accepted]
         first_indexes = accepted[np.unique(flat_indexes, return_index=True)[1]]
         is_element_empty = event_indexes[readings.rows[first_indexes], feature_codes[first_indexes]] < 0
@@ -948,12 +948,12 @@ def _encode_readings_table(
     return values, arrival_ranks
 
 
-def _find_refused_readings(
+def _find_rejected_readings(
     schema: Schema, feature_code: int, readings: FeatureReadings, encoded: NDArray[np.float32]
 ) -> NDArray[np.bool_]:
-    """Return for each of M readings of one feature whether a stream refuses it: texts among numbers, infinite numbers.
+    """Return for each of M readings of one feature whether a stream rejects it: texts among numbers, infinite numbers.
 
-    A refused reading does not count as the first reading of its time slot, while a null does.
+    A rejected reading does not count as the first reading of its time slot, while a null does.
 
     Args:
         schema: The features.

@@ -93,7 +93,7 @@ def create_event_batches(table: IrregularTable, rows: Ints) -> list[EventBatch]:
     codes = table.codes[readings]
     values = schema.denormalise(codes, table.values[readings].astype(np.float64))  # events have raw units
     times = table.origins[record] + np.round(1e6 * table.ages[readings]).astype(np.int64)
-    # Readings that differed only beyond float32 are equal here. They must not be refused as repetitions.
+    # Readings that differed only beyond float32 are equal here. They must not be rejected as repetitions.
     while (is_repetition := find_repetitions(record, codes, values, times)).any():
         repeated = values[is_repetition]
         values[is_repetition] = np.nextafter(repeated, np.where(repeated > 0.0, -np.inf, np.inf))

@@ -474,7 +474,7 @@ def _choose_form(tables: InputTables, table: Table, name: str) -> CellForm | Non
     """Return how the texts of a column are read (see `CellForm`). None to read the column as its type says."""
     if name == tables.time_column:
         # If the times of readings matter, each text must state its zone, unless the user has set one. `parse_times`
-        # refuses others.
+        # rejects others.
         has_readings = tables.layout == "long" or tables.window is not None
         is_zone_needed = has_readings and table.options.timezone is None
         is_number = classify_type(table.schema.field(name).type) == "number"

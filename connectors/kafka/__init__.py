@@ -10,8 +10,8 @@
   records. `next_reading_topic` sends and reads suspicious records with the readings to take next.
 - `commits` and `delivery` send all of it together with the consumed offsets, in one transaction.
 - `topic_reader` reads a whole topic. `incident_topics` reads incidents, and reads and appends labels of operators.
-  `incident_deliveries` reads incidents for a receiver, and stores how far it was notified. `dead_letters` reads refused
-  messages and sends them again.
+  `incident_deliveries` reads incidents for a receiver, and stores how far it was notified. `dead_letters` reads
+  rejected messages and sends them again.
 - `topics` creates topics and checks them; `sample` reads the latest messages of a topic; `produce` sends events, as a
   load generator.
 

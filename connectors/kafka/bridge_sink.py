@@ -1,4 +1,4 @@
-"""The sink of the bridge: events to the topic that `consume` reads, refused messages and states to topics of their own.
+"""The sink of the bridge: it sends events, rejected messages and the states of translators to three topics.
 
 Nothing is written in transactions. The source delivers messages again that it has no acknowledgement for, so events
 can be twice in the topic anyway.
@@ -18,7 +18,7 @@ from connectors.kafka.sink import MAX_DEAD_LETTER_BYTES
 from connectors.kafka.state import STATE_TOPIC_SETTINGS
 from connectors.kafka.topic_reader import TopicReader
 from connectors.kafka.topics import TopicSpec
-from deformer_stream.codec.bridge_messages import BridgeRefusal, Translation, TranslationOptions
+from deformer_stream.codec.bridge_messages import BridgeRejection, Translation, TranslationOptions
 from deformer_stream.codec.cloud_events import make_headers, make_source
 from deformer_stream.codec.sparkplug import SparkplugTranslator
 from deformer_stream.errors import Unavailable
@@ -154,7 +154,7 @@ class KafkaBridgeSink:
     def _make_messages(self, translation: Translation) -> list[OutgoingMessage]:
         """Return what is sent for a translation."""
         messages = [OutgoingMessage(0, self._topic, event.key, event.value) for event in translation.events]
-        messages += [self._make_dead_letter(refusal) for refusal in translation.refusals]
+        messages += [self._make_dead_letter(rejection) for rejection in translation.rejections]
         if self._births_topic is not None:
             for key, value in translation.states.items():
                 state = OutgoingMessage(0, self._births_topic, key.encode(), value)
@@ -163,26 +163,26 @@ class KafkaBridgeSink:
                 messages.append(state if is_small else state._replace(value=b""))
         return messages
 
-    def _make_dead_letter(self, refusal: BridgeRefusal) -> OutgoingMessage:
+    def _make_dead_letter(self, rejection: BridgeRejection) -> OutgoingMessage:
         """Return the dead letter of a message that cannot be translated; without its payload if it is too large."""
-        origin = refusal.message.topic.encode("utf-8", "backslashreplace")
+        origin = rejection.message.topic.encode("utf-8", "backslashreplace")
         headers: list[Header] = [
-            ("reason", refusal.reason.encode()),
-            ("detail", refusal.detail.encode("utf-8", "backslashreplace")),
+            ("reason", rejection.reason.encode()),
+            ("detail", rejection.detail.encode("utf-8", "backslashreplace")),
             ("source", self._source.encode("utf-8", "backslashreplace")),
             ("source_topic", origin),
-            ("timestamp", b"%d" % (refusal.message.time // 1000)),
-            ("timestamp_us", b"%d" % refusal.message.time),  # events have microseconds
+            ("timestamp", b"%d" % (rejection.message.time // 1000)),
+            ("timestamp_us", b"%d" % rejection.message.time),  # events have microseconds
             ("translation", self._options),
             *make_headers(
                 "dead-letter",
                 uuid.uuid4().hex,  # nothing about a message identifies it: equal ones can come at the same time
-                make_source(refusal.message.topic),
+                make_source(rejection.message.topic),
                 content_type=None,
             ),
         ]
-        letter = OutgoingMessage(0, self._dead_letter_topic, None, refusal.message.payload, headers)
+        letter = OutgoingMessage(0, self._dead_letter_topic, None, rejection.message.payload, headers)
         if estimate_size(letter) <= self._limits[self._dead_letter_topic]:
             return letter
-        headers.append(("payload_bytes", b"%d" % len(refusal.message.payload)))
+        headers.append(("payload_bytes", b"%d" % len(rejection.message.payload)))
         return letter._replace(value=b"", headers=headers)

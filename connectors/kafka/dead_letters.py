@@ -31,22 +31,22 @@ from deformer_stream.errors import ConfigError, InputError
 from deformer_stream.runtime.incident_history import read_existing
 
 MAX_OFFSET = 2**63 - 1
-"""Largest offset of Kafka. Larger numbers in headers are refused."""
+"""Largest offset of Kafka. Larger numbers in headers are rejected."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeadLetter:
-    """A message that `consume` or `bridge` has refused, as the dead-letter topic holds it.
+    """A message that `consume` or `bridge` has rejected, as the dead-letter topic holds it.
 
     Attributes:
-        time: When it was refused: the timestamp of the dead letter, microseconds since 1970.
-        reason: Why it was refused, such as "not_json".
+        time: When it was rejected: the timestamp of the dead letter, microseconds since 1970.
+        reason: Why it was rejected, such as "not_json".
         detail: One line that describes the problem.
         topic: The topic from which it was read, for the bridge the topic of MQTT or the node of OPC UA.
         partition: The partition from which it was read, None for a letter of the bridge.
-        offset: Its offset there, None for a letter of the bridge. Topic, partition and offset together name the refused
-            message.
-        sent_at: Its timestamp, milliseconds since 1970; None if it has none, or if an earlier release has refused it.
+        offset: Its offset there, None for a letter of the bridge. Topic, partition and offset together name the
+            rejected message.
+        sent_at: Its timestamp, milliseconds since 1970; None if it has none, or if an earlier release has rejected it.
             For the bridge, when the message arrived.
         key: Its key, or None.
         value: Its value, None for a tombstone.
@@ -55,7 +55,7 @@ class DeadLetter:
         source: Address of the source of the bridge, None for a message of Kafka.
         translation: How the bridge has translated it, as the JSON of `TranslationOptions`; empty if it is unknown.
         arrived_at: When it arrived at the bridge, microseconds since 1970. None for a message of Kafka, or if an
-            earlier release has refused it.
+            earlier release has rejected it.
     """
 
     time: int
@@ -140,9 +140,9 @@ class ReplayCounts:
         sent: Messages that were sent and acknowledged.
         repeated: Letters about a message that another letter contains, too. It was sent once.
         incomplete: Letters that do not hold their message completely. Nothing was sent for them.
-        untranslated: Letters of the bridge whose message, or a reading of it, was refused again, or whose options are
+        untranslated: Letters of the bridge whose message, or a reading of it, was rejected again, or whose options are
             not valid. Their other readings were sent.
-        example: Why the first of these was refused, "" if there is none.
+        example: Why the first of these was rejected, "" if there is none.
         sparkplug: Letters of the bridge with messages of Sparkplug. Nothing was sent for them.
         foreign: Letters that name another topic than that of the events. Nothing was sent for them.
         foreign_topic: The topic that the first of these names, "" if there is none.
@@ -158,7 +158,7 @@ class ReplayCounts:
     foreign_topic: str = ""
 
     def add_untranslated(self, problem: str) -> None:
-        """Count a letter of the bridge that was refused again; the problem of the first one is the example."""
+        """Count a letter of the bridge that was rejected again; the problem of the first one is the example."""
         self.untranslated += 1
         self.example = self.example or problem
 
@@ -186,7 +186,7 @@ class LetterTranslator:
             InputError: The letter states no valid options.
         """
         time = letter.arrived_at
-        if time is None:  # an earlier release has refused it
+        if time is None:  # an earlier release has rejected it
             time = letter.time if letter.sent_at is None else letter.sent_at * 1000
         message = BridgeMessage(letter.topic, letter.value or b"", time)
         return translate_all(self._find_translator(letter.translation), [message])
@@ -262,9 +262,9 @@ def send_again(
 def _list_messages(
     letters: Iterable[DeadLetter], counts: ReplayCounts, translator: LetterTranslator, topic: str | None
 ) -> Iterator[OutgoingMessage]:
-    """Yield what is sent for dead letters, once for each refused message that is complete, and count the others.
+    """Yield what is sent for dead letters, once for each rejected message that is complete, and count the others.
 
-    A message has several letters if several of its readings were refused.
+    A message has several letters if several of its readings were rejected.
     """
     seen: set[tuple[object, ...]] = set()
     for letter in letters:
@@ -295,8 +295,8 @@ def _list_messages(
             except InputError as error:
                 counts.add_untranslated(str(error))
                 continue
-            if translation.refusals:
-                first = translation.refusals[0]
+            if translation.rejections:
+                first = translation.rejections[0]
                 counts.add_untranslated(f"{first.reason.value}: {first.detail}")
             for event in translation.events:
                 yield OutgoingMessage(0, topic or translator.topic, event.key, event.value)

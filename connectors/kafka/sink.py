@@ -170,7 +170,7 @@ def _make_dead_letter(topic: str, rejected: Rejection, data: Payload, max_bytes:
         ("partition", b"%d" % partition),
         ("offset", b"%d" % offset),
         *_make_timestamp_header(data, rejected.message_index),
-        # A message can be refused for several reasons, one for each of its readings. Its content can be anything.
+        # A message can be rejected for several reasons, one for each of its readings. Its content can be anything.
         *make_headers(
             "dead-letter",
             f"{origin}/{partition}/{offset}/{rejected.reason}",

@@ -28,7 +28,7 @@ class ScoredRecords:
 
     Attributes:
         records: The records.
-        num_rejected: Number of readings that were refused.
+        num_rejected: Number of readings that were rejected.
         warning: What the user should know about the input; empty if there is nothing.
     """
 

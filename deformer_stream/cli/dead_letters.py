@@ -1,4 +1,4 @@
-"""The command `dead-letters`, which lists and shows messages that were refused, and sends them again.
+"""The command `dead-letters`, which lists and shows messages that were rejected, and sends them again.
 
 Heavy packages are imported inside the functions, so that `--help` is printed without delay.
 """
@@ -29,8 +29,8 @@ class ReasonSummary:
 
     Attributes:
         count: Their number.
-        first: When the first one was refused, microseconds since 1970.
-        last: When the last one was refused, microseconds since 1970.
+        first: When the first one was rejected, microseconds since 1970.
+        last: When the last one was rejected, microseconds since 1970.
         example: The detail of the last one.
     """
 
@@ -52,12 +52,12 @@ def build_dead_letters() -> click.Command:
     @add_options(DeadLettersSettings)
     @add_debug_option
     def dead_letters(action: Action, config: Path | None, **flags: Any) -> int:
-        """Look at messages that consume or bridge has refused, and send them again after a repair.
+        """Look at messages that consume or bridge has rejected, and send them again after a repair.
 
         list counts them by reason. show prints the latest ones as JSON lines. replay sends each message of --topic
-        again, with its key and its time, to the partition from which it was read. What is refused again becomes a new
+        again, with its key and its time, to the partition from which it was read. What is rejected again becomes a new
         dead letter.
-        Sending twice does no harm while the record is open, because consume refuses readings that it has already.
+        Sending twice does no harm while the record is open, because consume rejects readings that it has already.
         Dead letters of bridge are in TOPIC-bridge-dead-letter (--dead-letter-topic). replay translates their messages
         to events as the bridge did, but for the options that are given here, such as --pattern. Messages of Sparkplug
         are not sent.
@@ -211,7 +211,7 @@ def describe_problems(counts: ReplayCounts) -> list[str]:
         )
     if counts.untranslated:
         clauses.append(
-            f"{counts.untranslated:,} messages of the bridge are refused again ({make_printable(counts.example)}): "
+            f"{counts.untranslated:,} messages of the bridge are rejected again ({make_printable(counts.example)}): "
             "correct the options, such as --pattern"
         )
     if counts.sparkplug:

@@ -103,7 +103,7 @@ EXAMPLES_BY_COMMAND: dict[str, tuple[tuple[str, str], ...]] = {
     ),
     "dead-letters": (
         (
-            "Count the refused messages of a topic by reason:",
+            "Count the rejected messages of a topic by reason:",
             "deformer-stream dead-letters list --topic sensors",
         ),
         (
@@ -115,7 +115,7 @@ EXAMPLES_BY_COMMAND: dict[str, tuple[tuple[str, str], ...]] = {
             "deformer-stream dead-letters replay --topic sensors --reason unknown_feature",
         ),
         (
-            "Translate messages that bridge has refused with another pattern, and send their events to sensors:",
+            "Translate messages that bridge has rejected with another pattern, and send their events to sensors:",
             "deformer-stream dead-letters replay --topic sensors --dead-letter-topic sensors-bridge-dead-letter "
             "--pattern 'plant/{device}/{feature}/#'",
         ),

@@ -120,7 +120,16 @@ def run_on_files(
     from deformer_stream.runtime.timing import EventClock
 
     with Progress(title, source.num_rows, "rows") as progress:
-        return run_pipeline(source, codec, engine, sinks, EventClock(), stop, progress.advance, send_drift_notices)
+        return run_pipeline(
+            source,
+            codec,
+            engine,
+            sinks=sinks,
+            clock=EventClock(),
+            stop=stop,
+            report_progress=progress.advance,
+            send_drift_notices=send_drift_notices,
+        )
 
 
 def run_pipeline(
@@ -173,7 +182,7 @@ def summarize_totals(totals: Totals, alphas: Sequence[float], is_interrupted: bo
     """
     reasons = ", ".join(f"{count} {reason}" for reason, count in totals.rejected.most_common())
     return (
-        f"{totals.events} events accepted, {totals.rejected.total()} refused{f' ({reasons})' if reasons else ''}, "
+        f"{totals.events} events accepted, {totals.rejected.total()} rejected{f' ({reasons})' if reasons else ''}, "
         f"{totals.closed} records, {totals.alerts} alerts at alpha {factory.format_alphas(alphas)}"
         + (f", {totals.combined} readings combined with others of their time slot" if totals.combined else "")
         + (", interrupted" if is_interrupted else "")

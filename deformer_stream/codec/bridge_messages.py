@@ -2,7 +2,7 @@
 
 A message has a topic and a payload. `ValueTranslator` finds the device and the feature in the topic, by a pattern such
 as `plant/{device}/{feature}`, and the value in the payload: a number, a text or a JSON object. Translating never
-raises, whatever the bytes are: what cannot be translated becomes a `BridgeRefusal` with its reason.
+raises, whatever the bytes are: what cannot be translated becomes a `BridgeRejection` with its reason.
 """
 
 from __future__ import annotations
@@ -79,12 +79,12 @@ class BridgeEvent(NamedTuple):
     num_readings: int
 
 
-class BridgeRefusal(NamedTuple):
+class BridgeRejection(NamedTuple):
     """A message, or a reading of it, that cannot be translated.
 
     Attributes:
         message: The message.
-        reason: Why it is refused.
+        reason: Why it is rejected.
         detail: One line that describes the problem.
     """
 
@@ -99,13 +99,13 @@ class Translation:
 
     Attributes:
         events: Events, in the order of the messages.
-        refusals: What cannot be translated, at most one for each reason and message.
+        rejections: What cannot be translated, at most one for each reason and message.
         requests: Messages to publish, as pairs of a topic and a payload.
         states: What a later run has to know, as pairs of a key and a value; the last value of a key counts.
     """
 
     events: list[BridgeEvent] = field(default_factory=list)
-    refusals: list[BridgeRefusal] = field(default_factory=list)
+    rejections: list[BridgeRejection] = field(default_factory=list)
     requests: list[tuple[str, bytes]] = field(default_factory=list)
     states: dict[str, bytes] = field(default_factory=dict)
 
@@ -140,7 +140,7 @@ def add_event(
     device: str,
     values: dict[str, Any],
     time: int,
-    refuse: Callable[[RejectionReason, str], None],
+    reject: Callable[[RejectionReason, str], None],
     max_bytes: int = MAX_EVENT_BYTES,
 ) -> None:
     """Add the event of readings of one device and one time to a translation, in parts if it is too large.
@@ -152,7 +152,7 @@ def add_event(
         device: The device.
         values: The values by feature.
         time: Microseconds since 1970.
-        refuse: A function that adds a refusal, given its reason and its detail.
+        reject: A function that adds a rejection, given its reason and its detail.
         max_bytes: Largest event in bytes.
     """
     if not values:
@@ -161,12 +161,12 @@ def add_event(
     if len(event.key) + len(event.value) <= max_bytes and len(values) <= MAX_READINGS:
         translation.events.append(event)
     elif len(values) == 1:
-        refuse(RejectionReason.TOO_LARGE, f"the event has {len(event.value)} bytes; at most {max_bytes} are accepted")
+        reject(RejectionReason.TOO_LARGE, f"the event has {len(event.value)} bytes; at most {max_bytes} are accepted")
     else:
         items = list(values.items())
         middle = len(items) // 2
         for part in (items[:middle], items[middle:]):
-            add_event(translation, device, dict(part), time, refuse, max_bytes)
+            add_event(translation, device, dict(part), time, reject, max_bytes)
 
 
 def check_value(name: str, value: object) -> object:
@@ -308,8 +308,8 @@ class ValueTranslator:
         self._found_by_topic: dict[str, tuple[str | None, str | None]] = {}
 
     def translate(self, message: BridgeMessage, translation: Translation) -> None:
-        """Add the event of a message, or its refusal, to a translation."""
-        refuse = make_refuser(message, translation)
+        """Add the event of a message, or its rejection, to a translation."""
+        reject = make_rejecter(message, translation)
         try:
             device, feature = self._find(message.topic)
             document = self._parse(message.payload)
@@ -330,15 +330,15 @@ class ValueTranslator:
                     )
                 device = check_name(f"the field {self._names.device!r}", document[self._names.device])
         except RejectionError as error:
-            refuse(error.reason, error.detail)
+            reject(error.reason, error.detail)
             return
         accepted: dict[str, Any] = {}
         for name, value in values.items():
             try:
                 accepted[check_name("the name of a feature", name)] = check_value(name, value)
             except RejectionError as error:
-                refuse(error.reason, error.detail)
-        add_event(translation, device, accepted, time, refuse, self._max_event_bytes)
+                reject(error.reason, error.detail)
+        add_event(translation, device, accepted, time, reject, self._max_event_bytes)
 
     def _find(self, topic: str) -> tuple[str | None, str | None]:
         """Return the device and the feature of a topic; raise `RejectionError` if it does not fit the pattern."""
@@ -480,21 +480,21 @@ class TranslationOptions(msgspec.Struct, frozen=True, omit_defaults=True):
         return ValueTranslator(pattern, names, self.time_unit, self.max_message_bytes, max_event_bytes)
 
 
-def make_refuser(message: BridgeMessage, translation: Translation) -> Callable[[RejectionReason, str], None]:
-    """Return a function that adds the refusal of a message to a translation, once for each reason.
+def make_rejecter(message: BridgeMessage, translation: Translation) -> Callable[[RejectionReason, str], None]:
+    """Return a function that adds the rejection of a message to a translation, once for each reason.
 
     Args:
         message: The message.
-        translation: Receives the refusals.
+        translation: Receives the rejections.
     """
     reasons: set[RejectionReason] = set()
 
-    def refuse(reason: RejectionReason, detail: str) -> None:
+    def reject(reason: RejectionReason, detail: str) -> None:
         if reason not in reasons:
             reasons.add(reason)
-            translation.refusals.append(BridgeRefusal(message, reason, detail))
+            translation.rejections.append(BridgeRejection(message, reason, detail))
 
-    return refuse
+    return reject
 
 
 def is_possible_time(micros: int) -> bool:

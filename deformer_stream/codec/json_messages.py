@@ -596,13 +596,13 @@ class _EventColumns:
             windows = window_assigner.make_membership(devices, times)
         return EventBatch(
             self.record_ids,
-            np.asarray(self.features, np.int32),
-            np.asarray(self.values, np.float64),
-            times,
-            message_indices,
-            partitions,
-            self.unseen_labels,
-            windows,
+            features=np.asarray(self.features, np.int32),
+            values=np.asarray(self.values, np.float64),
+            times=times,
+            message_indices=message_indices,
+            partitions=partitions,
+            unseen_labels=self.unseen_labels,
+            windows=windows,
         )
 
 
@@ -630,7 +630,7 @@ def _parse_lenient(payload: bytes, error: str) -> object:
     whose value is not finite.
 
     Args:
-        payload: A message that the strict parser refused.
+        payload: A message that the strict parser rejected.
         error: The strict parser's error message.
 
     Raises:

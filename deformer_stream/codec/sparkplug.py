@@ -3,7 +3,7 @@
 An edge node and its devices publish birth certificates, which name all their metrics, then data, and a death
 certificate when they leave. A metric of data may have only an alias, a number that the last birth has declared. The
 messages of an edge node have sequence numbers from 0 to 255. If one is missing, aliases may have another meaning, so
-metrics that have only an alias are refused until the node has answered a request for a new birth.
+metrics that have only an alias are rejected until the node has answered a request for a new birth.
 
 The protobuf library (extra `mqtt`) decodes payloads with descriptors that are made here, without generated code.
 """
@@ -27,7 +27,7 @@ from deformer_stream.codec.bridge_messages import (
     check_name,
     check_value,
     is_possible_time,
-    make_refuser,
+    make_rejecter,
 )
 from deformer_stream.codec.validation import RejectionError, quote
 from deformer_stream.engine.events import RejectionReason
@@ -40,7 +40,7 @@ REBIRTH_SECONDS = 10.0
 """Shortest time between two requests for a new birth of one edge node."""
 
 REFUSED_BIRTH_SECONDS = 600.0
-"""Shortest time between two requests if the birth is refused, because it would probably be refused again."""
+"""Shortest time between two requests if the birth is rejected, because it would probably be rejected again."""
 
 REBIRTH_METRIC, BIRTH_SEQUENCE_METRIC = "Node Control/Rebirth", "bdSeq"
 CONTROL_PREFIXES = ("Node Control/", "Device Control/")
@@ -86,7 +86,7 @@ def load_payload_class() -> Any:
     add(payload, 1, "timestamp", types.TYPE_UINT64)
     add(payload, 2, "metrics", types.TYPE_MESSAGE, types.LABEL_REPEATED, type_name=".sparkplug_b.Metric")
     add(payload, 3, "seq", types.TYPE_UINT64)
-    # Names and texts are read as bytes, so that a text that is not UTF-8 refuses one metric and not the message.
+    # Names and texts are read as bytes, so that a text that is not UTF-8 rejects one metric and not the message.
     add(metric, 1, "name", types.TYPE_BYTES)
     add(metric, 2, "alias", types.TYPE_UINT64)
     add(metric, 3, "timestamp", types.TYPE_UINT64)
@@ -159,7 +159,7 @@ class _Received(NamedTuple):
         payload: The decoded payload.
         message: The message.
         translation: Receives events, requests and states.
-        refuse: A function that adds a refusal, given its reason and its detail.
+        reject: A function that adds a rejection, given its reason and its detail.
     """
 
     kind: str
@@ -168,7 +168,7 @@ class _Received(NamedTuple):
     payload: Any
     message: BridgeMessage
     translation: Translation
-    refuse: Callable[[RejectionReason, str], None]
+    reject: Callable[[RejectionReason, str], None]
 
 
 class SparkplugTranslator:
@@ -203,8 +203,8 @@ class SparkplugTranslator:
         return sum(node.is_online for node in self._node_by_id.values())
 
     def translate(self, message: BridgeMessage, translation: Translation) -> None:
-        """Add what follows from a message to a translation: events, refusals, requests and states."""
-        refuse = make_refuser(message, translation)
+        """Add what follows from a message to a translation: events, rejections, requests and states."""
+        reject = make_rejecter(message, translation)
         try:
             address = self._read_topic(message.topic)
             if address is None:
@@ -222,13 +222,13 @@ class SparkplugTranslator:
             try:
                 payload = self._parse(message.payload, MAX_METRICS_OF_NODE if is_birth else MAX_READINGS)
                 self.num_by_kind[kind] += 1
-                self._handle(_Received(kind, node_id, device, payload, message, translation, refuse), node)
+                self._handle(_Received(kind, node_id, device, payload, message, translation, reject), node)
             except RejectionError:
                 if is_birth:
                     self._node_by_id[node_id].next_request = message.time + round(REFUSED_BIRTH_SECONDS * 1e6)
                 raise
         except RejectionError as error:
-            refuse(error.reason, error.detail)
+            reject(error.reason, error.detail)
 
     def _read_topic(self, topic: str) -> tuple[str, str, str] | None:
         """Return the type, the edge node as `GROUP/NODE` and the device of a topic; None for what is no reading.
@@ -354,7 +354,7 @@ class SparkplugTranslator:
 
     def _add_readings(self, received: _Received, node: EdgeNode) -> None:
         """Add the readings of a payload to the translation, one event for each time."""
-        _, node_id, device, payload, message, translation, refuse = received
+        _, node_id, device, payload, message, translation, reject = received
         full_device = f"{node_id}/{device}" if device else node_id
         default_time = payload.timestamp * 1000 if payload.HasField("timestamp") else message.time
         events: list[tuple[int, dict[str, Any]]] = []  # the times and the values of events
@@ -382,9 +382,9 @@ class SparkplugTranslator:
             except RejectionError as error:
                 if error.reason is RejectionReason.UNKNOWN_ALIAS:
                     self._request_birth(received, node)
-                refuse(error.reason, error.detail)
+                reject(error.reason, error.detail)
         for time, values in events:
-            add_event(translation, full_device, values, time, refuse, self._max_event_bytes)
+            add_event(translation, full_device, values, time, reject, self._max_event_bytes)
 
     def restore(self, key: str, value: bytes) -> None:
         """Restore what an earlier run has stored in `Translation.states`. A value that cannot be read is ignored.

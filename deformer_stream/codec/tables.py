@@ -238,7 +238,7 @@ class WideDecoder:
         column = data.table.column(data.time_column)
         times, errors = parse_times(column, f"{data.origin}: column {data.time_column!r}")
         if errors and len(errors) == len(data) - column.null_count:
-            index, error = next(iter(errors.items()))  # one error is enough, because the whole table is refused
+            index, error = next(iter(errors.items()))  # one error is enough, because the whole table is rejected
             row = data.get_row_number(index)
             raise InputError(
                 f"{data.origin}: the time in column {data.time_column!r} of row {row} is not valid "

@@ -60,7 +60,7 @@ class BridgeSink(Protocol):
     """What events are written to."""
 
     def write(self, translation: Translation) -> None:
-        """Write events, refusals and states, and return when all of them are acknowledged.
+        """Write events, rejections and states, and return when all of them are acknowledged.
 
         Another thread than that of the source calls it.
 
@@ -135,8 +135,8 @@ class BridgePipeline:
         """Translate the messages that have arrived, and begin to write what follows from them."""
         self._written, self._received = self._received, []
         translation = translate_all(self._translator, self._written)
-        for refusal in translation.refusals:
-            self._metrics.refused.labels(refusal.reason).inc()
+        for rejection in translation.rejections:
+            self._metrics.rejected.labels(rejection.reason).inc()
         for topic, payload in translation.requests:
             self._source.publish(topic, payload)
         self._write = executor.submit(self._run_write, translation)

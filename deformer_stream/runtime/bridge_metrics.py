@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from deformer_stream.codec.sparkplug import SparkplugTranslator
 
 _REASONS = (RejectionReason.UNKNOWN_TOPIC, RejectionReason.NOT_SPARKPLUG, RejectionReason.UNKNOWN_ALIAS)
-"""Reasons that only messages of a plant have. They are zero before the first refusal."""
+"""Reasons that only messages of a plant have. They are zero before the first rejection."""
 
 
 class SourceMetrics:
@@ -100,7 +100,7 @@ class BridgeMetrics(ProcessMetrics):
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         super().__init__(now)
         self.readings = self.add_counter("bridge_readings_total", "Number of readings that Kafka has acknowledged.")
-        self.refused = self.add_counter(
+        self.rejected = self.add_counter(
             "bridge_refused_total",
             "Number of messages, or parts of them, that could not be translated, by reason.",
             ["reason"],
@@ -109,4 +109,4 @@ class BridgeMetrics(ProcessMetrics):
             "bridge_write_seconds", "Seconds until Kafka has acknowledged the events of one batch of messages."
         )
         for reason in _REASONS:
-            self.refused.labels(reason.value)
+            self.rejected.labels(reason.value)

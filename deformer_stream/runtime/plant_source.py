@@ -8,7 +8,7 @@ So the events are numbered here, and a store in which commits are saved takes th
                acknowledged
 
 After a crash, the saved events rebuild the state, and the messages that were not acknowledged arrive again. Some of
-them may have been saved already; the engine refuses their readings as duplicates.
+them may have been saved already; the engine rejects their readings as duplicates.
 """
 
 from __future__ import annotations
@@ -185,7 +185,7 @@ class PlantSource:
         self._events += events
         self._next_offset += len(events)
         rejected: list[SavedEvent] = []
-        for message, reason, detail in translation.refusals:
+        for message, reason, detail in translation.rejections:
             payload = UnreadablePayload(reason, f"{detail} (topic {message.topic!r:.200})", content=message.payload)
             rejected.append(SavedEvent(self._next_offset + len(rejected), arrival, payload))
             if reason not in self._logged_reasons:

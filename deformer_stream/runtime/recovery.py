@@ -150,7 +150,7 @@ class Recovery:
         return data if len(data) else None
 
     def _mark_changed(self, messages: Messages) -> None:
-        """Record that messages follow the last snapshot of their partitions, whether or not they are refused.
+        """Record that messages follow the last snapshot of their partitions, whether or not they are rejected.
 
         Without a new snapshot, a restart would process them again, however many there are.
         """

@@ -857,8 +857,8 @@ class DeadLettersSettings(KafkaSettings, TranslationSettings):
     reason: TextList = text_default(
         "", description="Only dead letters with this reason, such as unknown_feature. Several, with commas."
     )
-    since: str | None = Field(None, description="Only messages that were refused at this time or later, RFC 3339.")
-    until: str | None = Field(None, description="Only messages that were refused before this time, RFC 3339.")
+    since: str | None = Field(None, description="Only messages that were rejected at this time or later, RFC 3339.")
+    until: str | None = Field(None, description="Only messages that were rejected before this time, RFC 3339.")
     limit: int = Field(20, ge=1, description="Number of dead letters that show prints, the latest ones.")
     to: str | None = Field(
         None,

@@ -156,7 +156,7 @@ _BRIDGE_FIELDS = ("device_field", "feature_field", "value_field", "values_field"
 DEAD_LETTERS_GROUPS: OptionGroups = {
     "Selection": ("reason", "since", "until", "limit"),
     "Replay": ("to", "dry_run"),
-    "Messages that bridge has refused": ("pattern", "time_unit", "max_message_bytes", *_BRIDGE_FIELDS),
+    "Messages that bridge has rejected": ("pattern", "time_unit", "max_message_bytes", *_BRIDGE_FIELDS),
     "Kafka": ("topic", "dead_letter_topic", "bootstrap_servers", *_CLIENT),
     "Kafka security": _SECURITY,
 }

@@ -33,7 +33,7 @@ def translate(kind: str, num_readings: int, is_scored: bool) -> Messages:
         for topic, payload in make_messages(kind, num_readings, is_scored)
     ]
     translation = translate_all(translator, arrived)
-    assert translation.refusals == []
+    assert translation.rejections == []
     n = len(translation.events)
     values = [event.value for event in translation.events]
     return Messages("t", [None] * n, values, np.zeros(n, np.int64), np.zeros(n, np.int32), np.arange(n))

@@ -24,7 +24,7 @@ SECOND = 1_000_000
 
 
 def make_letter(reason: str, time: int = 0, **fields: Any) -> DeadLetter:
-    """Return a dead letter that was refused at a time in seconds since 1970."""
+    """Return a dead letter that was rejected at a time in seconds since 1970."""
     values = {"detail": f"detail {time}", "topic": "events", "partition": 1, "offset": time, "sent_at": None}
     content = {"key": b"r1", "value": b"{", "is_complete": True}
     return DeadLetter(**{"time": time * SECOND, "reason": reason, **values, **content, **fields})
@@ -121,14 +121,14 @@ def test_letters_of_the_bridge_are_translated_with_the_given_options(monkeypatch
     partly = [*letters, replace(BRIDGE_LETTER, topic="alone")]
     text = run(monkeypatch, *words, letters=partly)
     assert text.startswith(
-        "1 messages would be sent again; 1 messages of the bridge are refused again (unknown_topic: "
+        "1 messages would be sent again; 1 messages of the bridge are rejected again (unknown_topic: "
     )
 
 
 @pytest.mark.parametrize(
     ("letter", "cause"),
     [
-        (BRIDGE_LETTER, "1 messages of the bridge are refused again (not_json"),
+        (BRIDGE_LETTER, "1 messages of the bridge are rejected again (not_json"),
         (replace(BRIDGE_LETTER, topic="spBv1.0/plant/NDATA/line"), "1 dead letters are Sparkplug messages"),
         (make_letter("late", topic="other\x1b"), "1 dead letters name another topic than --topic (such as "),
     ],

@@ -1,4 +1,4 @@
-"""Topics and payloads of MQTT as events, and what is refused."""
+"""Topics and payloads of MQTT as events, and what is rejected."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def translate(pattern: str | None, topic: str, payload: bytes | str, **options: 
 
 
 def read_event(translation: Translation) -> dict[str, Any]:
-    """Return the only event of a translation without refusals."""
-    assert translation.refusals == []
+    """Return the only event of a translation without rejections."""
+    assert translation.rejections == []
     (event,) = translation.events
     document: dict[str, Any] = orjson.loads(event.value)
     assert event.key.decode() == document["device"]
@@ -162,24 +162,24 @@ def test_time_units(unit: Any, number: float) -> None:
         ("{feature}", "f", '{"value": 1, "device": ""}', "missing_field"),
     ],
 )
-def test_what_is_refused(pattern: str | None, topic: str, payload: bytes | str, reason: str) -> None:
+def test_what_is_rejected(pattern: str | None, topic: str, payload: bytes | str, reason: str) -> None:
     found = translate(pattern, topic, payload, max_bytes=4096)
     assert found.events == []
-    (refusal,) = found.refusals
-    assert refusal.reason == reason
-    assert "\n" not in refusal.detail
-    assert refusal.message.topic == topic
+    (rejection,) = found.rejections
+    assert rejection.reason == reason
+    assert "\n" not in rejection.detail
+    assert rejection.message.topic == topic
 
 
-def test_one_bad_value_does_not_refuse_the_others() -> None:
+def test_one_bad_value_does_not_reject_the_others() -> None:
     found = translate("{device}", "p", '{"a": 1, "b": [2], "c": 3}')
     assert [orjson.loads(event.value)["values"] for event in found.events] == [{"a": 1, "c": 3}]
-    assert [refusal.reason for refusal in found.refusals] == ["wrong_type"]
+    assert [rejection.reason for rejection in found.rejections] == ["wrong_type"]
 
 
-def test_large_numbers_of_readings_are_refused() -> None:
+def test_large_numbers_of_readings_are_rejected() -> None:
     payload = orjson.dumps({"values": {str(i): i for i in range(4097)}})
-    assert [refusal.reason for refusal in translate(None, "p/f", payload).refusals] == ["too_large"]
+    assert [rejection.reason for rejection in translate(None, "p/f", payload).rejections] == ["too_large"]
 
 
 def test_consume_reads_the_events_and_no_microsecond_is_lost() -> None:

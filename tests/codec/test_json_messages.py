@@ -188,7 +188,7 @@ def test_impossible_broker_times_are_ignored() -> None:
         assert CODEC.decode(data)[0].times.tolist() == [NO_TIME]
 
 
-# --- messages that are refused: every reason, with what it says
+# --- messages that are rejected: every reason, with what it says
 
 SURROGATE = b'{"record":"\\ud800","feature":"state","value":"on"}'
 REJECTED: list[tuple[Any, RejectionReason, str]] = [

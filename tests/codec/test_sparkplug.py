@@ -1,4 +1,4 @@
-"""Sparkplug B: births, data by alias, sequence numbers, deaths, and what is refused."""
+"""Sparkplug B: births, data by alias, sequence numbers, deaths, and what is rejected."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def read(translation: Translation) -> list[dict[str, Any]]:
 
 
 def list_reasons(translation: Translation) -> list[str]:
-    """Return the reasons of the refusals."""
-    return [refusal.reason for refusal in translation.refusals]
+    """Return the reasons of the rejections."""
+    return [rejection.reason for rejection in translation.rejections]
 
 
 def test_payloads_have_the_bytes_of_the_specification() -> None:
@@ -52,7 +52,7 @@ def test_values_of_births_and_of_data_by_alias() -> None:
         node.data({"flow": 2.5, "count": -8}, 1_600_000_001_000, "pump-1"),
         node.data({"ambient": 21.5}, 1_600_000_002_000),
     )
-    assert (found.refusals, found.requests) == ([], [])
+    assert (found.rejections, found.requests) == ([], [])
     assert read(found) == [
         {"device": "plant/line-1", "feature": "ambient", "value": 20.5, "time": 1.6e9},
         {
@@ -70,10 +70,10 @@ def test_values_of_births_and_of_data_by_alias() -> None:
 def test_sequence_numbers_start_again_after_255() -> None:
     node, translator = SimulatedNode(), SparkplugTranslator()
     found = translate(translator, node.birth({"x": 0.0}), *(node.data({"x": float(i)}) for i in range(600)))
-    assert (len(found.events), found.refusals, found.requests) == (601, [], [])
+    assert (len(found.events), found.rejections, found.requests) == (601, [], [])
 
 
-def test_after_a_gap_aliases_are_refused_until_the_next_birth() -> None:
+def test_after_a_gap_aliases_are_rejected_until_the_next_birth() -> None:
     node, translator = SimulatedNode(), SparkplugTranslator()
     translate(translator, node.birth({"x": 0.0}), node.data({"x": 1.0}))
     node.data({"x": 2.0})  # lost
@@ -87,7 +87,7 @@ def test_after_a_gap_aliases_are_refused_until_the_next_birth() -> None:
     assert len(again.requests) == 1, "the request is repeated"
     reborn = translate(translator, node.birth({"x": 6.0}), node.data({"x": 7.0}))
     assert [event["value"] for event in read(reborn)] == [6.0, 7.0]
-    assert reborn.refusals == []
+    assert reborn.rejections == []
 
 
 def test_an_alias_that_no_birth_has_declared_requests_a_birth() -> None:
@@ -104,7 +104,7 @@ def test_a_birth_may_have_more_metrics_than_an_event() -> None:
     node, translator = SimulatedNode(), SparkplugTranslator()
     values = {f"tag-{index}": float(index) for index in range(3 * MAX_READINGS)}
     found = translate(translator, node.birth(values), node.data({"tag-9000": 1.0}))
-    assert (found.refusals, found.requests) == ([], [])
+    assert (found.rejections, found.requests) == ([], [])
     *of_birth, of_data = read(found)
     assert all(len(event["values"]) <= MAX_READINGS for event in of_birth)
     assert {name: value for event in of_birth for name, value in event["values"].items()} == values
@@ -248,15 +248,15 @@ def make_metrics(*metrics: dict[str, Any], **fields: Any) -> bytes:
         ("spBv1.0/plant/NDATA/n", make_metrics({"name": b"x", "int_value": 4294967295}), "unknown_alias"),
     ],
 )
-def test_what_is_refused(topic: str, payload: bytes, reason: str) -> None:
+def test_what_is_rejected(topic: str, payload: bytes, reason: str) -> None:
     translator = SparkplugTranslator(max_bytes=4096)
     found = translate(translator, (topic, payload))
     assert (found.events, list_reasons(found)) == ([], [reason])
-    assert found.refusals[0].message.payload == payload
-    assert "\n" not in found.refusals[0].detail
+    assert found.rejections[0].message.payload == payload
+    assert "\n" not in found.rejections[0].detail
 
 
-def test_one_bad_metric_does_not_refuse_the_others() -> None:
+def test_one_bad_metric_does_not_reject_the_others() -> None:
     payload = make_metrics(
         {"name": b"a", "double_value": 1.0},
         {"name": b"b", "double_value": float("nan")},
@@ -264,7 +264,7 @@ def test_one_bad_metric_does_not_refuse_the_others() -> None:
     )
     found = translate(SparkplugTranslator(), ("spBv1.0/plant/NBIRTH/n", payload))
     assert [event["value"] for event in read(found)] == [1.0]
-    assert list_reasons(found) == ["not_finite"], "null is no refusal"
+    assert list_reasons(found) == ["not_finite"], "null is no rejection"
 
 
 @pytest.mark.parametrize(
@@ -312,4 +312,4 @@ def test_commands_and_states_of_hosts_are_no_readings() -> None:
         ("spBv1.0/plant/NCMD/n", b"?"),
         ("spBv1.0/plant/DCMD/n/d", b"?"),
     )
-    assert (found.events, found.refusals) == ([], [])
+    assert (found.events, found.rejections) == ([], [])

@@ -91,7 +91,7 @@ def test_long_boolean_values() -> None:
 
 
 @pytest.mark.parametrize(
-    ("time", "micros", "refused"),
+    ("time", "micros", "rejected"),
     [
         (
             pa.array([1583750073.5, None, math.nan, 1e15]),
@@ -115,10 +115,10 @@ def test_long_boolean_values() -> None:
         (pa.array([2**31 - 1, 1, 0, 0], pa.date32()), [86_400_000_000, 0, 0], {0: RejectionReason.WRONG_TYPE}),
     ],
 )
-def test_times_of_all_column_types(time: pa.Array, micros: list[int], refused: dict[int, RejectionReason]) -> None:
+def test_times_of_all_column_types(time: pa.Array, micros: list[int], rejected: dict[int, RejectionReason]) -> None:
     batch, rejections = decode_long(record=list("abcd"), feature=["Pressure"] * 4, value=[1.0] * 4, time=time)
     assert batch.times.tolist() == micros
-    assert {r.message_index: r.reason for r in rejections} == refused
+    assert {r.message_index: r.reason for r in rejections} == rejected
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from connectors.kafka.client import load_client
 from connectors.kafka.dead_letters import DeadLetter, decode_dead_letter
 from connectors.kafka.ports import Header, OutgoingMessage, ReceivedMessage
 from connectors.kafka.produce import choose_partition
-from deformer_stream.codec.bridge_messages import BridgeMessage, BridgeRefusal, TranslationOptions
+from deformer_stream.codec.bridge_messages import BridgeMessage, BridgeRejection, TranslationOptions
 from deformer_stream.engine.events import RejectionReason
 from deformer_stream.errors import ConfigError, InputError, Unavailable
 from tests.connectors.kafka_helpers import TIMEOUT_SECONDS, Topic, read_messages
@@ -72,7 +72,9 @@ def make_bridge_letter(
     sink._dead_letter_topic, sink._source, sink._limits = "letters", source, {"letters": 10**6}
     sink._options = msgspec.json.encode(options or TranslationOptions())
     message = BridgeMessage(topic, payload, ARRIVED_AT)
-    letter = sink._make_dead_letter(BridgeRefusal(message, RejectionReason.UNKNOWN_TOPIC, "it does not fit --pattern"))
+    letter = sink._make_dead_letter(
+        BridgeRejection(message, RejectionReason.UNKNOWN_TOPIC, "it does not fit --pattern")
+    )
     return make_received(list(letter.headers), letter.value)._replace(key=letter.key)
 
 
@@ -151,11 +153,11 @@ def test_options_that_are_not_valid_are_refused() -> None:
 
 @pytest.mark.kafka
 def test_letters_of_the_bridge_become_events(cluster: KafkaCluster, topic: Topic) -> None:
-    """Each message once, as its events; those of Sparkplug and those that are refused again stay where they are."""
+    """Each message once, as its events; those of Sparkplug and those that are rejected again stay where they are."""
     events, other = topic(2), topic(1, "other")
     letters = make_bridge_letters(
         make_bridge_letter("plant/p/x", b"1.5"),
-        make_bridge_letter("plant/p/x", b"1.5"),  # refused for another reason, too
+        make_bridge_letter("plant/p/x", b"1.5"),  # rejected for another reason, too
         make_bridge_letter("plant/q", b'{"values": {"a": 1, "b": 2, "c": [0]}, "time": 1600000000}'),
         make_bridge_letter("alone", b"1"),
         make_bridge_letter("spBv1.0/plant/NDATA/line", b"\x08\x01"),

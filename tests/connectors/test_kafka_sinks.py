@@ -11,7 +11,7 @@ import pytest
 from connectors.kafka import Delivery, KafkaCluster, KafkaSink
 from connectors.kafka.bridge_sink import KafkaBridgeSink
 from connectors.kafka.ports import OutgoingMessage
-from deformer_stream.codec.bridge_messages import BridgeMessage, BridgeRefusal, Translation, TranslationOptions
+from deformer_stream.codec.bridge_messages import BridgeMessage, BridgeRejection, Translation, TranslationOptions
 from deformer_stream.engine.events import RejectionReason, StormNotice
 from tests.connectors.kafka_helpers import FakeAlertEncoder, make_alert, make_effects
 
@@ -48,11 +48,11 @@ def test_a_storm_notice_is_sent_although_one_of_its_partitions_has_moved(sent: l
 
 
 def test_dead_letters_of_the_bridge_have_ids_of_their_own(sent: list[OutgoingMessage]) -> None:
-    """The same message can come twice at the same time, and a message can be refused twice for one reason."""
+    """The same message can come twice at the same time, and a message can be rejected twice for one reason."""
     cluster, limits = KafkaCluster("fake:1"), {"events": 10_000, "letters": 10_000}
     sink = KafkaBridgeSink(cluster, "events", "letters", None, limits, "mqtt://plant", 1.0, TranslationOptions())
     message = BridgeMessage("plant/flow", b"{", 1_583_750_073_000_000)
-    refusal = BridgeRefusal(message, RejectionReason.NOT_JSON, "unexpected end")
-    sink.write(Translation(refusals=[refusal, refusal]))
+    rejection = BridgeRejection(message, RejectionReason.NOT_JSON, "unexpected end")
+    sink.write(Translation(rejections=[rejection, rejection]))
     ids = [dict(message.headers)["ce_id"] for message in sent]
     assert len(ids) == len(set(ids)) == 2

@@ -323,8 +323,8 @@ def test_numbers_that_are_not_finite_are_refused(server: SimulatedServer) -> Non
     source.close()
     translation = translate_all(TranslationOptions().make_translator(), messages)
     assert translation.events == []
-    (refusal,) = translation.refusals
-    assert (refusal.reason, "Flow" in refusal.detail) == (RejectionReason.NOT_FINITE, True)
+    (rejection,) = translation.rejections
+    assert (rejection.reason, "Flow" in rejection.detail) == (RejectionReason.NOT_FINITE, True)
 
 
 def watch_items(monkeypatch: pytest.MonkeyPatch, refused: Collection[ua.NodeId] = ()) -> list[float]:

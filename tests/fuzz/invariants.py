@@ -227,13 +227,13 @@ class HandledPoll:
         readings: Number of readings in the poll.
         accepted: Number of accepted readings.
         absent: Number of declarations that a feature will not be observed.
-        refused: The rejections.
+        rejected: The rejections.
     """
 
     readings: int
     accepted: int
     absent: int
-    refused: list[Rejection]
+    rejected: list[Rejection]
 
 
 def handle_checked(engine: Engine, codec: Codec, data: Messages, now: int) -> HandledPoll:
@@ -244,11 +244,11 @@ def handle_checked(engine: Engine, codec: Codec, data: Messages, now: int) -> Ha
     """
     batch, unread = codec.decode(data)
     effects = engine.handle(batch, now)
-    refused = Rejection.merge_by_message([*unread, *effects.rejections])
+    rejected = Rejection.merge_by_message([*unread, *effects.rejections])
     assert set(batch.message_indices.tolist()) | {rejection.message_index for rejection in unread} == set(
         range(len(data))
     )
-    for rejection in refused:
+    for rejection in rejected:
         assert_one_line(rejection.detail, 1500)
         encode_rejected(rejection, data)
     for alert in effects.alerts:
@@ -262,7 +262,7 @@ def handle_checked(engine: Engine, codec: Codec, data: Messages, now: int) -> Ha
     readings = len(batch) + sum(rejection.num_readings for rejection in unread)
     absent = len(batch) - len(effects.rejections) - len(scored)
     assert 0 <= absent <= int(np.isnan(batch.values).sum())
-    return HandledPoll(readings, len(scored), absent, refused)
+    return HandledPoll(readings, len(scored), absent, rejected)
 
 
 def check_directory(directory: Path) -> bool:

@@ -70,25 +70,25 @@ class Account:
     Attributes:
         accepted: Number of scored readings.
         absent: Number of declarations that a feature will not be observed, which `consume` does not count.
-        refused: Number of rejected readings by reason.
+        rejected: Number of rejected readings by reason.
         letters: Offset and reason of each dead letter.
     """
 
     messages: int = 0
     accepted: int = 0
     absent: int = 0
-    refused: Counter[str] = field(default_factory=Counter)
+    rejected: Counter[str] = field(default_factory=Counter)
     letters: list[tuple[int, str]] = field(default_factory=list)
     seconds: float = 0.0
 
     def format(self) -> str:
         """Return the account as a line of text."""
         rate = self.messages / max(self.seconds, 1e-9)
-        refused = ", ".join(f"{n} {reason}" for reason, n in self.refused.most_common())
+        rejected = ", ".join(f"{n} {reason}" for reason, n in self.rejected.most_common())
         absent = f"{self.absent} declared absent, " if self.absent else ""
         return (
             f"{self.messages} messages in {self.seconds:.1f} s ({rate:.0f}/s): {self.accepted} readings accepted, "
-            f"{absent}{self.refused.total()} refused ({refused}) in {len(self.letters)} letters"
+            f"{absent}{self.rejected.total()} rejected ({rejected}) in {len(self.letters)} letters"
         )
 
 
@@ -126,14 +126,14 @@ def run_in_process(model: Path, batches: Iterable[Messages]) -> Account:
 def add_poll(account: Account, data: Messages, handled: HandledPoll) -> None:
     """Add a poll to the account, and assert that all of its readings are accounted for."""
     assert (
-        handled.accepted + handled.absent + sum(rejection.num_readings for rejection in handled.refused)
+        handled.accepted + handled.absent + sum(rejection.num_readings for rejection in handled.rejected)
         == handled.readings
     )
     account.messages += len(data)
     account.accepted += handled.accepted
     account.absent += handled.absent
-    for rejection in handled.refused:
-        account.refused[rejection.reason.value] += rejection.num_readings
+    for rejection in handled.rejected:
+        account.rejected[rejection.reason.value] += rejection.num_readings
         account.letters.append((int(data.offsets[rejection.message_index]), rejection.reason.value))
 
 
@@ -156,7 +156,7 @@ def run_through_kafka(bootstrap: str, model: Path, batches: Iterable[Messages], 
             consumer.wait_for(cluster.is_consumed(name, name), "all messages consumed", HOURS)
             account.seconds = time.perf_counter() - started
             totals = consumer.stop()
-    account.accepted, account.refused = totals["events"], Counter(totals["rejected"])
+    account.accepted, account.rejected = totals["events"], Counter(totals["rejected"])
     for letter in cluster.read_topic(f"{name}-dead-letter"):
         headers = {key: value.decode() for key, value in letter.headers}
         account.letters.append((int(headers["offset"]), headers["reason"]))
@@ -168,7 +168,7 @@ def assert_equal_accounts(one: Account, other: Account) -> None:
     """Assert that both runs give the same account."""
     assert one.messages == other.messages
     assert one.accepted == other.accepted, (one.accepted, other.accepted)
-    assert one.refused == other.refused, (one.refused, other.refused)
+    assert one.rejected == other.rejected, (one.rejected, other.rejected)
     ours, theirs = Counter(one.letters), Counter(other.letters)
     assert ours == theirs, (list((ours - theirs).items())[:5], list((theirs - ours).items())[:5])
 

@@ -537,7 +537,7 @@ def sparkplug_payloads(data: bytes) -> None:
 
 
 def _check_translation(translator: Translator, messages: list[BridgeMessage], can_be_empty: bool) -> Translation:
-    """Translate messages; check that the events can be read and that refusals name a reason."""
+    """Translate messages; check that the events can be read and that rejections name a reason."""
     translation = translate_all(translator, messages)
     for event in translation.events:
         document = json.loads(event.value)
@@ -546,10 +546,10 @@ def _check_translation(translator: Translator, messages: list[BridgeMessage], ca
         assert event.key.decode() == document["device"] != ""
         assert all(isinstance(value, str | bool | int | float | None) for value in values.values())
         assert isinstance(document["time"], float)
-    for refusal in translation.refusals:
-        assert isinstance(refusal.reason, RejectionReason)
-        assert "\n" not in refusal.detail
-    assert can_be_empty or translation.events or translation.refusals
+    for rejection in translation.rejections:
+        assert isinstance(rejection.reason, RejectionReason)
+        assert "\n" not in rejection.detail
+    assert can_be_empty or translation.events or translation.rejections
     return translation
 
 

@@ -17,8 +17,8 @@ MESSAGES = 20_000
 def test_every_message_is_accepted_or_rejected(model_dir: Path) -> None:
     account = run_in_process(model_dir, draw_polls(MESSAGES, 1))
     assert account.messages == MESSAGES
-    assert set(account.refused) == {str(reason) for reason in set(RejectionReason) - OTHER_REASONS}
-    assert min(account.accepted, account.absent, account.refused.total()) > 0
+    assert set(account.rejected) == {str(reason) for reason in set(RejectionReason) - OTHER_REASONS}
+    assert min(account.accepted, account.absent, account.rejected.total()) > 0
     assert len(set(account.letters)) == len(account.letters)
 
 

@@ -101,7 +101,7 @@ def read_alerts(lines: list[bytes]) -> dict[str, dict[str, Any]]:
 def test_each_message_of_a_foreign_producer_has_its_effects_once(
     cluster: Cluster, topic: Callable[..., str], model_dir: Path, tmp_path: Path
 ) -> None:
-    """Alerts equal those of a replay to the last bit, and each refused message is one dead letter."""
+    """Alerts equal those of a replay to the last bit, and each rejected message is one dead letter."""
     name, messages = topic(2), make_messages()
     words = ("--model", model_dir, "--alpha", "0.3", "--explanations", "off")
     options = [
@@ -123,8 +123,8 @@ def test_each_message_of_a_foreign_producer_has_its_effects_once(
     assert found.keys() == expected.keys()
     assert [d for key, alert in found.items() if (d := list_differences(alert, expected[key]))] == []
     letters = [dict(message.headers) for message in cluster.read_topic(f"{name}-dead-letter")]
-    refused = [
+    rejected = [
         (message.partition, message.offset) for message, is_one in zip(committed, is_reading, strict=True) if not is_one
     ]
-    assert len(refused) > 40
-    assert Counter((int(letter["partition"]), int(letter["offset"])) for letter in letters) == Counter(refused)
+    assert len(rejected) > 40
+    assert Counter((int(letter["partition"]), int(letter["offset"])) for letter in letters) == Counter(rejected)

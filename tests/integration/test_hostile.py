@@ -147,7 +147,7 @@ def test_repeated_readings_and_many_record_ids(
 def test_refused_messages_are_sent_again(
     cluster: Cluster, topic: Callable[..., str], model_dir: Path, tmp_path: Path
 ) -> None:
-    """Readings with another field name are refused, listed, and scored by a consumer of another topic that knows it."""
+    """Readings with another field name are rejected, listed, and scored by a consumer of another topic."""
     name, repaired = topic(2), topic(2)
     time_ms = time.time_ns() // 1_000_000 - 3_600_000  # Kafka soon deletes messages that are older than a week
     events = [(b"r%d" % i, encode_event(f"r{i}"), time_ms + i) for i in range(20)]

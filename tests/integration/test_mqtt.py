@@ -139,7 +139,7 @@ def replay(folder: Path, model: Path, readings: list[tuple[str, str, Any, float]
 
 
 def is_finished(consumer: RunningConsumer, num_events: int) -> bool:
-    """Return whether a consumer has accepted or refused this many readings, and has acknowledged all messages."""
+    """Return whether a consumer has accepted or rejected this many readings, and has acknowledged all messages."""
     metrics = consumer.read_metrics()
     handled = metrics["deformer_events_total"]
     handled += sum(count for name, count in metrics.items() if name.startswith("deformer_events_rejected_total"))
