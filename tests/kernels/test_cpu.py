@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
 from dataclasses import astuple, replace
 from operator import attrgetter
 from typing import Any, Literal
@@ -60,6 +59,8 @@ from tests.effort import num_examples
 from tests.engine.random_models import draw_records, make_config, make_model, normalise_values, schemas
 from tests.engine.test_engine import ENOUGH_CACHE_BYTES, Collected, batch_of, run_stream
 
+pytestmark = pytest.mark.usefixtures("two_threads")
+
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 Precision = Literal["float32", "bfloat16"]
@@ -83,15 +84,6 @@ SHAPES = st.builds(
 )
 # Absolute tolerance of log-densities and scores. In bfloat16, a sum in another order may round to another number.
 TOLERANCE: dict[Precision, float] = {"float32": 2e-3, "bfloat16": 5e-2}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def two_threads() -> Iterator[None]:
-    """Use two threads, which share the work and must not change the scores; other tests use one."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
 
 
 def attach_kernels(model: DEformer) -> DEformer:

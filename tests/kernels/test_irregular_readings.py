@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import astuple, replace
 from typing import Any, Literal
 
@@ -32,6 +31,8 @@ from tests.engine.random_models import make_model, schemas
 from tests.engine.test_irregular_records import draw_readings
 from tests.engine.test_irregular_records import score as score_stream
 from tests.model.test_irregular_readings import SCHEMA as STREAM_SCHEMA
+
+pytestmark = pytest.mark.usefixtures("two_threads")
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float32]
@@ -74,15 +75,6 @@ SHAPES = st.builds(
     process_scales=st.integers(1, 4),
 )
 seeds = st.integers(0, 2**16)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def two_threads() -> Iterator[None]:
-    """Use two threads, which share the work and must not change the scores; other tests use one."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
 
 
 def make_irregular_model(schema: Schema, config: ModelConfig, seed: int) -> DEformer:

@@ -32,20 +32,13 @@ Run = Callable[..., SimpleNamespace]
 
 
 def train(*arguments: object) -> subprocess.CompletedProcess[str]:
-    """Run the command in a new process. Most tests use the faster fixture `here`."""
+    """Run the command in a new process. Most tests use the faster fixture `deformer_train`."""
     env = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
     return subprocess.run(command(*arguments), check=False, capture_output=True, text=True, env=env, timeout=300)
 
 
 def command(*arguments: object) -> list[str]:
     return [sys.executable, "-m", "trainer.cli", *map(str, arguments)]
-
-
-@pytest.fixture
-def here(cli: Run, monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Return a function that runs the command in this process."""
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    return lambda *arguments: cli(*arguments, program="deformer-train")
 
 
 @pytest.fixture
@@ -113,12 +106,12 @@ def test_command_writes_model_directory_and_report(tmp_path: Path, table: Path, 
 
 
 def test_model_with_single_tokens_trains_and_streams_the_same_scores(
-    tmp_path: Path, table: Path, config: Path, here: Run, cli: Run
+    tmp_path: Path, table: Path, config: Path, deformer_train: Run, cli: Run
 ) -> None:
     """The scores of a replayed record equal those of one pass over the complete record."""
     config.write_text(TINY + '\ntokens = "single"\ngaussians = 0\nlearning_rate = 0.01\nexclude = ["quality"]\n')
     out, scores = tmp_path / "model", tmp_path / "scores.parquet"
-    trained = here(table, "--out", out, "--config", config, "--epochs", 3)
+    trained = deformer_train(table, "--out", out, "--config", config, "--epochs", 3)
     assert trained.code == 0, trained.err
     loaded = model_store.read(out)
     assert loaded.model.config.tokens == "single"
@@ -137,17 +130,19 @@ def test_model_with_single_tokens_trains_and_streams_the_same_scores(
         assert [row["log_likelihood"] for row in record] == pytest.approx(whole, abs=1e-4)
 
 
-def test_existing_model_is_replaced_but_no_other_folder(tmp_path: Path, table: Path, config: Path, here: Run) -> None:
+def test_existing_model_is_replaced_but_no_other_folder(
+    tmp_path: Path, table: Path, config: Path, deformer_train: Run
+) -> None:
     out = tmp_path / "model"
     prints = []
     for seed in (0, 1):
-        assert here(table, "--out", out, "--config", config, "--epochs", 1, "--seed", seed).code == 0
+        assert deformer_train(table, "--out", out, "--config", config, "--epochs", 1, "--seed", seed).code == 0
         prints.append(model_store.read(out).fingerprint)
     assert prints[0] != prints[1]
     precious = tmp_path / "precious"
     precious.mkdir()
     (precious / "work.txt").write_text("years")
-    done = here(table, "--out", precious)
+    done = deformer_train(table, "--out", precious)
     assert done.code == 2
     assert "is not a model directory" in done.err
     assert (precious / "work.txt").read_text() == "years"
@@ -156,7 +151,7 @@ def test_existing_model_is_replaced_but_no_other_folder(tmp_path: Path, table: P
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_signal_saves_progress_and_resume_continues(
-    tmp_path: Path, table: Path, config: Path, number: signal.Signals, code: int, here: Run
+    tmp_path: Path, table: Path, config: Path, number: signal.Signals, code: int, deformer_train: Run
 ) -> None:
     out = tmp_path / "model"
     arguments = [table, "--out", out, "--config", config, "--epochs", 15]
@@ -176,13 +171,13 @@ def test_signal_saves_progress_and_resume_continues(
     assert process.returncode == code
     assert "--resume" in errors.splitlines()[-1]
     assert not out.exists()
-    again = here(*arguments)
+    again = deformer_train(*arguments)
     assert again.code == 2
     assert "interrupted training run" in again.err
-    other = here(*arguments, "--resume", "--seed", 5)
+    other = deformer_train(*arguments, "--resume", "--seed", 5)
     assert other.code == 2
     assert "--resume: " in other.err
-    resumed = here(*arguments, "--resume")
+    resumed = deformer_train(*arguments, "--resume")
     assert resumed.code == 0, resumed.err
     assert '"text": "continuing at step' in resumed.err
     assert '"event": "training_message"' in resumed.err
@@ -191,13 +186,13 @@ def test_signal_saves_progress_and_resume_continues(
 
 
 def test_flags_override_environment_which_overrides_file(
-    tmp_path: Path, table: Path, config: Path, here: Run, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, table: Path, config: Path, deformer_train: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DEFORMER_SEED", "2")
     monkeypatch.setenv("DEFORMER_BATCH", "64")
     config.write_text(TINY + "\nseed = 1\nepochs = 1\nexclude = ['a', 'b']\n[train]\nlearning_rate = 0.002\n")
     out = tmp_path / "model"
-    done = here(table, "--out", out, "--config", config, "--seed", 3)
+    done = deformer_train(table, "--out", out, "--config", config, "--seed", 3)
     assert done.code == 0, done.err
     manifest = json.loads((out / "manifest.json").read_text())
     assert manifest["training"]["seed"] == 3
@@ -228,7 +223,7 @@ def test_flags_override_environment_which_overrides_file(
     ],
 )
 def test_error_is_one_line_with_an_exit_code(
-    tmp_path: Path, table: Path, arguments: list[str], code: int, words: str, here: Run
+    tmp_path: Path, table: Path, arguments: list[str], code: int, words: str, deformer_train: Run
 ) -> None:
     (tmp_path / "text.parquet").write_text("hello")
     (tmp_path / "bad.toml").write_text("widgets = 3\n")
@@ -249,7 +244,7 @@ def test_error_is_one_line_with_an_exit_code(
         "BAD": tmp_path / "bad.toml",
         "ODD": tmp_path / "odd.toml",
     }
-    done = here(*(names.get(a, a) for a in arguments))
+    done = deformer_train(*(names.get(a, a) for a in arguments))
     assert done.code == code, done.err
     assert words in done.err
     assert len(done.lines) == 1

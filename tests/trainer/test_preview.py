@@ -23,13 +23,6 @@ from trainer.tables import open_tables
 Run = Callable[..., SimpleNamespace]
 
 
-@pytest.fixture
-def here(cli: Run, monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Return a function that runs the command in this process."""
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    return lambda *arguments: cli(*arguments, program="deformer-train")
-
-
 def write_messy_table(folder: Path, count: int) -> Path:
     x, _ = correlated(np.random.default_rng(0), count, 3)
     columns: dict[str, Any] = {"id": np.arange(100_000, 100_000 + count), "flow": x[:, 0]}
@@ -39,9 +32,9 @@ def write_messy_table(folder: Path, count: int) -> Path:
     return write(folder / "messy.parquet", columns)
 
 
-def test_dry_run_prints_each_column_with_its_reason_and_writes_nothing(tmp_path: Path, here: Run) -> None:
+def test_dry_run_prints_each_column_with_its_reason_and_writes_nothing(tmp_path: Path, deformer_train: Run) -> None:
     table = write_messy_table(tmp_path, 500)
-    done = here(table, "--dry-run", "--label", "fault", "--normal", "0")
+    done = deformer_train(table, "--dry-run", "--label", "fault", "--normal", "0")
     assert done.code == 0, done.err
     lines = {line.split()[0]: line for line in done.out.splitlines() if line}
     assert "left out" in lines["id"]
@@ -54,36 +47,36 @@ def test_dry_run_prints_each_column_with_its_reason_and_writes_nothing(tmp_path:
 
 
 def test_dry_run_uses_the_first_rows_and_says_how_many(
-    tmp_path: Path, here: Run, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, deformer_train: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(preview, "ROW_LIMITS", (300, None))
-    done = here(write_messy_table(tmp_path, 500), "--dry-run")
+    done = deformer_train(write_messy_table(tmp_path, 500), "--dry-run")
     assert "from the first 300 rows; others may change it (300 records" in done.out
     assert "left out" in next(line for line in done.out.splitlines() if line.startswith("id"))
 
 
 def test_dry_run_reads_more_rows_if_they_contain_too_few_records(
-    tmp_path: Path, here: Run, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, deformer_train: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(preview, "ROW_LIMITS", (100, 2000, None))
     times = (1_583_750_040 + np.arange(3000.0)).tolist()
     table = write(tmp_path / "pump.parquet", {"time": times, "flow": np.random.default_rng(0).normal(size=3000)})
-    done = here(table, "--dry-run", "--window", "60s", "--slots", "30")
+    done = deformer_train(table, "--dry-run", "--window", "60s", "--slots", "30")
     assert "from the first 2,000 rows; others may change it (34 records" in done.out
     assert "warning: half of the readings" in done.out
     assert "train with --slots 60, or --per-slot last|mean|min|max" in done.out
 
 
-def test_dry_run_reports_tables_that_cannot_be_used(tmp_path: Path, here: Run) -> None:
-    done = here(write(tmp_path / "t.parquet", {"x": np.random.default_rng(0).normal(size=12)}), "--dry-run")
+def test_dry_run_reports_tables_that_cannot_be_used(tmp_path: Path, deformer_train: Run) -> None:
+    done = deformer_train(write(tmp_path / "t.parquet", {"x": np.random.default_rng(0).normal(size=12)}), "--dry-run")
     assert done.code == 3
     assert "12 records to train on are too few" in done.err
 
 
-def test_dry_run_keeps_the_features_of_the_old_model(tmp_path: Path, here: Run) -> None:
+def test_dry_run_keeps_the_features_of_the_old_model(tmp_path: Path, deformer_train: Run) -> None:
     model = write_model(tmp_path / "model")
     columns = {"x": np.random.default_rng(0).normal(size=60), "new": np.random.default_rng(1).normal(size=60)}
-    done = here(write(tmp_path / "t.parquet", columns), "--dry-run", "--init-from", model)
+    done = deformer_train(write(tmp_path / "t.parquet", columns), "--dry-run", "--init-from", model)
     assert done.code == 0, done.err
     assert any(line.startswith("new ") for line in done.out.splitlines())
 
@@ -107,7 +100,7 @@ def test_wrong_path_is_reported_before_pytorch_is_imported(tmp_path: Path) -> No
     assert "nope.csv: no such file or folder; check the path set()" in output
 
 
-def test_options_of_reading_reach_the_trainer(tmp_path: Path, here: Run) -> None:
+def test_options_of_reading_reach_the_trainer(tmp_path: Path, deformer_train: Run) -> None:
     rng = np.random.default_rng(0)
     path = tmp_path / "pump-7.csv"
     rows = [f"{i // 3600:02}:{i // 60 % 60:02}:{i % 60:02}" for i in range(3000)]
@@ -121,10 +114,10 @@ def test_options_of_reading_reach_the_trainer(tmp_path: Path, here: Run) -> None
     )
     options = ["--window", "60s", "--slots", "30", "--per-slot", "mean", "--no-header", "--delimiter", ";"]
     options += ["--decimal", ",", "--encoding", "cp1252", "--time-column", "column_1"]
-    refused = here(path, "--dry-run", *options)
+    refused = deformer_train(path, "--dry-run", *options)
     assert refused.code == 3
     assert "set their zone with --timezone" in refused.err
-    done = here(path, "--dry-run", *options, "--timezone", "Europe/Berlin")
+    done = deformer_train(path, "--dry-run", *options, "--timezone", "Europe/Berlin")
     assert done.code == 0, done.err
     assert "delimiter ';', decimal comma, encoding cp1252" in done.out
     assert "Of several readings in one time slot, the mean is used." in done.out
@@ -139,14 +132,14 @@ def test_options_of_reading_reach_the_trainer(tmp_path: Path, here: Run) -> None
         (["--window", "60s", "--per-slot", "median"], "--per-slot"),
     ],
 )
-def test_impossible_options_are_rejected(tmp_path: Path, here: Run, options: list[str], words: str) -> None:
-    done = here(write_messy_table(tmp_path, 60), "--dry-run", *options)
+def test_impossible_options_are_rejected(tmp_path: Path, deformer_train: Run, options: list[str], words: str) -> None:
+    done = deformer_train(write_messy_table(tmp_path, 60), "--dry-run", *options)
     assert done.code == 2
     assert words in done.err
 
 
-def test_output_is_needed_without_a_dry_run(tmp_path: Path, here: Run) -> None:
-    done = here(write_messy_table(tmp_path, 60))
+def test_output_is_needed_without_a_dry_run(tmp_path: Path, deformer_train: Run) -> None:
+    done = deformer_train(write_messy_table(tmp_path, 60))
     assert done.code == 2
     assert "--out" in done.err
 
