@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import platform
+import resource
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime
@@ -71,6 +72,12 @@ def describe_machine() -> str:
         processor = names[0] if names else processor
     version, threads = torch.__version__.split("+")[0], torch.get_num_threads()
     return f"{os.cpu_count()} cores, {processor}, torch {version}, {threads} threads"
+
+
+def read_child_cpu_seconds() -> float:
+    """Return the processor seconds of all child processes of this one that have ended."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
 
 
 def format_today() -> str:

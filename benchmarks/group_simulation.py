@@ -16,7 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from connectors.kafka.client import HEARTBEAT_SECONDS
-from connectors.kafka.kafka_python_client import _Assignor
+from connectors.kafka.kafka_python_client import ClearableAssignor
 from connectors.kafka.source import RESTORE_SECONDS, STARTS_PER_STEP
 from deformer_stream.runtime.pipeline import RECOVERY_SECONDS
 from deformer_stream.runtime.recovery import REPLAYED_MESSAGES
@@ -65,7 +65,7 @@ class SimulatedGroup:
     def add(self, names: Iterable[str]) -> None:
         """Add members without partitions; they get some in the next rebalance."""
         for name in names:
-            self._assignors[name], self.owned[name] = _Assignor(), frozenset()
+            self._assignors[name], self.owned[name] = ClearableAssignor(), frozenset()
 
     def remove(self, names: Iterable[str]) -> None:
         """Remove members. Their partitions have no owner until the next rebalance."""

@@ -30,7 +30,7 @@ import orjson
 
 from benchmarks.command import describe_machine, format_today, publish_results
 from benchmarks.feed import OUTLIER_VALUE, make_model, make_quiet_calibration
-from benchmarks.stream_kafka import _Alerts
+from benchmarks.stream_kafka import AlertReader
 from benchmarks.tables import format_markdown_header, format_markdown_row
 from connectors.kafka import KafkaCluster, KafkaIncidentLog, ensure_topics
 from connectors.kafka.client import DELIVERY_SECONDS, load_client
@@ -182,7 +182,7 @@ def measure(options: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any
             )
         )
         incidents.wait_until_ready()
-        alerts = _Alerts(bootstrap, f"{topic}-alerts")
+        alerts = AlertReader(bootstrap, f"{topic}-alerts")
         alerts.start()
         plant = Plant(bootstrap, topic, options.rate)
         plant.start()

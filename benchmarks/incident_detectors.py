@@ -1,4 +1,7 @@
-"""The detectors of many devices at a time, for simulations. `incident_evidence.advance_detector` does one at a time."""
+"""P-values of many scores, and the detectors of many devices at a time, for benchmarks of incidents.
+
+`incident_evidence.advance_detector` advances one detector at a time.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,13 @@ from numpy.typing import NDArray
 from deformer_stream.calibration.incident_evidence import NUM_EXPONENTS, DetectorKind
 
 Floats = NDArray[np.float64]
+
+
+def compute_p_values(scores: Floats, calibration: Floats) -> Floats:
+    """Return the conformal p-values of scores by the ascending scores of a calibration, of the same shape."""
+    num_at_least = len(calibration) - np.searchsorted(calibration, scores, "left")
+    p_values: Floats = ((1.0 + num_at_least) / (len(calibration) + 1.0)).astype(np.float64)
+    return p_values
 
 
 def advance_detectors(

@@ -30,7 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.command import build_parser, describe_machine, format_today, publish_results, run_benchmark
-from benchmarks.incident_detectors import advance_detectors
+from benchmarks.incident_detectors import advance_detectors, compute_p_values
 from benchmarks.tables import format_markdown_header, format_markdown_row
 from deformer_stream.calibration.conditional_e_values import compute_log_normalisers
 from deformer_stream.calibration.incident_budget import MICROS_PER_DAY, parse_budget
@@ -84,13 +84,6 @@ def draw_calibration(process: str, num_records: int, rng: np.random.Generator) -
     if process == "daily drift":
         scores += rng.exponential(DRIFT_SCALE, num_records) * np.sin(rng.uniform(0.0, 2.0 * math.pi, num_records))
     return np.sort(scores)
-
-
-def compute_p_values(scores: Floats, calibration: Floats) -> Floats:
-    """Return the conformal p-values of scores, of the same shape."""
-    num_at_least = len(calibration) - np.searchsorted(calibration, scores, "left")
-    p_values: Floats = ((1.0 + num_at_least) / (len(calibration) + 1.0)).astype(np.float64)
-    return p_values
 
 
 def compute_day_maxima(p_values: Floats) -> Floats:

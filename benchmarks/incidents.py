@@ -46,6 +46,7 @@ from numpy.typing import NDArray
 
 from benchmarks.command import build_parser, describe_machine, format_today, publish_results, run_benchmark
 from benchmarks.hydraulic import classify_cycles, read_cycles, split_blocks
+from benchmarks.incident_detectors import compute_p_values
 from benchmarks.skab import SENSORS, Experiment, compute_windows, read_experiments
 from benchmarks.tables import format_markdown_header, format_markdown_row, get_tables_folder, require_scikit_learn
 from deformer_stream.calibration.incident_budget import BudgetPlan, IncidentBudget, parse_budget, plan_budget
@@ -199,13 +200,6 @@ def score_all(case: Case, score: Scorer) -> CaseScores:
         for name, scores in list(zip(names, results, strict=True))[len(fold.held_out) :]:
             tests[name] = DeviceScores(scores)
     return CaseScores({name: DeviceScores(np.concatenate(parts)) for name, parts in held_out.items()}, tests)
-
-
-def compute_p_values(scores: Floats, calibration: Floats) -> Floats:
-    """Return the conformal p-values of scores by the ascending scores of a calibration."""
-    num_at_least = len(calibration) - np.searchsorted(calibration, scores, "left")
-    p_values: Floats = ((1.0 + num_at_least) / (len(calibration) + 1.0)).astype(np.float64)
-    return p_values
 
 
 def rank_among_others(scores: CaseScores) -> CaseScores:

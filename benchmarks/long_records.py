@@ -33,7 +33,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import torch
 
-from benchmarks.command import RESULTS, describe_machine, format_today
+from benchmarks.command import RESULTS, describe_machine, format_today, read_child_cpu_seconds
 from benchmarks.irregular_deformer import run_command
 from benchmarks.irregular_feed import make_irregular_calibration, make_irregular_model, read_or_simulate_records
 from benchmarks.stream import format_table
@@ -279,7 +279,7 @@ def measure_replay(options: argparse.Namespace) -> Rows:
             model_store.write(model, network, make_irregular_calibration(network.schema), {}, "")
         words = ("--layout", "long", "--order", "arrival", "--record-timeout", "72h", "--model", model)
         cache = ("--cache-memory", f"{options.cache_mib}MiB")
-        processor_before, began = _read_children_seconds(), time.perf_counter()
+        processor_before, began = read_child_cpu_seconds(), time.perf_counter()
         run_command("deformer-stream", "replay", source, *words, *cache, "--output", output)
         seconds = time.perf_counter() - began
         num_scored = pq.read_metadata(output).num_rows
@@ -288,17 +288,11 @@ def measure_replay(options: argparse.Namespace) -> Rows:
         "readings": len(records),
         "not scored": len(records) - num_scored,
         "seconds": round(seconds, 1),
-        "processor s": round(_read_children_seconds() - processor_before, 1),
+        "processor s": round(read_child_cpu_seconds() - processor_before, 1),
         "readings_/s": round(num_scored / seconds),
         "model": "trained" if options.model else f"random {options.preset}",
         "cache_MiB": options.cache_mib,
     }
-
-
-def _read_children_seconds() -> float:
-    """Return the processor seconds of all processes that this one has started and that have ended."""
-    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return usage.ru_utime + usage.ru_stime
 
 
 PARTS: dict[str, Callable[[argparse.Namespace], Rows]] = {

@@ -479,7 +479,7 @@ def share_messages(rate: float, seconds: float) -> Iterator[list[int]]:
         yield [len(range(begin + (p - begin) % PARTITIONS, end, PARTITIONS)) for p in range(PARTITIONS)]
 
 
-class _Alerts(threading.Thread):
+class AlertReader(threading.Thread):
     """A thread that reads alerts as a client does that reads only committed messages.
 
     Attributes:
@@ -575,7 +575,7 @@ def _measure_latency(options: argparse.Namespace, folder: Path) -> dict[str, Any
         topic = _create_topic(broker.bootstrap)
         with _run_consumer(options, folder, broker.bootstrap, topic) as consumer:
             consumer.wait_until_ready()
-            alerts = _Alerts(broker.bootstrap, f"{topic}-alerts")
+            alerts = AlertReader(broker.bootstrap, f"{topic}-alerts")
             alerts.start()
             readings_per_outlier = options.rate // 5 // PARTITIONS + 1  # about five alerts per second and partition
             producer = _Producer(options, broker.bootstrap, topic, readings_per_outlier, options.warm, is_prepared=True)
@@ -679,7 +679,7 @@ def irregular(options: argparse.Namespace, folder: Path) -> Rows:
             closing(KafkaConsumer(bootstrap_servers=broker.bootstrap)) as reader,
         ):
             consumer.wait_until_ready()
-            alerts = _IrregularAlerts(broker.bootstrap, f"{topic}-alerts")
+            alerts = IrregularAlertReader(broker.bootstrap, f"{topic}-alerts")
             alerts.start()
             process = context.Process(
                 target=produce,
@@ -781,7 +781,7 @@ def _find_sending_times(feed: MessageFeed, sent_at: np.ndarray) -> dict[tuple[in
     return sent_at_by_source
 
 
-class _IrregularAlerts(_Alerts):
+class IrregularAlertReader(AlertReader):
     """A thread that reads alerts, and finds the messages that have raised them.
 
     Attributes:

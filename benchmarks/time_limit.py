@@ -23,7 +23,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
 import subprocess
 import sys
 import tempfile
@@ -37,7 +36,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from benchmarks.command import build_parser, describe_machine, format_today, publish_results, run_benchmark
+from benchmarks.command import (
+    build_parser,
+    describe_machine,
+    format_today,
+    publish_results,
+    read_child_cpu_seconds,
+    run_benchmark,
+)
 from benchmarks.fleet import simulate_shifts
 from benchmarks.hydraulic import make_case as make_cycles_case
 from benchmarks.hydraulic import read_cycles
@@ -191,12 +197,6 @@ CASES = (
     Case("irregular: 4,000 stays for imputation", 240.0, write_hourly_stays,
          (*IRREGULAR, "--continuous", ",".join(PARAMETERS)), TRAINING_SETTINGS),
 )  # fmt: skip
-
-
-def read_child_cpu_seconds() -> float:
-    """Return the processor seconds of all finished child processes of this one."""
-    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return usage.ru_utime + usage.ru_stime
 
 
 def run_case(case: Case, folder: Path, verbose: bool, uses_processor_time: bool) -> dict[str, Any]:

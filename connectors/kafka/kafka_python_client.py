@@ -300,7 +300,7 @@ def _parse_option(name: str, text: str, default: Any) -> Any:
     return text
 
 
-class _Assignor(CooperativeStickyAssignor):  # type: ignore[misc]  # the client ships no types
+class ClearableAssignor(CooperativeStickyAssignor):  # type: ignore[misc]  # the client ships no types
     """kafka-python's cooperative assignor, whose list of owned partitions can be cleared."""
 
     def clear(self) -> None:
@@ -370,7 +370,7 @@ class KafkaPythonConsumer:
     def __init__(self, cluster: KafkaCluster, options: ConsumerOptions) -> None:
         self._servers = cluster.servers
         self._poll_size = client.PollSize(options.max_messages)
-        self._assignor = _Assignor()
+        self._assignor = ClearableAssignor()
         self._handler: RebalanceHandler | None = None
         # Partitions that were assigned or stopped and for which `start` was not called since.
         self._stopped: set[TopicPartition] = set()
