@@ -14,17 +14,21 @@ from typing import Any
 
 from deformer_stream.errors import ArtifactError
 
-BASE_VERSION, GROUPS_VERSION, TIES_VERSION, WINDOW_VERSION, PER_SLOT_VERSION, READING_TIMES_VERSION = 1, 2, 3, 4, 5, 6
-EXTREME_VERSION, STEP_VERSION, OUTLIER_LIMIT_VERSION, PRIOR_WEIGHT_VERSION, WIDE_PRIOR_VERSION = 7, 8, 9, 10, 11
+BASE_VERSION = 1
+GROUPS_VERSION = 2
+TIES_VERSION = 3
+WINDOW_VERSION = 4
+PER_SLOT_VERSION = 5
+READING_TIMES_VERSION = 6
+EXTREME_VERSION = 7
+STEP_VERSION = 8
+OUTLIER_LIMIT_VERSION = 9
+PRIOR_WEIGHT_VERSION = 10
+WIDE_PRIOR_VERSION = 11
 LATEST_VERSION = WIDE_PRIOR_VERSION
 """Format versions of the manifest (manifest.json of a model directory), each with one addition to the one before.
 
-Version 2 adds separate calibrations of groups of records, version 3 a rule for readings with equal event times, version
-4 the windows of time that are the records, version 5 a rule for several readings in one time slot, version 6
-irregular readings, which keep their own times, version 7 the evidence of single readings and of levels, version 8
-that of steps, version 9 a limit for outliers among the conditions of other readings, and version 10 a weight of the
-Gaussian prior's density in the ranking of complete records. A manifest gets the lowest version that has all of its
-contents. Older releases can therefore read it, unless they would ignore a part of it.
+`determine_version` lists the additions.
 """
 MANIFEST = "manifest.json"
 MAX_MANIFEST_BYTES = 64 * 2**20
@@ -113,7 +117,8 @@ def _is_unaltered(manifest: Any, raw: bytes) -> bool:
 def determine_version(manifest: dict[str, Any]) -> int:
     """Return the lowest format version of manifest.json that can express the contents of a manifest.
 
-    A manifest gets the lowest version, so that releases that know only this version can still read it:
+    A manifest gets the lowest version, so that releases that read only this version can still read it. Version 1 has
+    none of the following additions:
 
     - Version 11 is needed if wide records have a Gaussian process as their prior ("neighbors" without "reading_times").
     - Version 10 is needed if the density of the Gaussian prior is a term of the ranking ("prior_weight").

@@ -120,7 +120,12 @@ class TransformerReader(nn.Module):
         super().__init__()
         self.embed = nn.Linear(num_inputs, config.width)
         layer = nn.TransformerEncoderLayer(
-            *(config.width, config.heads, 2 * config.width, config.dropout), batch_first=True, norm_first=True
+            config.width,
+            config.heads,
+            dim_feedforward=2 * config.width,
+            dropout=config.dropout,
+            batch_first=True,
+            norm_first=True,
         )
         self.layers = nn.TransformerEncoder(layer, config.layers, nn.LayerNorm(config.width), False)
 

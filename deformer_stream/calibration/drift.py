@@ -11,7 +11,7 @@ Earlier records must be included: ranks among the calibration records alone are 
 sampling error of the calibration would look like drift. Earlier records are counted in bins. The n calibration
 statistics divide the line into n + 1 intervals, and bins hold 1, 2, 4, … of these from the top. Under the null
 hypothesis, a record falls into a bin with a probability proportional to its intervals plus the earlier records in it
-(Pólya's urn), so p-values from bin counts are exactly uniform as well.
+(Pólya's urn). So p-values from bin counts are exactly uniform as well.
 
 Evidence is the wealth of a fictitious gambler who bets on small p-values. With a power martingale for a change before
 record s,
@@ -54,6 +54,9 @@ late changes keep enough weight."""
 MAX_WEALTH = 1e12
 """Upper bound of the wealth of each bet. Without it, the wealth after a long drift would take very long to fall again.
 The value is far above any level that a user would choose."""
+
+MAX_SHIFTED_FEATURES = 5
+"""Largest number of features that a notice names."""
 
 NUM_RECENT_RECORDS = 64
 """Number of most recent records from which a notice finds the features that have shifted. It is enough for a mean of
@@ -311,8 +314,7 @@ class DriftMonitor:
         Args:
             partitions: The partition of each record, in the order in which the records were closed.
             record_ids: The id of each record.
-            scores: (R,) the statistic of each record: its largest anomaly score over all prefixes (its first 1, 2, …
-                readings).
+            scores: (R,) the statistic of each record: its largest anomaly score over all prefixes.
             get_readings: Returns the readings of the record with a given index, 0 … R − 1. They are kept, so that a
                 notice of drift can name the features that have shifted. It is only called for the last
                 `NUM_RECENT_RECORDS` records of each partition, and only if alarms are possible. It can be None if
@@ -466,7 +468,7 @@ class DriftMonitor:
             self._changed_partitions.discard(partition)
 
     def compute_log10_wealth(self) -> dict[int, float]:
-        """Return log10 of each partition's wealth (the evidence of drift), by number of the partition.
+        """Return log10 of each partition's wealth, by number of the partition.
 
         0 is the value at the start; a larger value is stronger evidence.
         """
@@ -488,10 +490,10 @@ def make_notice_id(alarm: DriftAlarm, model: str) -> str:
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
 
-def find_shifted_features(
-    recent: Mapping[str, float], expected: Mapping[str, float], max_features: int = 5
-) -> tuple[FeatureShift, ...]:
-    """Return the features whose readings have become less probable than in calibration, largest increase first.
+def find_shifted_features(recent: Mapping[str, float], expected: Mapping[str, float]) -> tuple[FeatureShift, ...]:
+    """Return the features whose readings have become less probable than in calibration, the largest increases first.
+
+    There are at most `MAX_SHIFTED_FEATURES`.
 
     The measure is the mean of −ln p over the readings of a feature, in nats. p is the highest-density p-value: the
     probability of a value that is at most as likely as the observed one. An increase means less probable readings.
@@ -500,9 +502,8 @@ def find_shifted_features(
         recent: The mean by feature, over recent records.
         expected: The mean by feature, over the calibration records. A feature that is missing there counts as 1, the
             expected mean under a correct model.
-        max_features: Largest number of features to return.
     """
     shifts = [FeatureShift(name, mean, expected.get(name, 1.0)) for name, mean in recent.items()]
     increased = [shift for shift in shifts if shift.recent_neg_log_p > shift.calibration_neg_log_p]
     increased.sort(key=lambda shift: shift.recent_neg_log_p - shift.calibration_neg_log_p, reverse=True)
-    return tuple(increased[:max_features])
+    return tuple(increased[:MAX_SHIFTED_FEATURES])

@@ -150,7 +150,6 @@ def plan_budget(
     records_per_day: float | None = None,
     requested: RequestedRule = "auto",
     segment_length: int | None = None,
-    kind: DetectorKind = "shiryaev-roberts",
     model: str = "",
 ) -> BudgetPlan:
     """Return the rule that keeps a budget.
@@ -166,7 +165,6 @@ def plan_budget(
             segment calibrations.
         requested: The rule that the user wants; "auto" chooses segments if they can keep the budget.
         segment_length: Length of segments in microseconds that the user wants, None for the longest possible one.
-        kind: How the e-detector accumulates e-values.
         model: Fingerprint of the model to which the segments belong; "" if it is not checked.
 
     Raises:
@@ -181,7 +179,7 @@ def plan_budget(
         records_per_day = estimate_records_per_day(segments)
     fallback = None
     if records_per_day is not None:
-        fallback = _plan_e_detector(budget, records_per_day, num_calibration_records, kind)
+        fallback = _plan_e_detector(budget, records_per_day, num_calibration_records)
     kept = next((plan for plan in plans if plan.is_kept), None)
     if requested != "e-detector" and kept is not None:
         return replace(kept, fallback=fallback)
@@ -292,7 +290,7 @@ def _plan_segments(budget: IncidentBudget, calibration: SegmentCalibration, mode
 
 
 def _plan_e_detector(
-    budget: IncidentBudget, records_per_day: float, num_calibration_records: Sequence[int], kind: DetectorKind
+    budget: IncidentBudget, records_per_day: float, num_calibration_records: Sequence[int]
 ) -> BudgetPlan:
     """Return the plan for a budget by the e-detector."""
     records_per_period = max(1.0, records_per_day * budget.period / budget.count / MICROS_PER_DAY)
@@ -303,11 +301,10 @@ def _plan_e_detector(
         log_normalisers = tuple(max(column) for column in columns)
     return BudgetPlan(
         budget,
-        "e-detector",
-        math.log(records_per_period),
-        True,
+        rule="e-detector",
+        log_threshold=math.log(records_per_period),
+        is_kept=True,
         records_per_period=records_per_period,
-        kind=kind,
         log_normalisers=log_normalisers,
         assumption="successive records of a device are independent",
     )

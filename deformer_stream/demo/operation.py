@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -57,15 +57,14 @@ LATER_FAULTS = ("blocked discharge", "bearing wear", "cavitation", "swapped sens
 LATER_START, LATER_PERIOD, LATER_DURATION = 720.0, 360.0, 150.0
 
 
-def find_fault(pump: int, seconds: float, periods: Sequence[FaultPeriod] = FAULT_PERIODS) -> str:
+def find_fault(pump: int, seconds: float) -> str:
     """Return the fault that a pump has at a time, "" if it has none.
 
     Args:
         pump: Index of the pump.
         seconds: The time, in seconds from the start of live operation.
-        periods: The faults of the first minutes.
     """
-    for period in periods:
+    for period in FAULT_PERIODS:
         if period.pump == pump and period.start <= seconds < period.end:
             return period.fault
     number, elapsed = divmod(seconds - LATER_START, LATER_PERIOD)

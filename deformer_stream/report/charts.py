@@ -50,6 +50,9 @@ MARGIN = 12
 RIGHT_MARGIN = 20
 """Free space in SVG units: at the edges of a drawing, and to the right of a plotting area with two labelled axes."""
 
+NUM_BINS = 30
+"""Approximate number of bins of a histogram; their edges are round numbers."""
+
 MAX_LABEL_CHARACTERS = 30
 """Length from which the label of a line is shortened."""
 
@@ -291,7 +294,6 @@ def draw_histogram(
     values: ArrayLike,
     title: str,
     x_label: str,
-    num_bins: int = 30,
     *,
     x_unit: str = "",
     vertical: Mapping[str, float] | None = None,
@@ -302,7 +304,6 @@ def draw_histogram(
         values: The values to count. Values that are not finite are left out.
         title: Title above the chart.
         x_label: Name of the horizontal axis.
-        num_bins: Approximate number of bins; their edges are round numbers.
         x_unit: Unit shown after the numbers of the horizontal axis. With "%", the value 1 is shown as 100%.
         vertical: Vertical lines to add, such as a threshold: the label of each line as key, its x value as value.
     """
@@ -311,7 +312,7 @@ def draw_histogram(
     if not len(finite):
         return _draw_empty(title)
     vertical_lines = {label: x for label, x in (vertical or {}).items() if math.isfinite(x)}
-    edges = _round_values(float(finite.min()), float(finite.max()), num_bins)
+    edges = _round_values(float(finite.min()), float(finite.max()), NUM_BINS)
     # A rounded outer edge must not exclude the smallest or the largest value.
     edges[0], edges[-1] = min(edges[0], finite.min()), max(edges[-1], finite.max())
     counts, _ = np.histogram(finite, edges)

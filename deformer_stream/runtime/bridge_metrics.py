@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from prometheus_client import Counter
@@ -88,17 +87,14 @@ class SourceMetrics:
 class BridgeMetrics(ProcessMetrics):
     """The metrics of one bridge, in a registry of its own.
 
-    Args:
-        now: Returns monotonic seconds. It is used to detect a loop that makes no progress.
-
     Attributes:
         registry: The Prometheus registry with all metrics. Each metric is also an attribute; its help text states what
             it measures.
         is_ready: Whether the source is connected.
     """
 
-    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
-        super().__init__(now)
+    def __init__(self) -> None:
+        super().__init__()
         self.readings = self.add_counter("bridge_readings_total", "Number of readings that Kafka has acknowledged.")
         self.rejected = self.add_counter(
             "bridge_refused_total",

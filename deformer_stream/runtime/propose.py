@@ -78,6 +78,9 @@ LogReader = Callable[[], Iterator[EvidenceBatch]]
 MAX_REPLAYS = 10
 """Largest number of replays of the candidate. After each, patterns that would lose a fault are changed or left out."""
 
+MAX_RECORDS_TO_OPEN = 100_000
+"""Largest number of records of a kind of false incidents for which it is tried whether they open an incident."""
+
 MAX_COLLECTED_RECORDS = 1_000_000
 """Largest number of records from which a calibration of records is made. Of more records, a random sample is used."""
 
@@ -930,20 +933,19 @@ def _describe_pattern(
     return PatternOutcome(candidate, is_used, remedy, num_removed, count_records_to_open(plan, pattern))
 
 
-def count_records_to_open(plan: DetectionPlan, pattern: FalseAlarmPattern, largest: int = 100_000) -> int | None:
+def count_records_to_open(plan: DetectionPlan, pattern: FalseAlarmPattern) -> int | None:
     """Return how many successive records with scores above all past incidents of a pattern open an incident.
 
     Args:
         plan: The rule.
         pattern: The pattern.
-        largest: Number of records after which the search ends.
 
     Returns:
-        The number; None if no incident opens.
+        The number, at most `MAX_RECORDS_TO_OPEN`; None if no incident opens by then.
     """
     state = INITIAL_STATE
     previous = -math.inf
-    for number in range(1, largest + 1):
+    for number in range(1, MAX_RECORDS_TO_OPEN + 1):
         state = advance_detector(state, pattern.min_p_value, plan.plan.kind, plan.plan.log_normalisers)
         statistic = compute_log_statistic(state)
         if plan.plan.is_reached(statistic):
