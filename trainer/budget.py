@@ -182,8 +182,7 @@ class RecordCounts:
 
     Attributes:
         calibration: Records on which the alert rule is calibrated.
-        ranking: Records from which the typical distance to the exemplars (stored training records) and the typical
-            likelihood are computed.
+        ranking: Records from which the typical distance to the exemplars and the typical likelihood are computed.
         held_out_passes: Number of records of the held-out figures times the number of orders in which each is scored.
         min_ranking: Smallest number of records for ranking, even if time is over.
     """

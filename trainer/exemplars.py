@@ -87,7 +87,7 @@ def add_ranking(
         max_exemplars: Largest number of exemplars. With 0, or with fewer than two records, the model gets no ranking.
         seed: Seed of the random choices.
         num_reference_records: Largest number of normal records from which the typical distance, and the typical
-            centered NLL (negative log-likelihood minus the entropy of the conditionals), are computed.
+            centered NLL, are computed.
         batch_size: Number of these records that are processed together; by default all.
         should_continue: Called before each batch with the number of these records that are done. If it returns False,
             typical values are computed from the records that are done.
@@ -294,7 +294,7 @@ def _choose_exemplar_rows(
 def _create_ranking(
     model: DEformer, data: PreparedTable, max_exemplars: int, rng: np.random.Generator, calibration_exemplars: bool
 ) -> Ranking | None:
-    """Return a ranking, which scores complete records by their distance to exemplars (stored training records).
+    """Return a ranking, which scores complete records by their distance to exemplars.
 
     Its typical distances of normal records are not set yet.
 
@@ -328,7 +328,7 @@ def _create_ranking(
 def _prepend_old_exemplars(
     old: Ranking, positions: torch.Tensor, known: torch.Tensor, max_exemplars: int, rng: np.random.Generator
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Put exemplars (stored training records) of an old model before the M exemplars of a new table.
+    """Put exemplars of an old model before the M exemplars of a new table.
 
     The old model is adapted to the table (`--init-from`).
 
@@ -362,8 +362,8 @@ def _compute_deviations(ranking: Ranking, positions: torch.Tensor) -> torch.Tens
 
     Args:
         ranking: The ranking, with `known` (whether an exemplar has a reading of a feature) and `is_text_label` set.
-        positions: (M, F) coordinates of M exemplars (stored training records) in F features. For a label that is not a
-            number, the coordinate is its code.
+        positions: (M, F) coordinates of M exemplars in F features. For a label that is not a number, the coordinate is
+            its code.
 
     Returns:
         (F,) float32 units. The unit of a feature without readings is 1.
@@ -385,7 +385,7 @@ def _compute_deviations(ranking: Ranking, positions: torch.Tensor) -> torch.Tens
 
 
 def _compute_distances_to_others(ranking: Ranking, exemplar_indexes: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Return the mean distance of each of R exemplars (stored training records) to its nearest other exemplars.
+    """Return the mean distance of each of R exemplars to its nearest other exemplars.
 
     Exemplars are normal records, so these distances show which distance is typical of a normal record.
 
@@ -406,7 +406,7 @@ def _compute_distances_to_others(ranking: Ranking, exemplar_indexes: NDArray[np.
 def _compute_centered_nll(
     model: DEformer, data: PreparedTable, rows: NDArray[np.int64], seed: int
 ) -> NDArray[np.float64]:
-    """Return the centered NLL (negative log-likelihood minus the entropy of the conditionals) of N records.
+    """Return the centered NLL of N records.
 
     The readings of each record are in a random order.
 

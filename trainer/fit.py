@@ -202,8 +202,7 @@ class TrainingRun:
         folder: An existing folder for checkpoints.
         budget: The time that training may take.
         identity: Options and fingerprint of the data, by name. A checkpoint can only be restored if they are the same.
-        priors: The Gaussian prior (mixture fitted before training) with the variants that are used in training. None if
-            the model has no prior.
+        priors: The Gaussian prior with the variants that are used in training. None if the model has no prior.
         ranks: The processes that train together.
         validation_precision: Precision of the matrix products of the layers in validations.
     """
@@ -610,9 +609,9 @@ class TrainingRun:
     def _validate_initial_weights(self) -> float:
         """Return the mean −ln p of the validation records under the initial weights, in nats.
 
-        The initial weights reproduce the predictions of the Gaussian prior (mixture fitted before training), or of the
-        model that is adapted. If training does not make this value smaller, the initial weights are the result. The
-        method may only be called before the first validation, as long as `best_weights` are the initial weights.
+        The initial weights reproduce the predictions of the Gaussian prior, or of the model that is adapted. If
+        training does not make this value smaller, the initial weights are the result. The method may only be called
+        before the first validation, as long as `best_weights` are the initial weights.
         """
         # `_validate` evaluates the averaged model. It gets the initial weights meanwhile, then its own ones again.
         averaged_weights = [parameter.clone() for parameter in self.averaged_parameters]

@@ -318,8 +318,7 @@ def _increase_components(
         max_components: Largest number of components.
         seed: Seed of the clustering that initialises each mixture.
         is_time_short: Called before each larger number of components. If it returns True, the search ends.
-        separates_repeated: Whether the clustering separates repeated values (a value that many readings of a feature
-            share) from others.
+        separates_repeated: Whether the clustering separates repeated values from others.
     """
     single_gaussians = (
         _cross_validate(x, folds, 1, Shrinkage(MAX_STRENGTH, share), seed, separates_repeated)
@@ -355,8 +354,7 @@ def _cross_validate(
         num_components: Number of components (Gaussians) of the mixture.
         shrinkage: How far covariances are moved towards a common one.
         seed: Seed of the clustering that initialises the mixture.
-        separates_repeated: Whether the clustering separates repeated values (a value that many readings of a feature
-            share) from others.
+        separates_repeated: Whether the clustering separates repeated values from others.
 
     Returns:
         The mixture, its variants without each fold, and the cross-validated −ln p of a record.
@@ -417,8 +415,8 @@ def initialize_memberships(x: Floats, num_components: int, seed: int, separates_
         x: (N, D) records with D features, without missing values.
         num_components: The number K.
         seed: Seed of the initial centres.
-        separates_repeated: Whether the clustering separates repeated values (a value that many readings of a feature
-            share) from others. Indicators of such values are then additional features.
+        separates_repeated: Whether the clustering separates repeated values from others. Indicators of such values are
+            then additional features.
 
     Returns:
         (N, K) float64: 1 for the component of the record, 0 for all others.

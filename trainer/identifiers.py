@@ -1,8 +1,8 @@
 """Recognise numeric columns that identify rows instead of measuring something: row numbers, ids, counters and clocks.
 
 Such a column must not become a feature. The values of new records would lie outside of those that were learnt, so every
-new record would look anomalous. The rules use the order of the rows, because a counter or a clock only rises, and the
-number of repeated values, because measured integers repeat by chance and ids do not.
+new record would look anomalous. The rules use the order of the rows, because a counter or a clock only rises. They also
+use the number of repeated values, because measured integers repeat by chance and ids do not.
 
 A measurement must not be lost. Values with fractions that are merely all different are therefore measurements, and so
 are integers that are all different if their range is so wide that this is no surprise. Random ids from such a range

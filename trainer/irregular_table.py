@@ -111,8 +111,8 @@ def choose_reading_order(
 ) -> ReadingOrder:
     """Return the order of the readings of a table.
 
-    If it is not requested, it is that of the input if at most `MAX_LATE_SHARE` of the readings are late, by at most
-    `MAX_MEAN_LATENESS` of the duration of their record on average.
+    Without a request, it is that of the input if at most `MAX_LATE_SHARE` of the readings are late, and these by at
+    most `MAX_MEAN_LATENESS` of the duration of their record on average.
 
     Args:
         requested: The order that the user wants, None to choose it.

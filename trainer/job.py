@@ -423,7 +423,7 @@ class _FinalPhases:
         return scores
 
     def add_ranking(self, model: DEformer, data: PreparedTable, priors: CrossFittedPriors | None) -> DEformer:
-        """Add exemplars (stored training records) and typical values of normal records to the model.
+        """Add exemplars and typical values of normal records to the model.
 
         By comparison with them the model ranks complete records from normal to anomalous. As many records as the time
         permits are used for the typical values.

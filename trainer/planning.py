@@ -178,8 +178,8 @@ def count_all_records(data: PreparedTable) -> RecordCounts:
 def compute_reserve(costs: PhaseCosts, maximum: RecordCounts, limit: float) -> float:
     """Return the seconds to reserve for the phases after training: calibration, ranking and held-out figures.
 
-    The result is the time of the phases with all records, but at most `AFTER_SHARE` of the time limit, and at least the
-    time of the phases with the smallest numbers of records.
+    The result is the time of the phases with all records, but at most `AFTER_SHARE` of the time limit. It is at least
+    the time of the phases with the smallest numbers of records.
 
     Args:
         costs: Measured costs of the phases.
@@ -226,7 +226,7 @@ class RunPlanner:
         self.data_identity = data_identity or {}
 
     def plan(self, data: PreparedTable, old_model: DEformer | None) -> PlannedRun:
-        """Create the model, its Gaussian prior (mixture fitted before training) and the training run.
+        """Create the model, its Gaussian prior and the training run.
 
         Under a time limit, the costs of the phases after training are measured, a preset is chosen, and the batch is
         reduced if necessary.

@@ -62,7 +62,7 @@ IRREGULAR_ARRIVAL_SHARE = 0.75
 
 
 def resolve_preset(settings: TrainConfig) -> str:
-    """Return the name of the preset (a named size of the model); that of the larger candidate for "auto"."""
+    """Return the name of the preset; that of the larger candidate for "auto"."""
     return AUTO_PRESETS[0] if settings.preset == "auto" else settings.preset
 
 
@@ -129,13 +129,13 @@ def irregular_model_config(settings: TrainConfig, num_features: int) -> ModelCon
 
 @dataclass(frozen=True, slots=True)
 class _TrainingPreset:
-    """The training hyperparameters of a preset (a named size of the model).
+    """The training hyperparameters of a preset.
 
     Attributes:
         steps: Number of training steps.
         max_batch: Largest number of records in a batch. Small tables get smaller batches.
         learning_rate: The largest learning rate of the schedule.
-        max_gaussians: Largest number of Gaussians of the Gaussian prior (mixture fitted before training).
+        max_gaussians: Largest number of Gaussians of the Gaussian prior.
         changes: (name, value) of each other field of `Recipe` whose value differs from its default.
     """
 
@@ -186,9 +186,8 @@ def choose_irregular_recipe(settings: TrainConfig, num_blocks: int) -> Recipe:
 def choose_recipe(settings: TrainConfig, num_rows: int) -> Recipe:
     """Return the training hyperparameters for a table.
 
-    Values that the user has set take precedence. All others follow from the preset (a named size of the model) and the
-    number of training records: the batch grows with the table, and the number of epochs is such that training takes the
-    preset's number of steps.
+    Values that the user has set take precedence. All others follow from the preset and the number of training records:
+    the batch grows with the table, and the number of epochs is such that training takes the preset's number of steps.
 
     Args:
         settings: All options of `deformer-train`.

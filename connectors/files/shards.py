@@ -341,7 +341,7 @@ class PollTimes:
     """The clock of a shard whose records time out: it shows the latest event time of the whole input, poll by poll.
 
     Without shards, all readings of the input advance the clock. The clock of a shard must show the same time when the
-    same rows are handled, so every poll of the input is repeated, also one without rows of the shard.
+    same rows are handled. So every poll of the input is repeated, also one without rows of the shard.
 
     Attributes:
         now: The latest event time so far, microseconds since 1970; 0 before the first event.

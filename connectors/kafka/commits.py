@@ -169,8 +169,8 @@ class CommitManager:
     def _make_offsets_function(self, payload: CommitPayload) -> Callable[[list[int]], Offsets]:
         """Return a function that computes the offsets to commit, for `Delivery.transaction`.
 
-        The metadata of a committed offset state where the saved state is stored. A new snapshot (complete state) is
-        stored by messages of the same transaction. So their offsets must be known first.
+        The metadata of a committed offset state where the saved state is stored. A new snapshot is stored by messages
+        of the same transaction. So their offsets must be known first.
 
         Args:
             payload: What the transaction makes durable.

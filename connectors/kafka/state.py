@@ -271,8 +271,7 @@ class StateTopic:
         Args:
             partition: Number of the partition.
             position: Offset of the next event to read from the partition.
-            state: Either a snapshot (the complete state), or the decisions since the last commit (time-outs, evictions
-                and alerts raised).
+            state: Either a snapshot, or the decisions since the last commit (time-outs, evictions and alerts raised).
             reference: Where the state before this commit is stored, or None if none is.
             commit_name: A new, unique name of the commit.
             writer: A name of this process, unique for the time in which it owns the partition without a break.
@@ -379,7 +378,7 @@ class _PendingRead:
 
 
 SavedState = tuple[bytes, tuple[bytes, ...]]
-"""A snapshot (the complete state), and the decisions of each commit after it, in order."""
+"""A snapshot, and the decisions of each commit after it, in order."""
 
 
 class StateReader:

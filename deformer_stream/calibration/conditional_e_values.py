@@ -11,8 +11,8 @@ because the D_r are the spacings of n uniform variables. The mean of an e-value 
 
 It exceeds 1 for many calibration sets, and the mean number of records to a false incident is then smaller than the
 detector's threshold. The distribution of E_κ depends on n only. Let q_κ be its quantile at 1 − δ/5, with 5 exponents.
-Then with probability 1 − δ over the calibration records, all L_κ/q_κ have a mean of at most 1 given them, and the
-detector keeps its bound for all records that are independent given the calibration. Ties between scores only lower the
+Then with probability 1 − δ over the calibration records, all L_κ/q_κ have a mean of at most 1 given them. The detector
+therefore keeps its bound for all records that are independent given the calibration. Ties between scores only lower the
 e-values.
 
 The quantile comes from draws with a fixed seed. Ranks beyond the first ones are drawn in blocks of neighbouring ranks.

@@ -282,7 +282,7 @@ class Calibration:
 
     Attributes:
         scores: (n,) ascending; the scores of n normal records of all groups, with which the model was not trained. A
-            record's score is the largest one over all its prefixes (its first 1, 2, … readings).
+            record's score is the largest one over all its prefixes.
         arrival_order: The distribution of the orders in which the readings of these records arrived: "arrival" for
             logged arrivals, "random", or "schema" for the order of the features in the schema.
         separator: The text that separates the group from the rest of a record id (`extract_group`); "" without groups.
@@ -543,7 +543,7 @@ class Calibration:
         return p_values
 
     def make_alert_rule(self, alpha: float) -> Callable[[Floats, Sequence[str]], NDArray[np.bool_]]:
-        """Return a function that decides which anomaly scores raise an alert at this alpha (false-alarm rate).
+        """Return a function that decides which anomaly scores raise an alert at this alpha.
 
         The returned function has two arguments: the scores of R records, (R, C) with C scores each, and the R record
         ids, from which it finds the records' calibration groups. It returns booleans of shape (R, C).
@@ -551,7 +551,7 @@ class Calibration:
         return lambda scores, record_ids: self.compute_p_values(scores, lambda: record_ids) <= alpha
 
     def compute_threshold(self, alpha: float) -> float:
-        """Return the anomaly score above which a record raises an alert at this alpha (false-alarm rate).
+        """Return the anomaly score above which a record raises an alert at this alpha.
 
         The threshold is for comparison with the calibration records of all groups. It is infinity if no alert is
         possible at this alpha, and minus infinity if every record raises one.

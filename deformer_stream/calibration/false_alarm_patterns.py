@@ -11,8 +11,8 @@ has one score for each incident and not for each record, because the records of 
 
 - p' ≥ p for every record. A detector whose statistic falls if a p-value rises therefore raises no incident that it
   would not raise without patterns: patterns cannot break a budget of false incidents.
-- If a new false incident of the pattern is exchangeable with the n past ones, the smallest second term over all its
-  records is at most α with probability at most α, whatever the dependence among its records.
+- Let a new false incident of the pattern be exchangeable with the n past ones. Then the smallest second term over all
+  its records is at most α with probability at most α, whatever the dependence among its records.
 - A fault with the same suspects is still found if its scores are larger than those of the past incidents, but later,
   because no record then has a p-value below 1/(n + 1). A fault whose scores are as large as those of the pattern is
   not found. Patterns are therefore tried on kept evidence with confirmed faults before they are used

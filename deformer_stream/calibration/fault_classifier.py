@@ -12,11 +12,11 @@ The nonconformity score of a record for a fault is −ln of the probability of t
 fits the fault least. The probabilities of the known faults add up to 1 also for a record that resembles none of them.
 The second term is large for such a record, so that its prediction set can be empty.
 
-A fault is in the prediction set if its p-value exceeds 1 − level. For a record that is exchangeable with the labelled
-records of its fault, and for a number of readings that does not depend on their values, the set contains the fault with
-a probability of at least 1 − 2 (1 − level), less a term that vanishes with the number of records, and of about `level`
-in practice. At the time of an alert the number of readings depends on the values, so the coverage is measured, not
-guaranteed.
+A fault is in the prediction set if its p-value exceeds 1 − level. The set contains the fault of a record with a
+probability of at least 1 − 2 (1 − level), less a term that vanishes with the number of records; in practice it is about
+`level`. This holds if the record is exchangeable with the labelled records of its fault, and if its number of readings
+does not depend on their values. At the time of an alert the number of readings depends on the values, so the coverage
+is measured, not guaranteed.
 """
 
 from __future__ import annotations

@@ -7,9 +7,9 @@ size lies between them. The density in a cell is its share of the steps divided 
 p-value of a step (the probability of a step that is at most as likely) is the share of the steps in cells whose density
 is at most that of its own cell.
 
-P-values of the steps that decided about the cells are too large, because each of them lies in a cell with a step, and
-those of new steps are a little too small, because new steps lie in the widest gaps more often. So the statistics of
-normal records are computed with the cells of other records (`Steps.fit_halves`).
+P-values of the steps that decided about the cells are too large, because each of them lies in a cell with a step. Those
+of new steps are a little too small, because new steps lie in the widest gaps more often. So the statistics of normal
+records are computed with the cells of other records (`Steps.fit_halves`).
 """
 
 from __future__ import annotations

@@ -56,8 +56,7 @@ def compute_max_statistics(
 
     Args:
         model: The network, in evaluation mode.
-        features: (N, L) feature codes (indexes in the model's schema) of at most L readings per record in order of
-            arrival, −1 as padding at the end.
+        features: (N, L) feature codes of at most L readings per record in order of arrival, −1 as padding at the end.
         values: (N, L) values in normalised units or label codes; those of padding are ignored.
         batch_size: Number of records in one forward pass.
     """
@@ -73,8 +72,7 @@ def compute_centered_nll(model: DEformer, features: NDArray[np.int64], values: F
 
     Args:
         model: The network, in evaluation mode.
-        features: (N, L) feature codes (indexes in the model's schema) of at most L readings per record in order of
-            arrival, −1 as padding at the end.
+        features: (N, L) feature codes of at most L readings per record in order of arrival, −1 as padding at the end.
         values: (N, L) values in normalised units or label codes; those of padding are ignored.
         batch_size: Number of records in one forward pass.
     """
@@ -97,7 +95,7 @@ def sum_neg_log_p(
 
     Args:
         model: The network, in evaluation mode.
-        features: (N, L) feature codes (indexes in the model's schema) of the readings of contexts, −1 as padding.
+        features: (N, L) feature codes of the readings of contexts, −1 as padding.
         values: (N, L) values in normalised units or label codes; those of padding are ignored.
         ages: (N, L) seconds from the origin of the record to each reading; those of padding are ignored.
         is_scored: (N, L) which readings are counted. Those of context features are never counted.
@@ -131,8 +129,7 @@ def _iterate_score_terms(
 
     Args:
         model: The network, in evaluation mode.
-        features: (N, L) feature codes (indexes in the model's schema) of at most L readings per record in order of
-            arrival, −1 as padding at the end.
+        features: (N, L) feature codes of at most L readings per record in order of arrival, −1 as padding at the end.
         values: (N, L) values in normalised units or label codes; those of padding are ignored.
         batch_size: Number of records in one batch.
 

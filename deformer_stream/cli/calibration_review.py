@@ -50,9 +50,9 @@ def number_records(record_ids: Iterable[str]) -> list[RecordKey]:
 def format_review(keys: Sequence[RecordKey], statistics: NDArray[np.float64], count: int) -> str:
     """Return a CSV table of the calibration records with the largest statistics, the largest first.
 
-    Its columns are the id of the record, its number among the records with this id, its statistic, its p-value (the
-    share of the N records whose statistic is at least as large), and an empty column in which a person writes
-    `CONFIRMED` if the record is an anomaly.
+    Its columns are the id of the record, its number among the records with this id, its statistic and its p-value. In
+    the last column, which is empty, a person writes `CONFIRMED` if the record is an anomaly. The p-value is the share
+    of the N records whose statistic is at least as large.
 
     Args:
         keys: The keys of N records (`number_records`).

@@ -186,8 +186,8 @@ class ArrowDecoder:
             schema: The columns of the Arrow stream.
 
         Returns:
-            The indices of the known columns. The names of all other columns in wide layout (one record per row); no
-            names in long layout (one reading per row), in which additional columns are ignored.
+            The indices of the known columns. The names of all other columns in wide layout; no names in long layout, in
+            which additional columns are ignored.
 
         Raises:
             RejectionError: If a known column has a type that no reading has, or if there is no column with readings.
@@ -226,7 +226,7 @@ class ArrowDecoder:
         """Return the events and rejections of one Arrow record batch.
 
         Args:
-            record_batch: The rows, in long layout (one reading per row) or in wide layout (one record per row).
+            record_batch: The rows, in long layout or in wide layout.
             key: The message key, which replaces missing record ids or devices; None if there is none.
             broker_time: The broker's timestamp of the message, microseconds since 1970 or `NO_TIME`. Rows without a
                 time get this time.

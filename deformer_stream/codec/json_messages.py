@@ -460,7 +460,7 @@ def parse_document(payload: bytes | None, max_bytes: int) -> dict[str, object]:
     """Parse the value of a message as a JSON object.
 
     Args:
-        payload: The value; None for a tombstone (a Kafka message without a value).
+        payload: The value; None for a tombstone.
         max_bytes: Maximum size of a message in bytes.
 
     Raises:
@@ -518,7 +518,7 @@ def _make_event_parser(field_names: FieldNames) -> Callable[[Any], Any]:
 
 
 class _EventColumns:
-    """The events (decoded readings) of a poll, collected column by column for an `EventBatch`.
+    """The events of a poll, collected column by column for an `EventBatch`.
 
     Attributes:
         record_ids: List of the record id of each event.

@@ -2,7 +2,7 @@
 
 An edge node and its devices publish birth certificates, which name all their metrics, then data, and a death
 certificate when they leave. A metric of data may have only an alias, a number that the last birth has declared. The
-messages of an edge node have sequence numbers from 0 to 255. If one is missing, aliases may have another meaning, so
+messages of an edge node have sequence numbers from 0 to 255. If one is missing, aliases may have another meaning. So
 metrics that have only an alias are rejected until the node has answered a request for a new birth.
 
 The protobuf library (extra `mqtt`) decodes payloads with descriptors that are made here, without generated code.

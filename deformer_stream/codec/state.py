@@ -18,7 +18,7 @@ Format versions: the lowest version that holds the state is written, because ear
 - Version 8 is written if the latest event time of each record is saved, which `consume --evidence on` needs.
 - Version 7 is written if readings are irregular: a sensor reports any number of times in a record. It states how many
   older readings of a record were dropped. Since this version, the columns of a part that the state does not have are
-  missing, and a time is stored as the difference from that of the reading before it, which needs a third of the bytes.
+  missing. A time is stored as the difference from that of the reading before it, which needs a third of the bytes.
 - Version 6 is still read. It has all irregular readings of each record.
 - Version 5 is written if readings that wait for the end of their time slot are averaged on a cycle.
 - Version 4 is written if readings wait for the end of their time slot (a part of a window), or if windows are complete
@@ -452,7 +452,7 @@ def check_state(snapshot: bytes, decisions: Iterable[bytes], has_one_model: bool
 
 
 def _decode_snapshot(data: bytes) -> Snapshot:
-    """Return the snapshot (complete state of a partition) that was encoded as `data`.
+    """Return the snapshot that was encoded as `data`.
 
     Raises:
         _InvalidStateError: If the data is not valid.
@@ -603,7 +603,7 @@ def _pop_windows(columns: dict[str, Any]) -> tuple[WaitingReadings | None, Compl
 
 
 def _decode_tie_timeouts(record_ids: list[str], num_readings: NDArray[np.int32]) -> dict[str, tuple[int, ...]]:
-    """Return which tie groups (readings of one record with the same event time) were scored because of a time-out.
+    """Return which tie groups were scored because of a time-out.
 
     Usually a tie group is scored when an event with a later time arrives. A time-out depends on the clock, so it cannot
     be derived from the messages again.
@@ -660,9 +660,9 @@ def _drift_to_columns(drift: DriftState | None) -> dict[str, Column]:
 def _pop_drift(columns: dict[str, Any]) -> DriftState | None:
     """Remove the columns of the drift monitor and return its state.
 
-    A drift monitor compares the records of a partition with the calibration records (the normal records with which
-    p-values are computed). It ranks each record among them by its anomaly score. Several bets are made that the ranks
-    are too anomalous. The wealth of a bet, which is what it has won so far, is the evidence that the records differ.
+    A drift monitor compares the records of a partition with the calibration records. It ranks each record among them by
+    its anomaly score. Several bets are made that the ranks are too anomalous. The wealth of a bet, which is what it has
+    won so far, is the evidence that the records differ.
 
     Args:
         columns: The decoded columns by name. The columns `_DRIFT_COLUMNS` are removed.
@@ -983,7 +983,7 @@ def _check_ties(snapshot: Snapshot, ties: TieGroups) -> None:
 
 
 def _check_waiting(snapshot: Snapshot, waiting: WaitingReadings) -> None:
-    """Check the readings of a snapshot that wait for the end of their time slot (a part of a window).
+    """Check the readings of a snapshot that wait for the end of their time slot.
 
     Raises:
         _InvalidStateError: If they do not fit the records, or if a value is out of range.

@@ -174,8 +174,7 @@ class WideDecoder:
         """Return the columns of the table that are features of the model.
 
         Returns:
-            The column of each feature by feature code (index of the feature in the schema), in the table's column
-            order.
+            The column of each feature by feature code, in the table's column order.
         """
         code_by_name = self._schema.code_by_name
         named_columns = zip(data.table.schema.names, data.table.columns, strict=True)
@@ -188,7 +187,7 @@ class WideDecoder:
 
         Args:
             data: The rows, for the file name in error messages.
-            code: The feature code (index of the feature in the schema).
+            code: The feature code.
             column: The cells.
 
         Returns:
@@ -326,7 +325,7 @@ def _collect_unseen_labels(
 
     Args:
         rows: (E,) index of the table row of each event.
-        features: (E,) feature code (index in the schema) of each event.
+        features: (E,) feature code of each event.
         issues_by_code: By feature code and then by row index: the text of an unseen label, or the error of a rejected
             label. Rejected labels have no event, so their errors are ignored.
     """
@@ -391,7 +390,7 @@ def check_future_times(
 def find_feature_codes(
     schema: Schema, names: Sequence[str | None], name_indices: NDArray[np.int64], time_slots: NDArray[np.int64]
 ) -> NDArray[np.int32]:
-    """Return the feature code (index of the feature in the schema) of each reading, −1 if the feature is unknown.
+    """Return the feature code of each reading, −1 if the feature is unknown.
 
     If records are windows of time that are divided into time slots, a sensor has one feature for each time slot. A
     reading then names the sensor, and its time selects the feature.
@@ -619,8 +618,7 @@ class LongDecoder:
         Args:
             data: The N rows, for the file name in error messages.
             column: The N feature names.
-            time_slots: The time slot (part of a window) of each row, from `find_time_slots`: (N,), or (1,) if it is the
-                same for all rows.
+            time_slots: The time slot of each row, from `find_time_slots`: (N,), or (1,) if it is the same for all rows.
 
         Returns:
             Two results. First (N,) feature codes, −1 if the name is missing or unknown to the model. Second a
@@ -655,7 +653,7 @@ class LongDecoder:
 
         Args:
             name: The name, or None if it is missing.
-            time_slot: The time slot (part of a window) of the reading; `NO_TIME_SLOT` if the row names its record.
+            time_slot: The time slot of the reading; `NO_TIME_SLOT` if the row names its record.
         """
         if name is None:
             return RejectionError(RejectionReason.MISSING_FIELD, f"{self._field_names.feature!r} is missing")
@@ -669,7 +667,7 @@ class LongDecoder:
         Args:
             data: The N rows, one reading per row.
             columns: The columns by name.
-            codes: (N,) feature code (index of the feature in the schema) of each row, −1 if the feature is unknown.
+            codes: (N,) feature code of each row, −1 if the feature is unknown.
 
         Returns:
             Three results. First (N,) raw values of continuous features and label codes of discrete ones, NaN for null.

@@ -139,8 +139,8 @@ class Engine:
     rate (alpha) or below, at most once per record and alpha.
 
     A restarted consumer restores the state of each of its Kafka partitions. It loads a snapshot (the stored state at an
-    earlier offset), reads the later events again, and repeats the decisions of the previous run that depended on the
-    clock or on memory, such as timeouts. For each partition the methods must be called in this order; another order
+    earlier offset) and reads the later events again. Then it repeats the decisions of the previous run that depended on
+    the clock or on memory, such as timeouts. For each partition the methods must be called in this order; another order
     raises `InvariantViolated`:
 
     1. `restore`, at most once: loads the snapshot.
@@ -570,9 +570,9 @@ class Engine:
             fault_classifier: The classifier of faults of the new model; None if it has none.
 
         Returns:
-            What happens to the open records. It is "rescore" in spite of `open_records="finish"` if the features,
-            their labels, the rules for several readings of a time slot, the tie policy (how readings with the same
-            event time are scored) or whether readings are irregular differ between the models.
+            What happens to the open records. It is "rescore" in spite of `open_records="finish"` if the models have
+            different features, labels, rules for several readings of a time slot or tie policies, or if readings are
+            irregular in only one of them.
         """
         has_same_vocabulary = Vocabulary.from_schema(self.schema) == Vocabulary.from_schema(model.schema)
         has_same_vocabulary &= (self.schema.reading_times is None) == (model.schema.reading_times is None)
@@ -1188,8 +1188,7 @@ class Engine:
     def _free_unneeded_pages(self, ending: list[int], now: int) -> None:
         """Free the KV cache of records that end without a reading to score.
 
-        It is called before the readings of other records are scored, which can then use the freed pages (blocks of the
-        cache).
+        It is called before the readings of other records are scored, which can then use the freed pages.
 
         Args:
             ending: Rows of the records in the table.

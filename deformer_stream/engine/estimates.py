@@ -40,7 +40,7 @@ def round_to_quantum(schema: Schema, codes: Ints, values: Floats) -> Floats:
 
     Args:
         schema: Describes the features.
-        codes: Feature codes (indexes in the schema) in the shape of `values`.
+        codes: Feature codes in the shape of `values`.
         values: Raw values, of any shape.
 
     Returns:

@@ -26,8 +26,8 @@ NO_ALERT = 1.0
 record can alert at any of them."""
 
 SUPPRESS_ALL = 0.0
-"""Stored as the strictest alpha (false-alarm rate) of a record that has alerted at an unknown alpha. No alpha is
-smaller, so the record does not alert again."""
+"""Stored as the strictest alpha of a record that has alerted at an unknown alpha. No alpha is smaller, so the record
+does not alert again."""
 
 
 ONLY_MODEL = ""

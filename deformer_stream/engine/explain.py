@@ -14,7 +14,8 @@ value given earlier readings, in nats; the surprisal of a record is the sum over
    replacement by expected values makes the record raise no alert. Each set is tested in the record's order of arrival.
 
 Expected ranges are conditioned on the trusted readings, which are all readings but the suspects. The orders of one
-record share prefixes and are computed together as a tree (`engine.order_trees`).
+record are computed together as a tree of orders (`engine.order_trees`): a trie in which orders that begin alike share
+nodes. Each node stands for a reading given the readings at its ancestors.
 
 An alert of a record with irregular readings is explained by `explain_context`. The first question is answered in the
 same way, for the readings of the alert's context (those on which the alerting reading is conditional, and itself), each
@@ -207,14 +208,11 @@ class _Findings:
 class _TreeOutput:
     """The network's output at the T nodes of a tree of orders, for A records.
 
-    A tree of orders is a trie of several orders of a record's readings: orders that begin alike share nodes. Each node
-    stands for a reading given the readings at its ancestors.
-
     Attributes:
         tree: The tree, which orders W readings of each record.
         positions: (A, W) entry [a, w] is for the reading of record a that has number w in the tree. It is the position
             of this reading in the record's order of arrival, from 0.
-        codes: (A, T) feature codes (indexes in the schema) at the nodes.
+        codes: (A, T) feature codes at the nodes.
         values: (A, T) values at the nodes, in normalised units or label codes.
         conditional: The distributions at the nodes given their ancestors, of shape (A, T).
         surprisal: (A, T) −ln p of the values at the nodes, in nats; 0 for context features, which are not scored.
@@ -245,9 +243,6 @@ class _TreeOutput:
     def compute_quantiles(self, nodes: Ints, probabilities: Sequence[float]) -> Floats:
         """Return quantiles of the network's distributions at some nodes of the tree of orders.
 
-        The tree is a trie of several orders of a record's readings. Each node stands for a reading given the readings
-        at its ancestors.
-
         Args:
             nodes: (K,) indexes of the nodes in the tree.
             probabilities: Q probabilities between 0 and 1.
@@ -259,9 +254,6 @@ class _TreeOutput:
 
     def compute_surprise(self, nodes: Ints) -> Floats:
         """Return how improbable the values at some nodes of the tree of orders are.
-
-        The tree is a trie of several orders of a record's readings. Each node stands for a reading given the readings
-        at its ancestors.
 
         Args:
             nodes: (K,) indexes of the nodes in the tree.
@@ -325,8 +317,8 @@ def explain_records(
 
     Args:
         model: The features, hyperparameters and weights.
-        codes: (A, L) feature codes (indexes in the schema) in order of arrival, −1 as padding at the end; L is the
-            number of readings of the longest record.
+        codes: (A, L) feature codes in order of arrival, −1 as padding at the end; L is the number of readings of the
+            longest record.
         raw_values: (A, L) values in raw units, or label codes; those of padding are ignored.
         unseen_labels: For each record, the texts of labels that the model does not have. The key is the position of
             the reading in the order of arrival, from 0.
@@ -393,7 +385,7 @@ def explain_context(
 
     Args:
         model: The features, hyperparameters and weights.
-        codes: (L,) feature codes (indexes in the schema) of the context in the order of acceptance.
+        codes: (L,) feature codes of the context in the order of acceptance.
         raw_values: (L,) values in raw units, or label codes.
         ages: (L,) seconds from the origin of the record to each reading.
         times: (L,) event times, microseconds since 1970.
@@ -555,8 +547,7 @@ def _group_similar_records(schema: Schema, codes: Ints) -> Iterator[Ints]:
 
     Args:
         schema: Describes the features.
-        codes: (A, L) feature codes (indexes in the schema) of A records with at most L readings, −1 as padding at the
-            end.
+        codes: (A, L) feature codes of A records with at most L readings, −1 as padding at the end.
 
     Yields:
         The row numbers of the records of one group, from 0 to A − 1. The size of a group is bounded, so that one
@@ -571,8 +562,7 @@ def _group_similar_records(schema: Schema, codes: Ints) -> Iterator[Ints]:
         if num_readings == num_context:
             continue
         rows = np.flatnonzero((readings_by_record == num_readings) & (context_by_record == num_context))
-        # Many orders of a record's readings are computed in one pass, as a tree in which orders that begin alike share
-        # nodes. Each node costs as much as a reading.
+        # Each node of the tree of orders costs as much as a reading.
         batch_size = max(1, MAX_READINGS_PER_PASS // bound_num_nodes(num_readings))
         for start in range(0, len(rows), batch_size):
             yield rows[start : start + batch_size]
@@ -595,7 +585,7 @@ def _compute_arrival_findings(
 
     Args:
         model: The model.
-        codes: (A, m) feature codes (indexes in the schema) of A records with m readings each, in order of arrival.
+        codes: (A, m) feature codes of A records with m readings each, in order of arrival.
         raw_values: (A, m) values in raw units, or label codes.
         kernels: The model's compiled kernels, or None to compute with PyTorch.
         ages: (A, m) seconds from the origin of the record to each reading, if readings are irregular.
@@ -604,8 +594,7 @@ def _compute_arrival_findings(
         Findings with the attributes `surprise`, `expected` and `likeliest_label`. The others are not computed.
     """
     num_records, num_readings = codes.shape
-    # A tree of orders is a trie of several orders of a record's readings. Each node stands for a reading given the
-    # readings at its ancestors. This tree has one order, the order of arrival: node t stands for reading t.
+    # This tree has one order, the order of arrival: node t stands for reading t.
     arrival_tree = build_order_tree(num_given=num_readings, num_items=0)
     positions = np.broadcast_to(np.arange(num_readings), codes.shape)
     # `_compute_tree` uses only the codes, values, ages and kernels of a group. The other attributes, such as the
@@ -646,8 +635,8 @@ def _choose_candidates(
 
     Args:
         model: The model.
-        codes: (A, m) feature codes (indexes in the schema) in order of arrival, without padding. All records have
-            equally many context features.
+        codes: (A, m) feature codes in order of arrival, without padding. All records have equally many context
+            features.
         raw_values: (A, m) values in raw units, or label codes.
         is_decision_point: (A, m) whether the record can raise an alert after this reading.
         record_ids: The A record ids, from which the random order of the candidates is drawn.
@@ -695,10 +684,6 @@ def _make_rng(record_id: str) -> np.random.Generator:
 def _compute_tree(model: Model, group: _RecordGroup, positions: Ints, tree: OrderTree) -> _TreeOutput:
     """Compute the distributions of the readings of A records, for many orders of the readings in one forward pass.
 
-    Each distribution is conditioned on the readings that come before in the order. The orders form a tree: a trie in
-    which orders that begin alike share nodes. Each of its T nodes stands for a reading given the readings at its
-    ancestors.
-
     Args:
         model: The model.
         group: The A records.
@@ -732,7 +717,7 @@ def _find_suspects(model: Model, group: _RecordGroup, alert_rule: AlertRule) -> 
 
     Args:
         model: The model.
-        group: The A records with their candidates (readings that may become suspects).
+        group: The A records with their candidates.
         alert_rule: Decides whether a record with replaced readings still raises an alert.
 
     Returns:
@@ -847,7 +832,7 @@ def _store_attributions(findings: _Findings, group: _RecordGroup, output: _TreeO
     record is the sum over its readings. Three contributions are stored:
 
     - `attribution`: the mean surprisal of the reading over all orders.
-    - `leave_one_out`, only of candidates (readings that may become suspects): the surprisal given all other readings.
+    - `leave_one_out`, only of candidates: the surprisal given all other readings.
     - `relief`, only of candidates: the surprisal of the record minus the surprisal of the record without the reading.
 
     Args:
@@ -875,8 +860,7 @@ def _store_surprise_and_expected_values(
     """Store in the findings how improbable K readings of each of A records are, and which values were expected.
 
     The results are stored in the attributes `surprise`, `expected` and `likeliest_label`. They are taken from K nodes
-    of a tree of orders (a trie of several orders of a record's readings). Each node stands for a reading given the
-    readings at its ancestors. All records have the same tree, but a node can hold a different reading of each record.
+    of a tree of orders. All records have the same tree, but a node can hold a different reading of each record.
 
     Args:
         model: The model.
@@ -899,8 +883,7 @@ def _compute_replacements(model: Model, output: _TreeOutput, nodes: Ints) -> Flo
     """Return the expected values by which readings are replaced, to test whether that avoids the alert.
 
     A continuous reading is replaced by its conditional median, rounded to the resolution of the sensor; a discrete one
-    by its most probable label. Both are taken from a tree of orders (a trie of several orders of a record's readings).
-    Each node stands for a reading given the readings at its ancestors.
+    by its most probable label. Both are taken from a tree of orders.
 
     Args:
         model: The model.
@@ -968,7 +951,7 @@ def _compute_max_statistics(
     Args:
         model: The model.
         kernels: The model's compiled kernels, or None to compute with PyTorch.
-        codes: (R, m) feature codes (indexes in the schema) of m readings in order of arrival, without padding.
+        codes: (R, m) feature codes of m readings in order of arrival, without padding.
         values: (R, m) values in normalised units, or label codes.
         is_decision_point: (R, m) whether the record can raise an alert after this reading.
     """
@@ -997,7 +980,7 @@ def _build_explanation(
         schema: Describes the features.
         findings: The results for several records.
         row: The row of this record in the findings.
-        codes: (m,) feature codes (indexes in the schema) of the record's m readings in order of arrival.
+        codes: (m,) feature codes of the record's m readings in order of arrival.
         raw_values: (m,) values in raw units, or label codes.
         unseen_labels: Texts of labels that the model does not have, by position in the order of arrival, from 0.
         times: (m,) event times of the readings, microseconds since 1970, if readings are irregular.

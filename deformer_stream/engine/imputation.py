@@ -201,7 +201,7 @@ def _cache_readings(model: DEformer, codes: Ints, values: Floats) -> KVCacheView
 
     Args:
         model: The network.
-        codes: (R, K) feature codes (indexes in the schema).
+        codes: (R, K) feature codes.
         values: (R, K) values in raw units, or label codes.
 
     Returns:
@@ -246,7 +246,7 @@ def _compute_conditionals(model: DEformer, codes: Ints, cache: KVCacheView | Non
 
     Args:
         model: The network.
-        codes: (R,) for each of R records the code of the feature (index in the schema).
+        codes: (R,) for each of R records the code of the feature.
         cache: Cached attention keys and values of the readings of the R records, None if they have no readings.
 
     Returns:
@@ -287,7 +287,7 @@ def denormalise_within_bounds(schema: Schema, codes: Ints, values: Floats) -> Fl
 
     Args:
         schema: Describes the features.
-        codes: Feature codes (indexes in the schema) of the values, in a shape that broadcasts to that of `values`.
+        codes: Feature codes of the values, in a shape that broadcasts to that of `values`.
         values: Normalised values, of any shape.
 
     Returns:
@@ -414,8 +414,8 @@ def _draw_readings(model: DEformer, values: Floats, codes: Ints, num_given: int,
     Args:
         model: The network.
         values: (n, F) values of n records and F features in raw units or label codes.
-        codes: (n, K) feature codes (indexes in the schema) of K readings of each record. The first `num_given` belong
-            to the present readings. The others belong to the readings to draw, in the order of drawing.
+        codes: (n, K) feature codes of K readings of each record. The first `num_given` belong to the present readings.
+            The others belong to the readings to draw, in the order of drawing.
         num_given: Number of present readings, the same for all records. Their values are taken from `values`.
         generator: Source of random numbers.
 

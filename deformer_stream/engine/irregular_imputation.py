@@ -9,8 +9,8 @@ depend on the length of its record:
 2. The latest reading of each sensor before this run, and the earliest one after it, are added.
 
 Targets whose runs are the same share a context, which the network processes once. A run is shared by the targets in a
-quarter of its length, so that each target has at least about a third of the run on either side, unless the record
-begins or ends there.
+quarter of its length. So each target has at least about a third of the run on either side, unless the record begins or
+ends there.
 
 If the Gaussian process has as many neighbors as a context has readings, its conditionals are computed for all targets
 of a context from one Cholesky factor (`model.process_conditionals`).

@@ -303,7 +303,7 @@ class ReadingLog:
         return self._features[elements].astype(np.int64), self._values[elements]
 
     def gather_features(self, record_indices: Ints, places: Ints) -> Ints:
-        """Return the feature codes (indexes in the schema) of M readings, (M,), without copying their values.
+        """Return the feature codes of M readings, (M,), without copying their values.
 
         Args:
             record_indices: (M,) row of each reading's record in the record table.

@@ -116,7 +116,7 @@ ID_BYTES = 200
 
 
 class Partition:
-    """The open records, the ids of closed records, and the watermarks (latest event times) of one Kafka partition.
+    """The open records, the ids of closed records, and the watermarks of one Kafka partition.
 
     They follow from the partition's own log and from recorded decisions (such as timeouts). Other partitions have no
     influence, so a partition can be restored on another consumer.
@@ -256,7 +256,7 @@ class RecordTable:
     Args:
         schema: The features that records have.
         max_closed_ids: Largest number of ids of closed records that are kept per partition, and of devices whose
-            watermark (latest event time) is kept.
+            watermark is kept.
         holds_ties: Whether a tie group (readings of one record with the same event time) is scored together. Its
             readings then wait until no further reading of the group is expected.
 
@@ -265,8 +265,8 @@ class RecordTable:
             event time). A second reading of a feature of a window is then a repeated reading and not a duplicate.
         is_irregular: Whether readings are irregular: a sensor reports any number of times in a record.
         contexts: The bounded contexts of the records, None if readings are not irregular.
-        slot_rules: By feature code, which value stands for several readings of a sensor in one time slot (a part of a
-            window). None if all of them are "first", so that no reading waits for the end of its slot.
+        slot_rules: By feature code, which value stands for several readings of a sensor in one time slot. None if all
+            of them are "first", so that no reading waits for the end of its slot.
         partitions: The `Partition` of each partition number.
         num_misrouted: How many opened records had an id that was open in another partition, too. This shows that a
             producer sends the readings of one record to several partitions. Only one of `MISROUTED_CHECK_INTERVAL`
@@ -579,8 +579,7 @@ class RecordTable:
 
         Args:
             schema: The features of the other model.
-            holds_ties: Whether the new table scores tie groups (readings of one record with the same event time)
-                together.
+            holds_ties: Whether the new table scores tie groups together.
         """
         table = RecordTable(schema, self.max_closed_ids, holds_ties)
         table.num_misrouted, table.misrouted_example = self.num_misrouted, self.misrouted_example
@@ -905,7 +904,7 @@ class RecordTable:
         self.alert_alpha[record_index] = min(self.alert_alpha[record_index], alert.alpha)
 
     def set_pending(self, record_indices: Ints, num_pending: Ints, tie_time: Ints) -> None:
-        """Store the state of the last tie group (readings of one record with the same event time) of R records.
+        """Store the state of the last tie group of R records.
 
         Args:
             record_indices: (R,) rows of the records.
@@ -929,16 +928,14 @@ class RecordTable:
     def add_late_tie_groups(self, num_groups: int) -> None:
         """Add to the number of late tie groups, which a metric reports.
 
-        A tie group (readings of one record with the same event time) is late if its time is not after that of the group
-        before it in the record.
+        A tie group is late if its time is not after that of the group before it in the record.
         """
         self._num_late_tie_groups += num_groups
 
     def pop_late_tie_groups(self) -> int:
         """Return the number of late tie groups since the last call, and set it to 0.
 
-        A tie group (readings of one record with the same event time) is late if its time is not after that of the group
-        before it in the record.
+        A tie group is late if its time is not after that of the group before it in the record.
         """
         num_groups, self._num_late_tie_groups = self._num_late_tie_groups, 0
         return num_groups
@@ -1062,7 +1059,7 @@ class RecordTable:
     def restore_ties(
         self, record_indices: Ints, is_tied: Bools, num_pending: NDArray[np.int32], tie_time: Ints
     ) -> None:
-        """Store which readings of R restored records form tie groups (readings of one record with the same event time).
+        """Store which readings of R restored records form tie groups.
 
         It must be called after `restore_records`. The records have T readings in total.
 

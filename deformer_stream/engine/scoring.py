@@ -337,8 +337,7 @@ class ModelVersion:
                 their rows stay in the table until they are scored.
             num_scored_before: (R,) number of readings of each record that are scored already.
             num_new: (R,) number of readings of each record to score.
-            is_tied: (M,) whether a reading is in the same tie group (readings of one record with the same event time)
-                as the reading before it; None without tie groups.
+            is_tied: (M,) whether a reading is in the same tie group as the reading before it; None without tie groups.
 
         Returns:
             First (3, M) score terms in three rows, one record after the other: ln p of the value; ln of its p-value
@@ -388,8 +387,8 @@ class ModelVersion:
             records: The table of open records, which holds their readings.
             cache: The KV cache of the records.
             segments: The new readings.
-            is_tied: (M,) whether a reading is in the same tie group (readings of one record with the same event time)
-                as the reading before it; None without tie groups, as always if contexts are bounded.
+            is_tied: (M,) whether a reading is in the same tie group as the reading before it; None without tie groups,
+                as always if contexts are bounded.
             out: (3, M) array that receives the score terms, as `_compute_score_terms` returns them.
 
         Returns:
@@ -570,8 +569,8 @@ class ModelVersion:
                 most as likely); and centered NLL (−ln p minus its expected value). (4, M) with the fourth row of
                 `_compute_score_terms`.
             alphas: The false-alarm rates at which alerts are raised, descending.
-            is_group_end: (M,) whether a reading is the last one of its tie group (readings of one record with the same
-                event time); only such a reading can lower the p-value. None without tie groups.
+            is_group_end: (M,) whether a reading is the last one of its tie group; only such a reading can lower the
+                p-value. None without tie groups.
 
         Returns:
             First (4, M) scores in four rows: the log-likelihood of each reading (NaN if it is not scored), its running
@@ -682,10 +681,10 @@ def _advance_running(
         boundaries: (R + 1,) index of the first reading of each record among the M readings, followed by M.
         terms: (3, M) score terms of the readings: ln p of the value; ln of its p-value (probability of a value at most
             as likely); and centered NLL (−ln p minus its expected value).
-        is_scored: (M,) false for readings that leave the statistics unchanged, such as those of context features (which
-            only condition the others); None if all are scored.
-        is_group_end: (M,) true for the last reading of a tie group (readings of one record with the same event time).
-            The others do not update the anomaly score. None without tie groups.
+        is_scored: (M,) false for readings that leave the statistics unchanged, such as those of context features; None
+            if all are scored.
+        is_group_end: (M,) true for the last reading of a tie group. The others do not update the anomaly score. None
+            without tie groups.
         score_rows: (4, M) array whose first three rows receive, for each reading, ln p (NaN if it is not scored), the
             sum of ln p over the record so far, and the running anomaly score of the record.
         cusums: What the cumulative sums need, whose statistics take the place of combined p-values; None without sums.

@@ -155,9 +155,8 @@ class _Branches:
     """Score terms of tie groups in other orders than the canonical one.
 
     A tie group consists of the readings of one record with the same event time. M readings of G groups are given in
-    canonical order: context features (which are not scored) first, then by feature code. A branch is one of these
-    groups in another order; a group can have several branches. There are B branches with T readings in total, one
-    branch after the other.
+    canonical order: context features first, then by feature code. A branch is one of these groups in another order; a
+    group can have several branches. There are B branches with T readings in total, one branch after the other.
 
     Attributes:
         terms: (3, T) rows of score terms: ln p of the value; ln of the highest-density p-value (probability of a value
@@ -237,8 +236,8 @@ def decide_tie_groups(
 
     Readings of one record with the same event time form a tie group. They wait for each other and are scored together.
     A group is decided (no further reading is expected to join it) if its record has received a reading with another
-    time, or if its record is in `ending_indices`. Decided groups are stored in canonical order: context features (which
-    are not scored) first, then by feature code.
+    time, or if its record is in `ending_indices`. Decided groups are stored in canonical order: context features first,
+    then by feature code.
 
     Args:
         records: The table of open records, which holds the accepted readings already.

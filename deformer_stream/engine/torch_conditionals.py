@@ -149,7 +149,7 @@ def _compute_tree_inputs(
     Args:
         model: The network.
         tree: A tree with T nodes and P orders, which is applied to each of A records.
-        node_codes: (A, T) feature codes (indexes in the schema) of the readings at the nodes.
+        node_codes: (A, T) feature codes of the readings at the nodes.
         node_values: (A, T) the values of the same readings in normalised units, or label codes.
         node_ages: (A, T) float64 seconds from the origin of the record to these readings, if readings are irregular.
 

@@ -100,9 +100,8 @@ class Watermarks:
     def complete_window(self, record_id: str) -> None:
         """Register that the record of an open window is complete, so that the window is no longer open.
 
-        Every later reading of the window repeats an earlier one. `is_complete` returns true until the watermark (latest
-        event time) of the device reaches the deadline of the window. Nothing happens if the record is not an open
-        window.
+        Every later reading of the window repeats an earlier one. `is_complete` returns true until the watermark of the
+        device reaches the deadline of the window. Nothing happens if the record is not an open window.
         """
         device = self._device_by_record.get(record_id)
         if device is None:

@@ -17,9 +17,9 @@ log, not on how the rows are divided into batches. So a restart, a replay and a 
   incident has the same suspects (`min_cosine`), and was resolved less than `gap` ago or began in the same segment, it
   is reopened instead. So a device has at most one false incident in a segment, unless the suspects change.
 - Early opening. If the segments of the plan were calibrated for it (`BudgetPlan.opens_early`), an incident can open at
-  the alert of a record that is still open, and such an alert counts for an open incident at once. The statistic is then
-  that of the closed records and of the open records that have alerted, each with its p-value at the alert. The detector
-  itself advances when the record closes.
+  the alert of a record that is still open. Such an alert also counts for an open incident at once. The statistic is
+  then that of the closed records and of the open records that have alerted, each with its p-value at the alert. The
+  detector itself advances when the record closes.
 - Resolving. An incident is resolved if the statistic was below the threshold for `quiet` and for `min_quiet_records`
   records. While an incident is open, the statistic is at most e³ times the threshold, so that it falls soon after the
   end of a fault.

@@ -5,8 +5,8 @@ next one. A CUDA graph contains the launches of a whole pass and replays them at
 fixed. Therefore shapes are rounded up, and inputs are copied to fixed memory: in one copy, from pinned memory. The
 tokens of the padding that this adds are written to a page of the cache that belongs to no record.
 
-The conditionals of the Gaussian prior (a mixture whose exact conditionals are inputs of the network) are computed
-before each replay, because libraries that factorise matrices do not guarantee that they can be captured.
+The conditionals of the Gaussian prior, which are inputs of the network, are computed before each replay, because
+libraries that factorise matrices do not guarantee that they can be captured.
 """
 
 from __future__ import annotations

@@ -158,9 +158,8 @@ class WeightPacker:
 
         An observation token (feature and value of a reading) is the output of several linear maps with ReLU between
         them. A query token is the embedding of its feature, plus a linear map of the feature's distribution under the
-        Gaussian prior (a mixture that is fitted before training), if the model has one. The model multiplies tokens by
-        √d (d is the width of a token); here this factor is part of the weights. For irregular readings, a linear map of
-        the time inputs is added to both tokens.
+        Gaussian prior, if the model has one. The model multiplies tokens by √d (d is the width of a token); here this
+        factor is part of the weights. For irregular readings, a linear map of the time inputs is added to both tokens.
         """
         parameters, schema = self.parameters, self.parameters.schema
         root = math.sqrt(parameters.config.d_model)  # √d

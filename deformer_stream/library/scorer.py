@@ -39,9 +39,9 @@ class Update:
             (false-alarm rate). If a reading raises several, the largest alpha comes first. There are also alerts of
             other records if a timeout has closed these records, or has ended the wait of their readings (`is_waiting`).
         rejection: Why the reading was rejected, or None if it was accepted.
-        is_waiting: Whether the reading is not scored yet, because further readings of the record with the same event
-            time may follow (`ties="hold"` in `Detector.scorer`), or because the model combines the readings of a time
-            slot, which is not over. A later update or `Scorer.finish` then returns its alerts.
+        is_waiting: Whether the reading is not scored yet. Either further readings of the record with the same event
+            time may follow (`ties="hold"` in `Detector.scorer`), or the model combines the readings of a time slot,
+            which is not over. A later update or `Scorer.finish` then returns its alerts.
     """
 
     log_likelihood: float

@@ -14,9 +14,12 @@ Two tokens per reading enter the Transformer, interleaved as z_1, u_1, z_2, u_2,
 The causal mask lets z_k attend to u_1 … u_{k−1} and u_k to u_1 … u_k, so that no token depends on the value it
 predicts or on later readings. There are no positional encodings: a feature's identity is all that the order needs.
 
-The hyperparameters (`config.ModelConfig`) select variants: whether tokens also attend to earlier query tokens
-(`memory`), one token per reading in place of two (`tokens`), and a Gaussian prior, whose conditionals are added to the
-query tokens and whose components join the output distribution (`gaussians`, `neighbors`).
+The hyperparameters (`config.ModelConfig`) select variants:
+
+- whether tokens also attend to earlier query tokens (`memory`);
+- one token per reading in place of two (`tokens`);
+- a Gaussian prior, which is fitted before training: a mixture of Gaussians (`gaussians`) or a Gaussian process
+  (`neighbors`). Its conditionals are added to the query tokens, and its components join the output distribution.
 
 If the readings of the schema are irregular (`Schema.reading_times`), a sensor has any number of readings in a record.
 The identity of a reading is then its feature and its time (`time_inputs`). The readings that a method gets are the
@@ -104,8 +107,8 @@ class StepOutput:
         keys: The attention keys of the new tokens, one tensor (N, H, M, d_head) per Transformer layer, for H attention
             heads of width d_head.
         values: The attention values of the new tokens, one tensor (N, H, M, d_head) per Transformer layer.
-        readings: (N, M, 2), for each token two floating-point numbers that describe its reading: the feature code (the
-            feature's index in the schema) and the normalised value or label code. None if the model does not need them.
+        readings: (N, M, 2), for each token two floating-point numbers that describe its reading: the feature code and
+            the normalised value or label code. None if the model does not need them.
         ages: (N, M) float64, for each token the seconds from the origin of the record to its reading. None if the
             readings of the schema are not irregular.
     """
@@ -177,8 +180,12 @@ class DEformer(nn.Module):
                 self.gaussians = GaussianPrior(schema, config.gaussians)
             if config.neighbors:
                 self.process = GaussianProcessPrior(
-                    *(schema, config.process_rank, config.process_scales),
-                    *(config.neighbors, config.neighbor_decay, config.outlier_limit),
+                    schema,
+                    rank=config.process_rank,
+                    num_scales=config.process_scales,
+                    num_neighbors=config.neighbors,
+                    decay=config.neighbor_decay,
+                    outlier_limit=config.outlier_limit,
                 )
                 check_outlier_limit(config, len(schema))
         num_prior_components = self.num_prior_components
@@ -360,12 +367,12 @@ class DEformer(nn.Module):
         """Return the distribution of each reading given the earlier readings, for complete records.
 
         Args:
-            features: (N, L), for each of N records the feature codes (indexes in the schema) of L readings in arrival
-                order; −1 for padding at the end.
+            features: (N, L), for each of N records the feature codes of L readings in arrival order; −1 for padding at
+                the end.
             values: (N, L), the normalised values of continuous features and the label codes of discrete ones.
-            prior: The conditional distributions of the same readings under a Gaussian prior (a mixture that was fitted
-                before training). By default they are computed with the model's own prior, if it has one. Training
-                passes those of a prior that was fitted without the records of the batch.
+            prior: The conditional distributions of the same readings under a Gaussian prior. By default they are
+                computed with the model's own prior, if it has one. Training passes those of a prior that was fitted
+                without the records of the batch.
             earlier_mask: (L, L) bool, true at [k, j] if reading j counts as earlier than reading k; by default j < k.
                 With such a mask, one call computes several arrival orders of the same readings. Readings with which
                 several orders begin are then present only once (`engine.order_trees`). If the model has a Gaussian
@@ -407,11 +414,11 @@ class DEformer(nn.Module):
         """Return ln p(value | earlier readings of the record) for each reading of complete records.
 
         Args:
-            features: (N, L), for each of N records the feature codes (indexes in the schema) of L readings in arrival
-                order; −1 for padding at the end.
+            features: (N, L), for each of N records the feature codes of L readings in arrival order; −1 for padding at
+                the end.
             values: (N, L), the normalised values of continuous features and the label codes of discrete ones.
-            prior: The conditional distributions of the same readings under a Gaussian prior (a mixture that was fitted
-                before training). By default they are computed with the model's own prior, if it has one.
+            prior: The conditional distributions of the same readings under a Gaussian prior. By default they are
+                computed with the model's own prior, if it has one.
             ages: (N, L) float64 seconds from the origin of the record to each reading, if readings are irregular.
 
         Returns:
@@ -427,8 +434,8 @@ class DEformer(nn.Module):
         """Return the inputs of the network that express the times of irregular readings.
 
         Args:
-            features: (N, L), for each of N records the feature codes (indexes in the schema) of L new readings in
-                arrival order; −1 for padding.
+            features: (N, L), for each of N records the feature codes of L new readings in arrival order; −1 for
+                padding.
             ages: (N, L) float64 seconds from the origin of the record to each reading.
             cache: The KV cache with the earlier readings of the records; None if there are none.
 
@@ -487,8 +494,8 @@ class DEformer(nn.Module):
         """Return the conditional distributions and the KV cache entries of the first readings of records.
 
         Args:
-            features: (N, L), for each of N records the feature codes (indexes in the schema) of L readings in arrival
-                order; −1 for padding at the end.
+            features: (N, L), for each of N records the feature codes of L readings in arrival order; −1 for padding at
+                the end.
             values: (N, L), the normalised values of continuous features and the label codes of discrete ones.
             ages: (N, L) float64 seconds from the origin of the record to each reading, if readings are irregular.
 
@@ -523,12 +530,12 @@ class DEformer(nn.Module):
         factorisation, which checks its result on the CPU.
 
         Args:
-            features: (N, L), for each of N records the feature codes (indexes in the schema) of L new readings in
-                arrival order; −1 for padding at the end.
+            features: (N, L), for each of N records the feature codes of L new readings in arrival order; −1 for padding
+                at the end.
             values: (N, L), the normalised values of continuous features and the label codes of discrete ones.
             cache: The cached tokens of the earlier readings of the N records.
-            prior: The distributions of the new readings under the Gaussian prior (a mixture that was fitted before
-                training), as `compute_prior` returns them for the same arguments. By default, this method calls it.
+            prior: The distributions of the new readings under the Gaussian prior, as `compute_prior` returns them for
+                the same arguments. By default, this method calls it.
             ages: (N, L) float64 seconds from the origin of the record to each new reading, if readings are irregular.
 
         Returns:
@@ -596,8 +603,8 @@ class DEformer(nn.Module):
         of a new reading are all cached readings of its record and the new readings before it.
 
         Args:
-            features: (N, L), for each of N records the feature codes (indexes in the schema) of L new readings in
-                arrival order; −1 for padding at the end.
+            features: (N, L), for each of N records the feature codes of L new readings in arrival order; −1 for padding
+                at the end.
             values: (N, L), the normalised values of continuous features and the label codes of discrete ones.
             cache: The KV cache of the earlier readings. Only its attributes `readings`, `ages` and `lengths` are used.
                 Records without cached readings have length 0.
@@ -650,9 +657,9 @@ class DEformer(nn.Module):
         The model must have two tokens per reading, not single tokens.
 
         Args:
-            features: Feature codes (indexes in the schema) in a batch of any shape S.
-            prior: The conditional distributions of the same readings under the Gaussian prior (a mixture that was
-                fitted before training), which are a further input of the tokens. None to leave them out.
+            features: Feature codes in a batch of any shape S.
+            prior: The conditional distributions of the same readings under the Gaussian prior, which are a further
+                input of the tokens. None to leave them out.
             time_inputs: (*S, T) inputs that express the times of the readings. None if readings are not irregular.
 
         Returns:
@@ -670,7 +677,7 @@ class DEformer(nn.Module):
         The model must have two tokens per reading, not single tokens.
 
         Args:
-            features: Feature codes (indexes in the schema) in a batch of any shape S.
+            features: Feature codes in a batch of any shape S.
             values: The normalised values of continuous features and the label codes of discrete ones, of shape S.
             time_inputs: (*S, T) inputs that express the times of the readings. None if readings are not irregular.
 
@@ -714,11 +721,10 @@ class DEformer(nn.Module):
         reading.
 
         Args:
-            features: (N, L), for each of N records the feature codes (indexes in the schema) of L readings; at padding
-                any valid code.
+            features: (N, L), for each of N records the feature codes of L readings; at padding any valid code.
             values: (N, L), the normalised values of continuous features and the label codes of discrete ones.
-            prior: The conditional distributions of the readings under the Gaussian prior (a mixture that was fitted
-                before training), of shape (N, L); None if the model has no prior.
+            prior: The conditional distributions of the readings under the Gaussian prior, of shape (N, L); None if the
+                model has no prior.
             cache: The KV cache with the earlier readings; None if there are none. Single tokens use its last reading.
             earlier_mask: (L, L) bool, true at [k, j] if reading j counts as earlier than reading k; by default j < k.
             time_inputs: (N, L, T) inputs that express the times of irregular readings; None if they are not irregular.
@@ -780,7 +786,7 @@ class DEformer(nn.Module):
 
         Args:
             identities: (F, I), the vectors of width I that identify the F features, from `embed_identities`.
-            features: Feature codes (indexes in the schema) in a batch of any shape S.
+            features: Feature codes in a batch of any shape S.
             values: The normalised values of continuous features and the label codes of discrete ones, of shape S.
 
         Returns:

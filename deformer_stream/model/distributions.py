@@ -707,8 +707,7 @@ class Head(nn.Module):
         """Initialise the linear maps that compute the parameters of the distributions.
 
         The means of the network's own Gaussian components are evenly spaced at the start. The components of a Gaussian
-        prior (a mixture that was fitted before training) are unchanged at the start and have almost all of the
-        probability.
+        prior are unchanged at the start and have almost all of the probability.
         """
         J = self.num_components
         # With small weights, the distributions depend little on the hidden state at the start.
@@ -734,8 +733,7 @@ class Head(nn.Module):
                 readings, in a batch of any shape S.
             features: The feature codes (indexes in the schema) of the readings, in the shape S; at padding any valid
                 code.
-            prior: The distributions of the same readings under the Gaussian prior (a mixture that was fitted before
-                training); None for a model without one.
+            prior: The distributions of the same readings under the Gaussian prior; None for a model without one.
 
         Returns:
             One distribution for each reading, in the shape S. The parameters are float64 if the hidden states are, else
@@ -776,7 +774,7 @@ class Head(nn.Module):
         Args:
             label_logits: (*S, K), the logits of a batch of readings of any shape S. K is the largest number of labels;
                 each feature uses as many logits as it has labels.
-            features: The feature codes (indexes in the schema) of the readings, in the shape S.
+            features: The feature codes of the readings, in the shape S.
 
         Returns:
             (*S, K + 1) natural logarithms of probabilities; meaningless for continuous features.

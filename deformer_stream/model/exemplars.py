@@ -23,7 +23,7 @@ Singles = NDArray[np.float32]
 Bools = NDArray[np.bool_]
 
 NUM_NEIGHBORS = 3
-"""The number of nearest exemplars (stored training records) over which the distance of a record is averaged."""
+"""The number of nearest exemplars over which the distance of a record is averaged."""
 CENTERED_NLL_WEIGHT = 0.25
 """The weight in the ranking score of the centered NLL (negative log-likelihood minus its expectation).
 
@@ -83,10 +83,10 @@ class Exemplars:
     ) -> Floats:
         """Return the anomaly score of complete records; larger is more anomalous.
 
-        The score is the distance to the nearest exemplars (stored training records), plus `CENTERED_NLL_WEIGHT` times
-        the centered NLL (negative log-likelihood minus its expectation), plus `prior_weight` times −ln p of the record
-        under the Gaussian prior. The terms are first standardised: 0 is the median of normal records, 1 is their 90%
-        quantile. In −ln p, a missing reading counts by its expectation (`Mixture.compute_neg_log_density`).
+        The score is the distance to the nearest exemplars, plus `CENTERED_NLL_WEIGHT` times the centered NLL, plus
+        `prior_weight` times −ln p of the record under the Gaussian prior. The terms are first standardised: 0 is the
+        median of normal records, 1 is their 90% quantile. In −ln p, a missing reading counts by its expectation
+        (`Mixture.compute_neg_log_density`).
 
         Args:
             codes: (R, L), for each of R records the feature codes (indexes in the schema) of at most L readings in any

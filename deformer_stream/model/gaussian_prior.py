@@ -180,8 +180,8 @@ class GaussianPrior(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the parameters of the components with their features in the arrival order of each record.
 
-        A reading whose feature is not in the mixture gets a Gaussian with mean 0 and variance 1 that is independent of
-        the other readings, so that it does not change their conditionals.
+        A reading whose feature is not in the mixture gets a Gaussian with mean 0 and variance 1. It is independent of
+        the other readings, so it does not change their conditionals.
 
         Args:
             columns: (N, L), for each of N records with L readings the index of each reading's feature among the D

@@ -93,7 +93,7 @@ class Ranking(nn.Module):
         return torch.from_numpy(compute_positions(self.schema, values))
 
     def compute_distances(self, positions: Tensor, known: Tensor, own_exemplar: Tensor | None = None) -> Tensor:
-        """Return the mean distance of each record to its nearest exemplars (stored training records).
+        """Return the mean distance of each record to its nearest exemplars.
 
         The distance of two records is the sum of the absolute differences of their readings. Features that one of the
         two records lacks are left out, and the sum is scaled up accordingly (`_compute_pairwise_distances`).

@@ -131,8 +131,8 @@ class CollectedRecords:
         order.
 
         Args:
-            order_of_rows: Order in which the readings of a row of a wide table (one record per row) were scored:
-                "arrival" for the column order, "schema" for the model's feature order, or "random".
+            order_of_rows: Order in which the readings of a row of a wide table were scored: "arrival" for the column
+                order, "schema" for the model's feature order, or "random".
             requested_order: Order that the user requested with `--order` for all input; None without the option.
 
         Returns:
@@ -198,7 +198,7 @@ class MaxStatisticSink:
     def write(self, effects: Effects, data: Payload | None) -> None:
         """Collect the final scores of the records that one turn of the pipeline's loop closed.
 
-        Also keep some of the scored readings, and whether the input had rows of wide tables (one record per row).
+        Also keep some of the scored readings, and whether the input had rows of wide tables.
 
         Args:
             effects: The results of the turn.

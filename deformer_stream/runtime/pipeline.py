@@ -337,7 +337,7 @@ class Pipeline:
         Decisions are effects that cannot be derived from the messages again, such as time-outs.
 
         Args:
-            all_effects: The results of each model (scores, alerts, closed records).
+            all_effects: The results of each model.
             data: The messages or table rows that the effects refer to, or None if there are none.
         """
         for effects in all_effects:
@@ -406,9 +406,9 @@ class Pipeline:
     def _update_partitions(self, polled: PollResult) -> Payload | None:
         """Drop revoked partitions, and restore assigned ones from their saved state and their history.
 
-        The history of a partition is the messages after its snapshot (saved complete state) that a previous run has
-        processed. They are processed again without effects. If the source can leave out partitions, this takes
-        `RECOVERY_SECONDS` at most and continues after the next poll.
+        The history of a partition is the messages after its snapshot that a previous run has processed. They are
+        processed again without effects. If the source can leave out partitions, this takes `RECOVERY_SECONDS` at most
+        and continues after the next poll.
 
         Args:
             polled: The result of a poll: data, and the partitions that were revoked or assigned.
@@ -570,7 +570,7 @@ class Pipeline:
         This is called after the effects were written, so that it does not delay alerts.
 
         Args:
-            all_effects: The effects (scores, alerts, closed records, rejections) of each model.
+            all_effects: The effects of each model.
             scoring_seconds: How long it took to score the batch.
         """
         metrics, engines = self.metrics, self._engines

@@ -33,9 +33,9 @@ _NUM_OBJECTS_AT_START = 50_000
 def limit_malloc_arenas() -> None:
     """Let all threads that start from now on allocate from one common arena (memory area of malloc).
 
-    By default malloc gives each thread an arena of its own, and memory that is freed in one arena cannot be reused by
-    the others, so a long run needs more and more memory. Call this before other libraries are imported, because some
-    start threads on import.
+    By default malloc gives each thread an arena of its own. Memory that is freed in one arena cannot be reused by the
+    others, so a long run needs more and more memory. Call this before other libraries are imported, because some start
+    threads on import.
     """
     if _mallopt is not None:  # only glibc has this function
         _mallopt(_M_ARENA_MAX, 1)

@@ -353,8 +353,8 @@ class Recovery:
                 that the process to which they are assigned next has no messages to process again.
 
         Returns:
-            By partition, a snapshot (complete state) if one is due, otherwise the unsaved decisions if there are any.
-            Partitions whose records are being scored again are left out, because nothing is committed for them.
+            By partition, a snapshot if one is due, otherwise the unsaved decisions if there are any. Partitions whose
+            records are being scored again are left out, because nothing is committed for them.
         """
         final = set(final_partitions)
         states: dict[int, PartitionState] = {}
@@ -373,13 +373,13 @@ class Recovery:
         return states
 
     def request_snapshots(self) -> None:
-        """Let the next commit save a snapshot (complete state) of every partition, because the model has changed."""
+        """Let the next commit save a snapshot of every partition, because the model has changed."""
         for partition in self._next_snapshot:
             self._next_snapshot[partition] = self._now()
             self._changed.add(partition)
 
     def _take_snapshot(self, partition: int, now: int) -> bytes:
-        """Return the encoded snapshot (complete state) of a partition, and set when its next snapshot is due.
+        """Return the encoded snapshot of a partition, and set when its next snapshot is due.
 
         Args:
             partition: Number of the partition.
