@@ -20,7 +20,7 @@ from deformer_stream.errors import ConfigError, InputError
 from deformer_stream.library.results import Imputation
 from deformer_stream.model.windows import Window
 from tests.commands import RunCommand, assert_command_failed
-from tests.model.test_irregular_readings import SCHEMA
+from tests.model.irregular_models import SCHEMA
 from tests.test_irregular_readings import START, write_irregular_model
 
 

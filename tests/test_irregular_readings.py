@@ -27,7 +27,7 @@ from deformer_stream.errors import ConfigError
 from deformer_stream.model.deformer import DEformer
 from deformer_stream.model.windows import Window
 from deformer_stream.testing import MemorySource
-from tests.model.test_irregular_readings import SCHEMA, make_config, randomize_process
+from tests.model.irregular_models import SCHEMA, make_config, randomize_process
 from tests.trainer.irregular import fleet, prepared_irregular
 from trainer.irregular_calibration import score_irregular_records
 

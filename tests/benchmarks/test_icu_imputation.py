@@ -25,7 +25,7 @@ from deformer_stream.model.deformer import DEformer
 from deformer_stream.model.gaussian_process import GaussianProcessPrior
 from deformer_stream.model.reading_times import ReadingTimes
 from deformer_stream.model.schema import Feature, Schema
-from tests.model.test_irregular_readings import make_config
+from tests.model.irregular_models import make_config
 from trainer.recipes import irregular_model_config
 from trainer.settings import TrainConfig
 

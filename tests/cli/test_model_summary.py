@@ -19,8 +19,8 @@ from deformer_stream.cli.model_summary import print_model
 from deformer_stream.model.deformer import DEformer
 from deformer_stream.model.schema import Feature, Schema
 from deformer_stream.model.windows import format_rough_duration
-from tests.model.test_irregular_readings import SCHEMA as IRREGULAR_SCHEMA
-from tests.model.test_irregular_readings import make_config
+from tests.model.irregular_models import SCHEMA as IRREGULAR_SCHEMA
+from tests.model.irregular_models import make_config
 from tests.models import CONFIG, SCHEMA
 
 

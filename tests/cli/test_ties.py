@@ -33,9 +33,9 @@ from deformer_stream.runtime.metrics import Metrics
 from deformer_stream.runtime.ports import RestoredPartition
 from deformer_stream.runtime.recovery import Recovery
 from deformer_stream.settings import ConsumeSettings, load_settings
+from tests.engine.exact_models import make_exact_model
 from tests.engine.random_models import make_model
 from tests.engine.restarts import assert_same_snapshot
-from tests.engine.test_irregular_explanations import make_exact_model
 from tests.models import CONFIG, SCHEMA, draw_rows, make_small_model
 from tests.runtime.test_recovery import PARTITIONS, Cluster, SavedPartition, run_member
 from trainer.calibrate import calibrate, choose_order

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
@@ -16,12 +17,16 @@ from deformer_stream.calibration.cusum import CusumScale
 from deformer_stream.calibration.marginals import Marginals
 from deformer_stream.calibration.steps import Steps
 from deformer_stream.engine.engine import Engine, Limits
+from deformer_stream.engine.events import (
+    EventBatch,
+    WindowMembership,
+)
 from deformer_stream.engine.explain import ExplanationEffort
 from deformer_stream.kernels.library import load_library
 from deformer_stream.model.bounded_context import ContextLimit, select_contexts
 from deformer_stream.model.deformer import DEformer
 from tests.engine.restarts import Event, Poll
-from tests.model.test_irregular_readings import SCHEMA, make_config, make_irregular_model
+from tests.model.irregular_models import SCHEMA, make_config, make_irregular_model
 
 LIMIT = ContextLimit(recent=3, block=4)
 WIDTH = 50_000_000
@@ -160,3 +165,55 @@ def irregular_streams(draw: st.DrawFn) -> list[Poll]:
         now += draw(st.integers(0, 4))
         polls.append(Poll(tuple(draw(st.lists(irregular_events(), max_size=25))), now, SCHEMA, WIDTH))
     return polls
+
+
+Reading = tuple[str, int, float, int]
+"""Record id, feature code, value, and event time in microseconds."""
+
+
+def make_batch(readings: list[Reading], window_starts: list[int] | None = None) -> EventBatch:
+    """Return readings as a batch, one message each.
+
+    Args:
+        readings: The readings.
+        window_starts: For each reading the start of its window; None if no record is a window.
+    """
+    n = len(readings)
+    times = np.array([time for _, _, _, time in readings], np.int64)
+    windows = None
+    if window_starts is not None:
+        starts = np.array(window_starts, np.int64)
+        windows = WindowMembership([record.split("@")[0] for record, _, _, _ in readings], starts + WIDTH, starts)
+    return EventBatch(
+        [record for record, _, _, _ in readings],
+        np.array([feature for _, feature, _, _ in readings], np.int32),
+        np.array([value for _, _, value, _ in readings], np.float64),
+        times,
+        np.arange(n, dtype=np.int32),
+        np.zeros(n, np.int32),
+        windows=windows,
+    )
+
+
+def draw_readings(num_records: int, num_readings: int, seed: int) -> list[Reading]:
+    """Return different readings of several records in a random order; some are late, some simultaneous."""
+    rng = np.random.default_rng(seed)
+    readings: dict[Reading, None] = {}  # a set with an order
+    while len(readings) < num_readings:
+        i = len(readings)
+        feature = int(rng.choice(len(SCHEMA), p=[0.5, 0.3, 0.1, 0.05, 0.05]))
+        value = float(rng.integers(0, 3)) if feature == 4 else float(rng.normal())
+        time = MINUTE * (i // 2 - (30 if rng.random() < 0.2 else 0))
+        readings[f"r{rng.integers(num_records)}", feature, value, time] = None
+    return list(readings)
+
+
+def score(engine: Engine, readings: list[Reading], cuts: list[int]) -> dict[str, list[float]]:
+    """Return the log-likelihoods of the accepted readings of each record, scored in several batches."""
+    scores: dict[str, list[float]] = defaultdict(list)
+    for now, (start, stop) in enumerate(zip([0, *cuts], [*cuts, len(readings)], strict=True)):
+        effects = engine.handle(make_batch(readings[start:stop]), now)
+        assert not effects.rejections
+        for event, value in zip(effects.scored.event_indices, effects.scored.log_likelihood, strict=True):
+            scores[effects.batch.record_ids[event]].append(value)
+    return scores

@@ -23,13 +23,7 @@ from deformer_stream.engine.explain import ExplanationEffort, explain_context
 from deformer_stream.kernels.library import load_library
 from deformer_stream.model.deformer import DEformer
 from deformer_stream.model.schema import Feature, Schema
-from tests.engine.test_irregular_explanations import (
-    NUM_SENSORS,
-    PROCESS_SCHEMA,
-    make_exact_model,
-    make_process_batch,
-    simulate,
-)
+from tests.engine.exact_models import NUM_SENSORS, PROCESS_SCHEMA, make_exact_model, make_process_batch, simulate
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]

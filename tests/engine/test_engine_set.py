@@ -7,7 +7,7 @@ import numpy as np
 from deformer_stream.engine.engine import Engine, Limits
 from deformer_stream.engine.engine_set import EngineSet
 from deformer_stream.engine.events import CloseReason, EventBatch
-from tests.engine.test_engine import batch_of, build_model
+from tests.engine.streams import batch_of, build_model
 
 MODEL, CALIBRATION = build_model()
 SECOND = 1_000_000

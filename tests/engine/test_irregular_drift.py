@@ -14,15 +14,9 @@ from deformer_stream.engine.engine import Engine, Limits
 from deformer_stream.engine.last_context import find_last_context
 from deformer_stream.engine.record_scores import average_neg_log_p_by_feature
 from deformer_stream.kernels.library import load_library
-from tests.engine.irregular_streams import LIMIT, MINUTE, make_engine
+from tests.engine.exact_models import compute_statistics, make_exact_model, make_process_batch, simulate
+from tests.engine.irregular_streams import LIMIT, MINUTE, make_batch, make_engine
 from tests.engine.irregular_streams import make_model as make_random_model
-from tests.engine.test_irregular_explanations import (
-    compute_statistics,
-    make_exact_model,
-    make_process_batch,
-    simulate,
-)
-from tests.engine.test_irregular_records import make_batch
 
 
 def test_a_notice_names_the_sensor_that_has_shifted() -> None:

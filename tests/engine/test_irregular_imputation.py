@@ -26,7 +26,7 @@ from deformer_stream.model.deformer import DEformer
 from deformer_stream.model.reading_times import ReadingTimes
 from deformer_stream.model.schema import Feature, Schema
 from tests.engine.irregular_streams import make_model
-from tests.model.test_irregular_readings import make_config
+from tests.model.irregular_models import make_config
 from tests.models import make_small_model
 
 Floats = NDArray[np.float64]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from dataclasses import replace
 from itertools import pairwise
 
@@ -20,7 +19,6 @@ from deformer_stream.engine.events import (
     CloseReason,
     EventBatch,
     RejectionReason,
-    WindowMembership,
 )
 from deformer_stream.engine.reading_log import ReadingLog
 from deformer_stream.engine.record_contexts import ContextWalk, RecordContexts
@@ -32,67 +30,20 @@ from tests.engine.irregular_streams import (
     LIMIT,
     MINUTE,
     WIDTH,
+    Reading,
     compute_expected_log_prob,
+    draw_readings,
+    make_batch,
     make_calibration,
     make_compiled_model,
     make_engine,
     make_model,
     make_scale,
+    score,
 )
-from tests.model.test_irregular_readings import SCHEMA, make_config, make_irregular_model
+from tests.model.irregular_models import SCHEMA, make_config, make_irregular_model
 
 seeds = st.integers(0, 2**16)
-
-Reading = tuple[str, int, float, int]
-"""Record id, feature code, value, and event time in microseconds."""
-
-
-def make_batch(readings: list[Reading], window_starts: list[int] | None = None) -> EventBatch:
-    """Return readings as a batch, one message each.
-
-    Args:
-        readings: The readings.
-        window_starts: For each reading the start of its window; None if no record is a window.
-    """
-    n = len(readings)
-    times = np.array([time for _, _, _, time in readings], np.int64)
-    windows = None
-    if window_starts is not None:
-        starts = np.array(window_starts, np.int64)
-        windows = WindowMembership([record.split("@")[0] for record, _, _, _ in readings], starts + WIDTH, starts)
-    return EventBatch(
-        [record for record, _, _, _ in readings],
-        np.array([feature for _, feature, _, _ in readings], np.int32),
-        np.array([value for _, _, value, _ in readings], np.float64),
-        times,
-        np.arange(n, dtype=np.int32),
-        np.zeros(n, np.int32),
-        windows=windows,
-    )
-
-
-def draw_readings(num_records: int, num_readings: int, seed: int) -> list[Reading]:
-    """Return different readings of several records in a random order; some are late, some simultaneous."""
-    rng = np.random.default_rng(seed)
-    readings: dict[Reading, None] = {}  # a set with an order
-    while len(readings) < num_readings:
-        i = len(readings)
-        feature = int(rng.choice(len(SCHEMA), p=[0.5, 0.3, 0.1, 0.05, 0.05]))
-        value = float(rng.integers(0, 3)) if feature == 4 else float(rng.normal())
-        time = MINUTE * (i // 2 - (30 if rng.random() < 0.2 else 0))
-        readings[f"r{rng.integers(num_records)}", feature, value, time] = None
-    return list(readings)
-
-
-def score(engine: Engine, readings: list[Reading], cuts: list[int]) -> dict[str, list[float]]:
-    """Return the log-likelihoods of the accepted readings of each record, scored in several batches."""
-    scores: dict[str, list[float]] = defaultdict(list)
-    for now, (start, stop) in enumerate(zip([0, *cuts], [*cuts, len(readings)], strict=True)):
-        effects = engine.handle(make_batch(readings[start:stop]), now)
-        assert not effects.rejections
-        for event, value in zip(effects.scored.event_indices, effects.scored.log_likelihood, strict=True):
-            scores[effects.batch.record_ids[event]].append(value)
-    return scores
 
 
 @settings(max_examples=num_examples(25), deadline=None)

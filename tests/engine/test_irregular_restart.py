@@ -40,7 +40,7 @@ from tests.engine.restarts import (
     resume_run,
     run_and_save,
 )
-from tests.model.test_irregular_readings import SCHEMA
+from tests.model.irregular_models import SCHEMA
 
 limits = st.builds(
     Limits,

@@ -16,7 +16,7 @@ from tests.effort import num_examples
 from tests.engine import irregular_streams
 from tests.engine.irregular_streams import irregular_streams as draw_irregular_streams
 from tests.engine.restarts import Event, Poll, make_batch, make_engine, streams
-from tests.model.test_irregular_readings import SCHEMA as IRREGULAR_SCHEMA
+from tests.model.irregular_models import SCHEMA as IRREGULAR_SCHEMA
 
 LIMITS = Limits(record_timeout=4, max_open_records=6)
 

@@ -57,7 +57,7 @@ from deformer_stream.model.distributions import Conditional
 from deformer_stream.model.schema import Feature, Schema
 from tests.effort import num_examples
 from tests.engine.random_models import draw_records, make_config, make_model, normalise_values, schemas
-from tests.engine.test_engine import ENOUGH_CACHE_BYTES, Collected, batch_of, run_stream
+from tests.engine.streams import ENOUGH_CACHE_BYTES, Collected, batch_of, run_stream
 
 pytestmark = pytest.mark.usefixtures("two_threads")
 

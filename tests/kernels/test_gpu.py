@@ -25,7 +25,7 @@ from deformer_stream.model.deformer import DEformer, ModelConfig
 from tests.commands import RunCommand
 from tests.engine.fake_gpu import needs_gpu
 from tests.engine.random_models import draw_records, make_model, normalise_values
-from tests.engine.test_engine import SCHEMA, Collected, run_stream
+from tests.engine.streams import SCHEMA, Collected, run_stream
 from tests.models import write_model
 from tests.trainer.tables import mixed, write
 

@@ -26,11 +26,10 @@ from deformer_stream.model.gaussian_prior import PriorConditional
 from deformer_stream.model.reading_times import ReadingTimes
 from deformer_stream.model.schema import Feature, Schema
 from tests.effort import num_examples
-from tests.engine.irregular_streams import compute_expected_log_prob, make_engine
+from tests.engine.irregular_streams import compute_expected_log_prob, draw_readings, make_engine
+from tests.engine.irregular_streams import score as score_stream
 from tests.engine.random_models import make_model, schemas
-from tests.engine.test_irregular_records import draw_readings
-from tests.engine.test_irregular_records import score as score_stream
-from tests.model.test_irregular_readings import SCHEMA as STREAM_SCHEMA
+from tests.model.irregular_models import SCHEMA as STREAM_SCHEMA
 
 pytestmark = pytest.mark.usefixtures("two_threads")
 

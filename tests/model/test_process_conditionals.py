@@ -17,7 +17,7 @@ from deformer_stream.model.process_conditionals import (
     pad_context,
     predict_from_others,
 )
-from tests.model.test_irregular_readings import (
+from tests.model.irregular_models import (
     SCHEMA,
     draw_contexts,
     log_prob_by_steps,
