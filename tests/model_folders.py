@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from deformer_stream.calibration.torch_scoring import compute_max_statistics
 from deformer_stream.model.schema import Feature, Schema
 from deformer_stream.model_set import ModelEntry, ModelSet, write_model_set
 from tests.engine.random_models import draw_records, make_model, normalise_values
+from tests.fuzz.forgery import sign
 from tests.models import CONFIG, SCHEMA, TRAINING_SUMMARY, draw_rows
 
 
@@ -77,3 +79,13 @@ def draw_messages(num_models: int, records_per_model: int, seed: int = 1) -> lis
 def encode(document: dict[str, Any]) -> bytes:
     """Return a document as a JSON message."""
     return json.dumps(document).encode()
+
+
+Manifest = dict[str, Any]
+
+
+def forge_manifest(directory: Path, change: Callable[[Manifest], object]) -> None:
+    """Change the manifest and give it valid checksums, as an attacker would."""
+    manifest = json.loads((directory / model_store.MANIFEST).read_bytes())
+    change(manifest)
+    (directory / model_store.MANIFEST).write_bytes(sign(manifest))

@@ -28,7 +28,7 @@ from deformer_stream.kernels.cpu import CpuKernels
 from deformer_stream.runtime.reload import ModelReloader
 from tests.engine.random_models import draw_records, normalise_values
 from tests.faults import SHIFT_BY_FAULT, draw_fault, write_labelled, write_linear_model
-from tests.test_model_store import forge_manifest
+from tests.model_folders import forge_manifest
 from trainer.faults import learn_faults
 from trainer.settings import TrainConfig
 

@@ -20,8 +20,8 @@ from deformer_stream.errors import ConfigError, InputError
 from deformer_stream.library.results import Imputation
 from deformer_stream.model.windows import Window
 from tests.commands import RunCommand, assert_command_failed
+from tests.irregular_tables import START, write_irregular_model
 from tests.model.irregular_models import SCHEMA
-from tests.test_irregular_readings import START, write_irregular_model
 
 
 @pytest.fixture

@@ -29,10 +29,8 @@ from deformer_stream.model.parameters import check_parameters
 from deformer_stream.model.reading_times import ReadingTimes
 from deformer_stream.model.schema import Schema
 from tests.engine.random_models import draw_records, make_model, normalise_values
-from tests.fuzz.forgery import sign
+from tests.model_folders import Manifest, forge_manifest
 from tests.models import CONFIG, SCHEMA, TRAINING_SUMMARY, make_calibration, make_small_model, write_model
-
-Manifest = dict[str, Any]
 
 
 @pytest.fixture
@@ -67,13 +65,6 @@ def assert_read_fails(directory: Path, *phrases: str) -> str:
     for phrase in (str(directory), *phrases):
         assert phrase in message
     return message
-
-
-def forge_manifest(directory: Path, change: Callable[[Manifest], object]) -> None:
-    """Change the manifest and give it valid checksums, as an attacker would."""
-    manifest = json.loads((directory / model_store.MANIFEST).read_bytes())
-    change(manifest)
-    (directory / model_store.MANIFEST).write_bytes(sign(manifest))
 
 
 def forge_weights(directory: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:

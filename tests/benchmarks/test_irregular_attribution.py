@@ -9,7 +9,7 @@ import numpy as np
 import deformer_stream
 from benchmarks.irregular_attribution import find_faulty_readings, format_report, measure_kind
 from benchmarks.irregular_records import FIRST_TIME, FaultyReadings, make_readings
-from tests.test_irregular_readings import write_irregular_model
+from tests.irregular_tables import write_irregular_model
 
 
 def test_the_faulty_sensor_of_each_alert_is_looked_up(tmp_path: Path) -> None:

@@ -19,10 +19,10 @@ from deformer_stream import model_store
 from deformer_stream.calibration import recalibrate
 from deformer_stream.cli import shard_run
 from deformer_stream.runtime import calibration_sink
-from tests.cli.test_sharded_replay import draw_readings, write_lines
+from tests.cli.shard_examples import draw_readings, write_lines
 from tests.commands import RunCommand, assert_command_failed, make_record_table
 from tests.integration.programs import list_workers
-from tests.test_irregular_readings import make_long_table, write_irregular_model
+from tests.irregular_tables import make_long_table, write_irregular_model
 
 SHARDS = ("--shards", "5")
 

@@ -23,7 +23,7 @@ from deformer_stream.engine.engine import Engine
 from deformer_stream.model.deformer import DEformer
 from deformer_stream.model.schema import Schema
 from deformer_stream.model.windows import PerSlot, Window
-from tests.codec.test_json_messages import make_messages
+from tests.codec.json_examples import make_messages
 from tests.effort import num_examples
 from tests.engine.random_models import make_model
 from tests.model.test_time_slots import CONFIG

@@ -37,7 +37,7 @@ from tests.engine.exact_models import make_exact_model
 from tests.engine.random_models import make_model
 from tests.engine.restarts import assert_same_snapshot
 from tests.models import CONFIG, SCHEMA, draw_rows, make_small_model
-from tests.runtime.test_recovery import PARTITIONS, Cluster, SavedPartition, run_member
+from tests.runtime.group_members import PARTITIONS, Cluster, SavedPartition, run_member
 from trainer.calibrate import calibrate, choose_order
 from trainer.data import DataOptions, prepare_table
 from trainer.sampling import Noise, create_generator, draw_samples, order_readings

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 import time
 from collections.abc import Callable
 from typing import Any
@@ -18,26 +17,7 @@ from deformer_stream.codec import Codec, WindowAssigner
 from deformer_stream.codec.arrow_messages import MAX_READINGS
 from deformer_stream.codec.payloads import Messages
 from deformer_stream.engine.events import EventBatch, Rejection, RejectionReason
-from deformer_stream.model.schema import Feature, Schema
-
-SCHEMA = Schema(
-    (
-        Feature("Pressure", "continuous"),
-        Feature("Current", "continuous"),
-        Feature("mode", "discrete", labels=("idle", "run")),
-    )
-)
-BROKER = 1_583_750_073_000_000
-
-
-def make_stream(columns: dict[str, Any], *more: dict[str, Any], **options: Any) -> bytes:
-    """Return an Arrow stream with one record batch per mapping of column names to arrays."""
-    batches = [pa.record_batch(list(part.values()), list(part)) for part in (columns, *more)]
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, batches[0].schema, options=pa.ipc.IpcWriteOptions(**options)) as writer:
-        for batch in batches:
-            writer.write_batch(batch)
-    return bytes(sink.getvalue().to_pybytes())
+from tests.codec.arrow_examples import BROKER, SCHEMA, list_readings, make_stream, make_views
 
 
 def decode(
@@ -48,16 +28,6 @@ def decode(
     ints = np.arange(n)
     data = Messages("t", [key] * n, list(payloads), np.full(n, BROKER), ints.astype(np.int32) + 5, ints)
     return (codec or Codec(SCHEMA)).decode(data)
-
-
-def list_readings(batch: EventBatch) -> list[tuple[Any, ...]]:
-    """Return the events as (record id, feature name, value or label) tuples."""
-    names = [SCHEMA.names[code] for code in batch.features.tolist()]
-    values = [None if value != value else value for value in batch.values.tolist()]
-    unseen = [batch.unseen_labels.get(i) for i in range(len(batch))]
-    return list(
-        zip(batch.record_ids, names, values, batch.times.tolist(), batch.message_indices.tolist(), unseen, strict=True)
-    )
 
 
 def decode_rejected(*payloads: bytes, **options: Any) -> Rejection:
@@ -234,12 +204,6 @@ def test_row_without_record_and_key_is_rejected() -> None:
 def make_dictionary(num_rows: int, text: str) -> pa.Array:
     """Return a column whose cells share a text, as a dictionary."""
     return pa.DictionaryArray.from_arrays(pa.array(np.zeros(num_rows, np.int8)), pa.array([text]))
-
-
-def make_views(num_rows: int, text: str) -> pa.Array:
-    """Return a column of different views of a text: from each of its first characters to the end, or nearly."""
-    views = b"".join(struct.pack("<i4sii", len(text) - num_rows, b"xxxx", 0, start) for start in range(num_rows))
-    return pa.Array.from_buffers(pa.string_view(), num_rows, [None, pa.py_buffer(views), pa.py_buffer(text.encode())])
 
 
 @pytest.mark.parametrize("column", ["record", "device", "feature", "value", "label", "time"])

@@ -19,9 +19,9 @@ from deformer_stream.codec.timestamps import parse_time_of_day
 from deformer_stream.engine.events import EventBatch, Rejection, RejectionReason
 from deformer_stream.errors import InputError
 from deformer_stream.model.schema import SECONDS_PER_DAY, Feature, Schema
-from tests.codec.test_arrow_messages import make_stream
-from tests.codec.test_json_messages import make_messages
-from tests.codec.test_tables import decode_long
+from tests.codec.arrow_examples import make_stream
+from tests.codec.json_examples import make_messages
+from tests.codec.table_examples import decode_long
 
 CLOCK = Feature("clock", "continuous", True, location=43_000.0, scale=25_000.0, period=SECONDS_PER_DAY)
 SCHEMA = Schema(

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from deformer_stream.codec import Codec
 from deformer_stream.codec.encode_events import Packing, pack_readings
 from deformer_stream.codec.payloads import Messages
-from tests.codec.test_arrow_messages import SCHEMA
+from tests.codec.arrow_examples import SCHEMA
 
 value = st.one_of(st.none(), st.booleans(), st.floats(-1e12, 1e12), st.integers(-(2**60), 2**60), st.just("run"))
 reading = st.fixed_dictionaries(

@@ -14,21 +14,9 @@ from deformer_stream.codec.encode_next_readings import (
     encode_suspicious_record,
     encode_withdrawn_record,
 )
-from deformer_stream.engine.events import NO_TIME, SuggestedReading, SuspiciousRecord
+from deformer_stream.engine.events import NO_TIME, SuggestedReading
 from deformer_stream.errors import InputError
-
-TIME = 1_583_750_073_500_000
-RECORD = SuspiciousRecord(
-    record="hall-2/pump-07@2020-03-09T10:34:30Z",
-    partition=3,
-    time=TIME,
-    p_value=0.0421,
-    features_seen=5,
-    features_expected=8,
-    next_reading=SuggestedReading("flow", 0.01, 0.42, 2.5),
-    expires=TIME + 30_000_000,
-    model="0123456789abcdef",
-)
+from tests.codec.next_reading_examples import RECORD
 
 
 def test_the_keys_are_those_of_the_public_format() -> None:

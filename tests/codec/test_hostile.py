@@ -19,16 +19,8 @@ from deformer_stream.codec import MAX_TEXT_CHARS, Codec, WindowAssigner, encode_
 from deformer_stream.codec.encode_outputs import MAX_ALERT_BYTES
 from deformer_stream.codec.payloads import Messages, UnreadablePayload, WideRows
 from deformer_stream.engine.events import NO_TIME, Alert, Contribution, ExpectedRange, Rejection, RejectionReason
-from tests.codec.test_json_messages import (
-    BROKER_TIME,
-    CODEC,
-    SCHEMA,
-    decode,
-    list_readings,
-    make_messages,
-    make_reading,
-)
-from tests.codec.test_tables import decode_long
+from tests.codec.json_examples import BROKER_TIME, CODEC, SCHEMA, decode, list_readings, make_messages, make_reading
+from tests.codec.table_examples import decode_long
 
 GOOD = b'{"record":"r","feature":"Pressure","value":1'
 SECOND = 1_000_000

@@ -11,8 +11,8 @@ from deformer_stream.codec import encode_rejected, get_message
 from deformer_stream.codec.payloads import LongRows, WideRows
 from deformer_stream.engine.events import RejectionReason
 from deformer_stream.errors import InputError
-from tests.codec.test_json_messages import CODEC, list_readings
-from tests.codec.test_tables import decode_long
+from tests.codec.json_examples import CODEC, list_readings
+from tests.codec.table_examples import decode_long
 
 
 def make_unchecked_text(*cells: bytes | None) -> pa.Array:

@@ -17,7 +17,7 @@ from deformer_stream.codec.payloads import LongRows, Messages, Payload, Unreadab
 from deformer_stream.engine.events import NO_TIME, EventBatch, Rejection, RejectionReason
 from deformer_stream.errors import InputError
 from deformer_stream.model.schema import Feature, Schema
-from tests.codec.test_arrow_messages import make_stream, make_views
+from tests.codec.arrow_examples import make_stream, make_views
 
 PUMP = Schema((Feature("flow", "continuous"), Feature("power", "continuous")))
 FAN = Schema((Feature("power", "continuous"), Feature("speed", "continuous")))

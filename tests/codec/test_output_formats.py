@@ -23,13 +23,7 @@ from deformer_stream.codec.cloud_events import EventKind
 from deformer_stream.codec.encode_evidence import decode_evidence, encode_evidence
 from deformer_stream.codec.encode_incidents import decode_incident, encode_incident
 from deformer_stream.codec.encode_next_readings import decode_suspicious_record, encode_suspicious_record
-from deformer_stream.codec.output_formats import (
-    JSON_FORMAT,
-    AvroFormat,
-    OutputReader,
-    OutputSchema,
-    load_schema,
-)
+from deformer_stream.codec.output_formats import JSON_FORMAT, AvroFormat, OutputReader, OutputSchema, load_schema
 from deformer_stream.codec.schema_formats import HEADER_BYTES, RegisteredSchema, frame
 from deformer_stream.codec.timestamps import MAX_MICROS, MIN_MICROS
 from deformer_stream.codec.validation import RejectionError
@@ -45,10 +39,10 @@ from deformer_stream.engine.events import (
 )
 from deformer_stream.errors import ConfigError, InputError, Unavailable
 from deformer_stream.incidents.events import ClosedRows, EvidenceBatch, Incident
+from tests.codec.next_reading_examples import RECORD
 from tests.codec.test_encode_evidence import alerts as evidence_alerts
 from tests.codec.test_encode_evidence import assert_equal, make_batch
 from tests.codec.test_encode_incidents import INCIDENTS
-from tests.codec.test_encode_next_readings import RECORD
 from tests.contracts.effects import make_alert, make_drift_notice, make_effects
 from tests.incidents.examples import make_incidents
 from tests.schema_registry import fetch_from

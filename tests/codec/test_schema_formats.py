@@ -27,7 +27,7 @@ from deformer_stream.codec.payloads import Messages
 from deformer_stream.codec.schema_formats import RegisteredSchema, SchemaFormat, SchemaTranslator, frame
 from deformer_stream.engine.events import EventBatch, Rejection, RejectionReason
 from deformer_stream.errors import ConfigError, Unavailable
-from tests.codec.test_arrow_messages import BROKER, SCHEMA, list_readings
+from tests.codec.arrow_examples import BROKER, SCHEMA, list_readings
 from tests.schema_registry import fetch_from, make_message_class
 
 READING: dict[str, Any] = {

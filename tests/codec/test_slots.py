@@ -17,9 +17,9 @@ from deformer_stream.errors import ConfigError
 from deformer_stream.model.schema import Feature, Schema
 from deformer_stream.model.time_slots import expand_time_slots
 from deformer_stream.model.windows import Window
-from tests.codec.test_arrow_messages import make_stream
-from tests.codec.test_json_messages import make_messages
-from tests.codec.test_tables import decode_long
+from tests.codec.arrow_examples import make_stream
+from tests.codec.json_examples import make_messages
+from tests.codec.table_examples import decode_long
 
 SECOND = 1_000_000
 PLAIN = Schema(

@@ -12,19 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deformer_stream.codec import Codec
-from deformer_stream.codec.payloads import LongRows, WideRows
+from deformer_stream.codec.payloads import WideRows
 from deformer_stream.engine.events import NO_TIME, EventBatch, Rejection, RejectionReason
 from deformer_stream.errors import ConfigError, InputError
 from deformer_stream.model.schema import Feature, Schema
-from tests.codec.test_json_messages import CODEC, SCHEMA, list_readings
+from tests.codec.json_examples import CODEC, SCHEMA, list_readings
+from tests.codec.table_examples import decode_long
 
 # --- long tables
-
-
-def decode_long(codec: Codec = CODEC, first: int = 0, **columns: Any) -> tuple[EventBatch, list[Rejection]]:
-    """Return the events and rejections of a table in long layout, given by its columns."""
-    arrays = {name: c if isinstance(c, pa.Array) else pa.array(c) for name, c in columns.items()}
-    return codec.decode(LongRows("log.parquet", pa.RecordBatch.from_pydict(arrays), first))
 
 
 def test_long_rows_are_rejected_like_messages() -> None:

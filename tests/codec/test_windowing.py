@@ -12,16 +12,8 @@ from deformer_stream.codec import MAX_TEXT_CHARS, Codec, FieldNames, WindowAssig
 from deformer_stream.codec.payloads import LongRows, Messages
 from deformer_stream.engine.events import NO_TIME, EventBatch, Rejection, RejectionReason
 from deformer_stream.errors import ConfigError, InputError
-from tests.codec.test_json_messages import (
-    BROKER_TIME,
-    CODEC,
-    SCHEMA,
-    decode,
-    list_readings,
-    make_messages,
-    make_reading,
-)
-from tests.codec.test_tables import decode_long
+from tests.codec.json_examples import BROKER_TIME, CODEC, SCHEMA, decode, list_readings, make_messages, make_reading
+from tests.codec.table_examples import decode_long
 
 SECOND = 1_000_000
 WINDOWS = WindowAssigner(10 * SECOND, 2 * SECOND)

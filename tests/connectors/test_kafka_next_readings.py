@@ -20,7 +20,7 @@ from connectors.kafka import (
 )
 from deformer_stream.engine.events import SuspiciousRecord
 from deformer_stream.runtime.incident_ports import NextReadingMessage
-from tests.codec.test_encode_next_readings import RECORD
+from tests.codec.next_reading_examples import RECORD
 from tests.connectors.kafka_helpers import make_effects, read_messages, wait_until
 
 pytestmark = [pytest.mark.kafka, pytest.mark.usefixtures("client_library")]

@@ -15,7 +15,7 @@ from deformer_stream.codec import Codec
 from deformer_stream.codec.encode_events import Packing
 from deformer_stream.codec.payloads import Messages
 from deformer_stream.errors import ConfigError
-from tests.codec.test_arrow_messages import SCHEMA
+from tests.codec.arrow_examples import SCHEMA
 from tests.connectors.kafka_helpers import Topic, make_messages, read_messages
 
 pytestmark = [pytest.mark.kafka, pytest.mark.usefixtures("client_library")]

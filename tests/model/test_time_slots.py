@@ -18,17 +18,12 @@ from deformer_stream.errors import ArtifactError
 from deformer_stream.model.config import ModelConfig
 from deformer_stream.model.deformer import DEformer
 from deformer_stream.model.schema import Feature, Schema
-from deformer_stream.model.time_slots import (
-    collapse_time_slots,
-    describe_records,
-    expand_time_slots,
-    name_time_slot,
-)
+from deformer_stream.model.time_slots import collapse_time_slots, describe_records, expand_time_slots, name_time_slot
 from deformer_stream.model.windows import PerSlot, Window, floor_to_window, format_duration
 from deformer_stream.settings.base import Settings, WindowWidth
 from tests import models
 from tests.engine.random_models import draw_records, make_model, normalise_values
-from tests.test_model_store import forge_manifest
+from tests.model_folders import forge_manifest
 
 SECOND = 1_000_000
 SENSORS = Schema(

@@ -18,7 +18,7 @@ from deformer_stream.model.windows import Window
 from tests import models
 from tests.contracts.effects import make_alert
 from tests.engine.random_models import make_model
-from tests.test_model_store import forge_manifest
+from tests.model_folders import forge_manifest
 
 UNITS = {"temperature": "°C", "load": "%"}
 

@@ -24,7 +24,7 @@ from deformer_stream.codec.encode_incidents import encode_incident
 from deformer_stream.codec.encode_next_readings import encode_suspicious_record
 from deformer_stream.incidents.events import FeedbackLabel, Incident
 from deformer_stream.page.security import verify_password
-from tests.codec.test_encode_next_readings import RECORD
+from tests.codec.next_reading_examples import RECORD
 from tests.commands import RunCommand, assert_command_failed
 from tests.incidents.examples import make_incident
 from tests.integration.programs import RunningConsumer, wait_until

@@ -29,8 +29,8 @@ from deformer_stream.runtime.metrics import Metrics
 from deformer_stream.runtime.pipeline import Pipeline
 from deformer_stream.testing import ManualClock, MemorySink, MemorySource
 from tests.runtime import test_recovery
-from tests.runtime.test_pipeline import ALPHA, make_engine, make_record_messages
-from tests.runtime.test_recovery import PARTITIONS, GroupMember, make_cluster, run_member
+from tests.runtime.group_members import PARTITIONS, GroupMember, make_cluster, run_member
+from tests.runtime.pipelines import ALPHA, make_engine, make_record_messages
 
 
 def make_alerts(num_alerts: int, alphas: Sequence[float] = (0.01,), first: int = 0) -> list[Alert]:

@@ -29,7 +29,7 @@ from deformer_stream.runtime.ports import RestoredPartition
 from deformer_stream.runtime.recovery import Recovery
 from deformer_stream.testing import ManualClock
 from tests.effort import num_examples
-from tests.runtime.test_recovery import (
+from tests.runtime.group_members import (
     ALPHA,
     DRIFT,
     PARTITIONS,

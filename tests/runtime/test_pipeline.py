@@ -6,7 +6,6 @@ import json
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +13,7 @@ from structlog.testing import capture_logs
 
 from deformer_stream import model_store
 from deformer_stream.codec import Codec, WindowAssigner
-from deformer_stream.engine.engine import Engine, Limits
+from deformer_stream.engine.engine import Engine
 from deformer_stream.engine.events import NO_TIME, CloseReason
 from deformer_stream.model.deformer import DEformer
 from deformer_stream.model.schema import Schema
@@ -26,22 +25,8 @@ from deformer_stream.runtime.pipeline import Pipeline
 from deformer_stream.runtime.ports import NO_STATE, CollectState, PartitionState, PollResult
 from deformer_stream.runtime.timing import CommitSchedule, EventClock, WallClock
 from deformer_stream.testing import ManualClock, MemorySink, MemorySource
-from tests.models import TRAINING_SUMMARY, draw_rows
-
-ALPHA = 0.3
-RECORDS = 40
-
-
-def make_engine(loaded: Artifact, **limits: Any) -> Engine:
-    """Return an engine for the model with these limits."""
-    return Engine(loaded.model, loaded.calibration, loaded.fingerprint, ALPHA, Limits(**limits))
-
-
-def make_record_messages(loaded: Artifact) -> list[bytes]:
-    """Return one message per record, and some messages that are rejected."""
-    rows = draw_rows(loaded.schema, RECORDS, 3)
-    messages = [json.dumps({"record": f"r{i}", "values": row}).encode() for i, row in enumerate(rows)]
-    return [m for i, message in enumerate(messages) for m in ([message, b"not json"] if i % 7 == 0 else [message])]
+from tests.models import TRAINING_SUMMARY
+from tests.runtime.pipelines import RECORDS, make_engine, make_record_messages
 
 
 class RevokingSource(MemorySource):

@@ -20,7 +20,7 @@ from deformer_stream.runtime.metrics import Metrics
 from deformer_stream.runtime.pipeline import Pipeline
 from deformer_stream.runtime.ports import PollResult
 from deformer_stream.testing import ManualClock
-from tests.runtime.test_pipeline import make_engine, make_record_messages
+from tests.runtime.pipelines import make_engine, make_record_messages
 
 
 class CrashError(Exception):

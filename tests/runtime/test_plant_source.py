@@ -27,7 +27,7 @@ from deformer_stream.runtime.ports import PartitionState
 from deformer_stream.testing import ManualClock
 from tests.codec.sparkplug_messages import SimulatedNode
 from tests.models import draw_rows
-from tests.runtime.test_pipeline import make_engine
+from tests.runtime.pipelines import make_engine
 
 SECOND = 1_000_000
 START = 1_600_000_000

@@ -29,8 +29,8 @@ from deformer_stream.runtime.process_metrics import STALL_SECONDS
 from deformer_stream.testing import ManualClock, MemorySink
 from tests.conftest import find_free_port
 from tests.models import draw_rows
+from tests.runtime.pipelines import make_engine
 from tests.runtime.test_metrics import request
-from tests.runtime.test_pipeline import make_engine
 
 POLL_INTERVAL = 45.0
 """Seconds without a poll after which a group takes partitions away, with the default settings."""
