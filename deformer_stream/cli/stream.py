@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import sys
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +33,7 @@ from deformer_stream.runtime import process
 if TYPE_CHECKING:
     import threading
 
+    from connectors.kafka.topics import TopicSpec
     from connectors.schema_registry import SchemaRegistry
     from deformer_stream.cli.factory import ServedModels
     from deformer_stream.codec import Codec
@@ -261,6 +263,81 @@ def _find_kafka_topic(settings: ConsumeSettings) -> tuple[str, str | None]:
     return servers, topic
 
 
+@dataclass(frozen=True, slots=True)
+class ConsumeTopics:
+    """The Kafka topics of `consume`.
+
+    Attributes:
+        events: Topic of the events.
+        alerts: Topic of the alerts.
+        dead_letters: Topic of the rejected events.
+        state: Topic of the state of open records.
+        evidence: Topic of the evidence, None if none is written.
+        next_readings: Topic of suspicious records with the readings to take next, None if none are written.
+    """
+
+    events: str
+    alerts: str
+    dead_letters: str
+    state: str
+    evidence: str | None
+    next_readings: str | None
+
+    @staticmethod
+    def from_settings(settings: ConsumeSettings, topic: str) -> ConsumeTopics:
+        """Return the topics that the options of `consume` name.
+
+        Args:
+            settings: The options.
+            topic: The topic of the events.
+
+        Raises:
+            ConfigError: Two of them are the same.
+        """
+        has_evidence, has_next_readings = settings.evidence == "on", settings.next_reading > 0
+        topics = ConsumeTopics(
+            topic,
+            alerts=settings.alerts_topic or f"{topic}-alerts",
+            dead_letters=settings.dead_letter_topic or f"{topic}-dead-letter",
+            state=settings.state_topic or f"{settings.group}-{topic}-state",
+            evidence=(settings.evidence_topic or f"{topic}-evidence") if has_evidence else None,
+            next_readings=(settings.next_readings_topic or f"{topic}-next-readings") if has_next_readings else None,
+        )
+        names = [topics.events, topics.dead_letters, topics.state, *topics.topic_by_schema.values()]
+        if len(set(names)) < len(names):
+            raise ConfigError(
+                "--topic, --alerts-topic, --dead-letter-topic, --state-topic, --evidence-topic and "
+                "--next-readings-topic must differ, because the command would otherwise read its own output as events; "
+                "choose different topics"
+            )
+        return topics
+
+    @property
+    def topic_by_schema(self) -> dict[OutputSchema, str]:
+        """The topics whose messages have a schema, by its name."""
+        topics: dict[OutputSchema, str] = {"alerts": self.alerts}
+        if self.evidence is not None:
+            topics["evidence"] = self.evidence
+        if self.next_readings is not None:
+            topics["next-readings"] = self.next_readings
+        return topics
+
+    def describe(self, num_partitions: int) -> dict[str, TopicSpec]:
+        """Return how the topics that `consume` writes are created, by name.
+
+        Args:
+            num_partitions: Number of partitions of the topic of events.
+        """
+        from connectors.kafka import describe_evidence_topic, describe_next_reading_topic, describe_output_topics
+
+        specs = describe_output_topics(self.alerts, self.dead_letters, self.state, num_partitions)
+        if self.evidence is not None:
+            specs |= describe_evidence_topic(self.evidence)
+        if self.next_readings is not None:
+            specs |= describe_next_reading_topic(self.next_readings)
+        return specs
+
+
 def _connect_to_kafka(
     settings: ConsumeSettings,
     servers: str,
@@ -304,9 +381,6 @@ def _connect_to_kafka(
         KafkaSource,
         StateTopic,
         count_partitions,
-        describe_evidence_topic,
-        describe_next_reading_topic,
-        describe_output_topics,
         ensure_topics,
     )
     from connectors.kafka.delivery import make_transactional_id
@@ -314,45 +388,25 @@ def _connect_to_kafka(
     from deformer_stream.codec.state import check_state
 
     cluster = make_cluster(settings, servers)
-    alerts_topic = settings.alerts_topic or f"{topic}-alerts"
-    dead_letter_topic = settings.dead_letter_topic or f"{topic}-dead-letter"
-    state_topic = settings.state_topic or f"{settings.group}-{topic}-state"
-    evidence_topic = settings.evidence_topic or f"{topic}-evidence"
-    next_readings_topic = settings.next_readings_topic or f"{topic}-next-readings"
-    has_evidence, has_next_readings = settings.evidence == "on", settings.next_reading > 0
-    names = [topic, alerts_topic, dead_letter_topic, state_topic]
-    names += [evidence_topic] * has_evidence + [next_readings_topic] * has_next_readings
-    if len(set(names)) < len(names):
-        raise ConfigError(
-            "--topic, --alerts-topic, --dead-letter-topic, --state-topic, --evidence-topic and --next-readings-topic "
-            "must differ, because the command would otherwise read its own output as events; choose different topics"
-        )
-    topic_by_schema: dict[OutputSchema, str] = {"alerts": alerts_topic}
-    if has_evidence:
-        topic_by_schema["evidence"] = evidence_topic
-    if has_next_readings:
-        topic_by_schema["next-readings"] = next_readings_topic
-    formats = factory.register_output_schemas(settings, registry, topic_by_schema)
+    topics = ConsumeTopics.from_settings(settings, topic)
+    format_by_schema = factory.register_output_schemas(settings, registry, topics.topic_by_schema)
     verify = partial(check_state, has_one_model=settings.models is None)
 
     def connect(attempt: ExitStack) -> tuple[EventSource, list[Sink]]:
         """Connect to the brokers; the connections are closed if that fails."""
-        num_partitions = count_partitions(cluster, topic)
-        topics = describe_output_topics(alerts_topic, dead_letter_topic, state_topic, num_partitions)
-        if has_evidence:
-            topics |= describe_evidence_topic(evidence_topic)
-        if has_next_readings:
-            topics |= describe_next_reading_topic(next_readings_topic)
+        specs = topics.describe(count_partitions(cluster, topic))
         # `limits` has the size of the largest message that each topic accepts.
-        limits = ensure_topics(cluster, topics, settings.missing_topics == "create")
+        limits = ensure_topics(cluster, specs, settings.missing_topics == "create")
         transactional_id = make_transactional_id(settings.group, topic, settings.instance or uuid.uuid4().hex[:12])
         is_transactional = settings.delivery == "exactly-once"
         delivery = Delivery(cluster, limits, transactional_id if is_transactional else None)
-        sinks: list[Sink] = [KafkaSink(alerts_topic, dead_letter_topic, codec, delivery, topic, formats["alerts"])]
-        if has_evidence:
-            sinks.append(KafkaEvidenceSink(evidence_topic, delivery, topic, formats["evidence"]))
-        if has_next_readings:
-            sinks.append(KafkaNextReadingSink(next_readings_topic, delivery, topic, formats["next-readings"]))
+        sinks: list[Sink] = [
+            KafkaSink(topics.alerts, topics.dead_letters, codec, delivery, topic, format_by_schema["alerts"])
+        ]
+        if topics.evidence is not None:
+            sinks.append(KafkaEvidenceSink(topics.evidence, delivery, topic, format_by_schema["evidence"]))
+        if topics.next_readings is not None:
+            sinks.append(KafkaNextReadingSink(topics.next_readings, delivery, topic, format_by_schema["next-readings"]))
         for sink in sinks:
             attempt.callback(sink.close)
         source = KafkaSource(
@@ -363,7 +417,7 @@ def _connect_to_kafka(
             max_poll_records=settings.max_poll_records,
             session_seconds=settings.session_timeout,
             delivery=delivery,
-            state=StateTopic(cluster, state_topic, limits[state_topic], verify),
+            state=StateTopic(cluster, topics.state, limits[topics.state], verify),
             on_lost_state=settings.lost_state,
             model=model,
             instance=settings.instance,
