@@ -21,7 +21,7 @@ If a JSON object has a key twice, the last value counts. The modules are:
     encode_outputs   alerts, drift notices and dead letters as JSON
     model_choice     which of several models a message belongs to; their decoders as one
     encode_events    readings as messages, for `deformer-stream produce`
-    encode_evidence  what closed records and alerts tell about their devices
+    encode_evidence  evidence about devices, from closed records and alerts
     encode_incidents, incident_text, feedback_messages  incidents and labels of operators
     cloud_events     attributes by which a receiver recognises what a message is
     state            snapshots and decisions as bytes, for recovery

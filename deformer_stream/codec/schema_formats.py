@@ -78,7 +78,7 @@ class SchemaTranslator:
     Args:
         schema_format: The format of the messages.
         fetch_schema: Requests a schema of the registry. It is called for each message with an id that has no usable
-            schema, so it should remember such ids for a while.
+            schema, so it should store such ids for a while.
         max_bytes: Maximum size of a message in bytes; a larger one is rejected.
 
     Raises:

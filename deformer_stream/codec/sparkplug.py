@@ -141,7 +141,7 @@ class EdgeNode:
     type_by_name: dict[tuple[str, str], int] = field(default_factory=dict)
     next_request: int = -(2**62)
 
-    def forget_device(self, device: str) -> None:
+    def drop_device(self, device: str) -> None:
         """Remove what was declared about a device ("" for the edge node itself)."""
         self.declaration_by_alias = {
             alias: entry for alias, entry in self.declaration_by_alias.items() if entry[0] != device
@@ -295,11 +295,11 @@ class SparkplugTranslator:
                 if node.sequence is not None:
                     translation.states[node_id + SEQUENCE_SUFFIX] = b"%d" % node.sequence
         if kind == "DDEATH":
-            node.forget_device(device)
+            node.drop_device(device)
             translation.states[node_id] = _encode_node(node)
             return
         if kind == "DBIRTH":
-            node.forget_device(device)
+            node.drop_device(device)
         if kind.endswith("BIRTH"):
             self._declare(node, device, payload)
             translation.states[node_id] = _encode_node(node)

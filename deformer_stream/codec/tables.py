@@ -137,7 +137,7 @@ class WideDecoder:
         """
         columns = self._select_feature_columns(data)
         # (N, F) values of the N records by feature code: NaN if not observed, infinite if the cell is rejected. A NaN
-        # also becomes an event, which tells the engine that the feature will not be observed.
+        # also becomes an event, which declares that the feature will not be observed.
         values = np.full((len(data), len(self._schema)), np.nan)
         issues_by_code: dict[int, dict[int, str | RejectionError]] = {}  # unseen labels and errors, by code and row
         for code, column in columns.items():

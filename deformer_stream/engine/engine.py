@@ -453,7 +453,7 @@ class Engine:
             )
         timeouts_by_record = self._tie_timeouts.setdefault(partition, {})
         for record, reading_counts in decisions.tie_timeouts.items():
-            # The number of readings that the record had at each timeout tells the replay where a group ended.
+            # The number of readings that the record had at each timeout shows where a group ended.
             timeouts_by_record.setdefault(record, set()).update(reading_counts)
 
     def apply_decisions(self, partition: int, decisions: Decisions) -> None:

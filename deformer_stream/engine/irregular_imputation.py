@@ -1,7 +1,7 @@
 """Impute and draw values of sensors at given times, in records with irregular readings.
 
-A target is a sensor and a time of a record whose value is wanted. The model is conditioned on observed readings of the
-same record, before and after the target. Which ones is decided by this rule, so that the cost of a target does not
+A target is a sensor and a time of a record whose value is estimated. The model is conditioned on observed readings of
+the same record, before and after the target. Which ones is decided by this rule, so that the cost of a target does not
 depend on the length of its record:
 
 1. The near readings are a run of successive observed readings in order of time, around the target. There are about as
@@ -100,7 +100,7 @@ class ObservedReadings:
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """Sensors and times at which values are wanted.
+    """Sensors and times at which values are estimated.
 
     Attributes:
         records: (T,) record of each target, from 0 to R − 1.

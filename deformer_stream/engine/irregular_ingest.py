@@ -211,7 +211,7 @@ class IrregularCollector(ReadingCollector):
     def explain_rejection(
         self, record_index: int, feature: int, is_in_window: bool
     ) -> tuple[RejectionReason, str | None]:
-        """Return the reason for which an event was rejected, and the text that tells a person the cause.
+        """Return the reason for which an event was rejected, and the text that explains the cause.
 
         Args:
             record_index: Row of the record in the table.

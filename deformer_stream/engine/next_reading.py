@@ -1,4 +1,4 @@
-"""Which reading to take next: the one that would tell most about an open record that is suspicious but silent.
+"""Which reading to take next: the most informative one about a suspicious open record that has not alerted.
 
 The p-value of a reading is uniform if the value comes from the model's conditional distribution given the readings so
 far, whatever the feature. Drawing from these conditionals would therefore rank all continuous features as equal. What

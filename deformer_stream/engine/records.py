@@ -209,7 +209,7 @@ class Partition:
         if device is not None:
             self.slot_readings.pop_record(record_id)
             if not self.watermarks.windows_of(device):
-                self.slot_readings.forget_device(device)
+                self.slot_readings.drop_device(device)
         # An id must not be added twice. The id of an open record is never among the closed ids.
         if record_index is not None or record_id not in self.closed_ids:
             self.closed_ids.add(record_id)

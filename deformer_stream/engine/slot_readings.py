@@ -224,7 +224,7 @@ class SlotReadings:
         self._num_slots -= len(readings)
         return sorted(readings.values(), key=lambda reading: reading._order)
 
-    def forget_device(self, device: str) -> None:
+    def drop_device(self, device: str) -> None:
         """Drop what is stored about a device without waiting readings, so that it occupies no memory."""
         self._next_deadline_by_device.pop(device, None)
 

@@ -57,7 +57,7 @@ def make_codec(schema: Schema, grace: float) -> Codec:
 
 
 def read_dicts(records: Any, schema: Schema) -> list[Record]:
-    """Return records as a list of dicts without keys that are not features of the model, of which a warning tells.
+    """Return records as a list of dicts without keys that are not features of the model; log a warning about such keys.
 
     Args:
         records: One record, or several records. Each is a mapping or a row of a pandas data frame.

@@ -465,10 +465,10 @@ class Pipeline:
 
         If the model does not fit the options of the run, the model in use stays and a warning is logged.
         """
-        taken = self._take_named_model()
-        if taken is None or self.make_codec is None:  # `make_codec` is given if a function returns new models
+        new_model = self._take_named_model()
+        if new_model is None or self.make_codec is None:  # `make_codec` is given if a function returns new models
             return
-        name, artifact = taken
+        name, artifact = new_model
         is_new = name not in self._engines.engine_by_name
         logger, named = log.get_logger("model"), {} if name == ONLY_MODEL else {"name": name}
         if not is_new and artifact.fingerprint == self._engines.engine_by_name[name].fingerprint:

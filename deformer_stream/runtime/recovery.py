@@ -85,9 +85,9 @@ class Recovery:
         self._interval, self._now = interval, now
         # Partitions whose history (messages that a previous run has processed) is still being read, by number.
         self._restoring: dict[int, RestoredPartition] = {}
-        self._unloaded: deque[int] = deque()  # those of them whose snapshot is not loaded yet
-        self._caught_up: list[int] = []  # those of them whose whole history was polled
-        # Polled messages of these partitions that are not processed yet, and those of them that follow the history.
+        self._unloaded: deque[int] = deque()  # restoring partitions whose snapshot is not loaded yet
+        self._caught_up: list[int] = []  # restoring partitions whose whole history was polled
+        # Polled messages of restoring partitions that are not processed yet: all of them, and those after the history.
         self._queue: deque[Messages] = deque()
         self._later_messages: list[Messages] = []
         # All partitions that are assigned and not being restored, with their decisions since the last commit
