@@ -1,0 +1,13 @@
+"""The commands of `deformer-stream`. A command is in the module of its name; `main` lists all of them.
+
+The module `stream` has consume and replay, `tables` has produce, impute and sample, and `inspection` has inspect and
+config. The modules beside those of the commands are parts of commands:
+
+    factory              engines, codecs and sources from settings
+    file_runs            runs of the pipeline on files
+    shard_job, shard_run, shard_tasks, sharded_replay   runs in shards
+    calibration_records, record_collector, seen_records, calibration_review, recalibration_report   parts of calibrate
+    incident_files, incident_delivery, proposal_report   parts of replay, incidents and propose
+    kafka_cluster, mqtt  connections
+    examples, config_report, model_summary               texts
+"""

@@ -1,8 +1,7 @@
 """The entry points of `deformer-stream` and `deformer-replay`.
 
-Most commands are defined in the module of their name. `stream` has consume and replay, `tables` the commands that write
-tables, and `inspection` those that print a model or the options. A command is built when it is first used, and imports
-heavy packages only when it runs, so that `--help` is printed without delay.
+A command is built when it is first used, and imports heavy packages only when it runs, so that `--help` is printed
+without delay. The docstring of the package says where each command is defined.
 """
 
 from __future__ import annotations

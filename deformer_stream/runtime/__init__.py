@@ -1,1 +1,20 @@
-"""The running program: the pipeline, recovery after a restart, model reload, metrics and process-wide settings."""
+"""The running program: loops, recovery after a restart, model reload, metrics and process-wide settings.
+
+The modules are:
+
+    ports                the protocols of sources, sinks and clocks
+    pipeline             the loop that scores events
+    recovery, reload, timing          restored partitions; new models; clocks and the schedule of commits
+    alert_rate, alert_share, repeated_readings   limits and warnings
+    metrics, process_metrics, http_server        metrics and health
+    process              memory, threads and garbage collection of the process
+    worker_pool, ray_tasks            tasks on several processes or machines
+    calibration_sink, next_order      the records of a new calibration
+    plant_source, bridge, bridge_metrics         systems without a log, such as MQTT
+
+    incident_pipeline, tracker_set, detection_metrics   the loop that makes incidents of evidence
+    incident_plan        the rule and the options by which incidents are made
+    incident_sink, incident_memory, incident_history    incidents in one process; logs in memory; a whole log
+    incident_ports, notification, backlog, incident_metrics   the delivery of incidents to receivers
+    incident_calibration, propose, incident_difference, approval   a new calibration of incidents, and its approval
+"""
