@@ -357,8 +357,8 @@ def _compute_deviations(ranking: Ranking, positions: torch.Tensor) -> torch.Tens
     """Return the unit of distance of each feature, so that all features have similar weight in a distance.
 
     For numbers it is the standard deviation of the readings after clipping to `LINEAR_LIMIT` normalised units, or 1 if
-    all readings are the same. For labels that are not numbers it is
-    the probability that two random records have different labels, but at least `MIN_DIFFERENCE_RATE`.
+    all readings are the same. For labels that are not numbers it is the probability that two random records have
+    different labels, but at least `MIN_DIFFERENCE_RATE`.
 
     Args:
         ranking: The ranking, with `known` (whether an exemplar has a reading of a feature) and `is_text_label` set.

@@ -32,7 +32,10 @@ NUM_SUBSETS = 24_000
 """Largest number of subsets of readings that are drawn for training, over all records."""
 
 NUM_NODES = 4_000_000
-"""About how many readings go through the network for training, and as many for the calibration, if records are long."""
+"""About how many readings go through the network for training, and as many for the calibration, if records are long.
+
+The smallest numbers of subsets and lengths, which follow, can exceed it: 20 times with 2,000 records of 1,000 features.
+"""
 
 SUBSETS_PER_RECORD = (8, 64)
 """The smallest and the largest number of subsets of one record."""
@@ -165,7 +168,8 @@ def train_classifier(
     prefixes = positions[:, None] < lengths[:, None, None]  # (L, G, P, F)
     held_out = _compute_inputs(model, kernels, values, prefixes.reshape(num_records, -1, num_features))
     logits = np.einsum("lsd,ldc->lsc", held_out, weights[folds]) + biases[folds][:, None]
-    # The temperature of model k does not depend on the labels of fold k either.
+    # The temperature of model k is chosen without the records of fold k, but with models that have seen them. It is one
+    # number, so it hardly depends on a single record.
     temperatures = np.array(
         [_choose_temperature(logits[folds != fold], fault_indexes[folds != fold]) for fold in range(NUM_FOLDS)]
     )

@@ -217,7 +217,6 @@ def read_labelled_records(
     index_records(tables)
     matrix, arrival_ranks = encode_table(tables, schema, folder, options.ties)
     label_indexes, labels, has_several = read_record_labels(tables, label)
-    labels = [text.strip() for text in labels]
     normal = None if options.normal is None else normalize_number_text(options.normal.strip())
     is_name = np.array([bool(text) and normalize_number_text(text) != normal for text in labels] + [False])
     is_labelled = is_name[label_indexes]

@@ -432,6 +432,8 @@ class TrainingRun:
         with _deterministic_algorithms(self.model.device):
             self._accumulate_gradients(batch, slice(0, len(rows)))
         self.model.zero_grad(set_to_none=True)
+        if self.model.device.type == "cuda":
+            torch.cuda.synchronize(self.model.device)  # the kernels run after the calls that start them
         return self.budget.elapsed - started
 
     def _should_compile(self) -> bool:

@@ -511,7 +511,8 @@ def _unify_columns(tables: InputTables, batch: pa.RecordBatch) -> pa.RecordBatch
 def match_normal_label(values: pa.Array, normal_label: str) -> NDArray[np.bool_]:
     """Return for each of N values of the label column whether it marks a normal record.
 
-    Values are compared as text. A number matches in every spelling: the value 0.0 matches the option `--normal 0`.
+    Values are compared as text, without the white space around them. A number matches in every spelling: the value 0.0
+    matches the option `--normal 0`.
 
     Args:
         values: N values of the column that `--label` names.
@@ -520,10 +521,10 @@ def match_normal_label(values: pa.Array, normal_label: str) -> NDArray[np.bool_]
     Returns:
         (N,) bool, False for null.
     """
-    spelling = normalize_number_text(normal_label)
+    spelling = normalize_number_text(normal_label.strip())
     label_indexes, labels = encode_labels(values)
     # The index of a null is −1, which selects the last element.
-    is_normal_label = np.array([normalize_number_text(label) == spelling for label in labels] + [False])
+    is_normal_label = np.array([normalize_number_text(label.strip()) == spelling for label in labels] + [False])
     is_normal: NDArray[np.bool_] = is_normal_label[label_indexes]
     return is_normal
 
@@ -766,7 +767,8 @@ def read_record_labels(tables: InputTables, column: str) -> tuple[NDArray[np.int
 
     Returns:
         (label_indexes, labels, has_several): (N,) the index of each record's label in `labels`, −1 if it has none; the
-        distinct labels; (N,) whether rows of the record have different labels, or some have none.
+        distinct labels without the white space around them; (N,) whether rows of the record have different labels, or
+        some have none.
 
     Raises:
         InputError: A table cannot be read.
@@ -778,7 +780,8 @@ def read_record_labels(tables: InputTables, column: str) -> tuple[NDArray[np.int
     first_row = 0
     for rows in _iterate_batches(tables, [column]):
         codes, labels = encode_labels(rows.batch.column(0))
-        codes = np.array([*(index_by_label.setdefault(label, len(index_by_label)) for label in labels), -1])[codes]
+        indexes = [index_by_label.setdefault(label.strip(), len(index_by_label)) for label in labels]
+        codes = np.array([*indexes, -1])[codes]
         last_row = first_row + len(codes)
         records = (
             np.arange(first_row, last_row) if tables.row_by_event is None else tables.row_by_event[first_row:last_row]

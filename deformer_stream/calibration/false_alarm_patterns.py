@@ -306,7 +306,7 @@ class PatternAdjuster:
             self._recent_by_device[device] = recent
         return adjusted
 
-    def forget_device(self, device: str) -> None:
+    def drop_device(self, device: str) -> None:
         """Drop the recent alerts of a device."""
         self._recent_by_device.pop(device, None)
 

@@ -286,7 +286,7 @@ class FleetTracker(Generic[MemberT]):
         group = self._get_group(device)
         self._num_devices_by_group[group] = self._num_devices_by_group.get(group, 0) + 1
 
-    def forget_device(self, device: str) -> None:
+    def drop_device(self, device: str) -> None:
         """Count a device of `add_device` no more. A group without devices is dropped with its resolved incidents."""
         name = self._get_group(device)
         num_devices = self._num_devices_by_group[name] - 1

@@ -89,16 +89,16 @@ MAX_EXAMPLES = 20
 
 MAX_DEVICES = 200_000
 """Largest number of devices whose state is kept, but for devices with an open incident. Beyond it, the device that has
-sent nothing for the longest time is forgotten. `consume` has the same limit for windows of devices."""
+sent nothing for the longest time is dropped. `consume` has the same limit for windows of devices."""
 
 _MAX_LOOKS = 16
-"""Largest number of devices that are looked at, when a device is added, to find those that can be forgotten."""
+"""Largest number of devices that are looked at, when a device is added, to find those that can be dropped."""
 
 NUM_SILENT_STEPS = 4
 """Smallest number of steps of time in which `TrackerOptions.silent_after` can pass."""
 
 MAX_EARLY_RECORDS = 256
-"""Largest number of open records of an incident whose alerts have counted already; the oldest ones are forgotten."""
+"""Largest number of open records of an incident whose alerts have counted already; the oldest ones are dropped."""
 
 NEXT_READING_INTERVAL = 10_000_000
 """Shortest time between two messages that are sent only because the reading to take next has changed."""
@@ -278,7 +278,7 @@ class TrackerState:
         num_repeated: Number of rows that were dropped because they are duplicates.
         num_other_model: Number of rows that another model has scored than that of the plan.
         num_ahead: Number of rows whose time lay too far after the arrival of their message.
-        num_forgotten: Number of devices that were forgotten, each as often as it was.
+        num_dropped_devices: Number of devices that were dropped, each as often as it was.
     """
 
     state_by_device: dict[str, DeviceState] = field(default_factory=dict)
@@ -292,7 +292,7 @@ class TrackerState:
     num_repeated: int = 0
     num_other_model: int = 0
     num_ahead: int = 0
-    num_forgotten: int = 0
+    num_dropped_devices: int = 0
 
 
 def compute_incident_id(device: str, model: str, first_record: str) -> str:
@@ -348,7 +348,7 @@ class IncidentTracker:
         repeated: Rows that were dropped because they are duplicates.
         other_model: Rows that another model has scored than that of the plan.
         ahead: Rows whose time lay too far after the arrival of their message, and became that time.
-        forgotten_devices: Devices that were forgotten because there are more than `MAX_DEVICES`.
+        dropped_devices: Devices that were dropped because there are more than `MAX_DEVICES`.
         dropped_alerts: Alerts that were dropped because too many records had not closed.
         unlisted_members: Members of fleet incidents beyond the largest number that a fleet incident lists.
         """
@@ -359,7 +359,7 @@ class IncidentTracker:
             "repeated": state.num_repeated,
             "other_model": state.num_other_model,
             "ahead": state.num_ahead,
-            "forgotten_devices": state.num_forgotten,
+            "dropped_devices": state.num_dropped_devices,
             "dropped_alerts": self._order.num_dropped_alerts,
             "unlisted_members": 0 if self._fleets is None else self._fleets.num_unlisted,
         }
@@ -570,12 +570,12 @@ class IncidentTracker:
         return device
 
     def _find_incident(self, name: str) -> TrackedIncident | None:
-        """Return the open or the last incident of a device, None if it has none or is forgotten."""
+        """Return the open or the last incident of a device, None if it has none or is dropped."""
         device = self._state.state_by_device.get(name)
         return None if device is None else device.incident
 
     def _add_device(self, name: str, model: str) -> DeviceState:
-        """Return the state of a device that has sent nothing yet, or is forgotten."""
+        """Return the state of a device that has sent nothing yet, or is dropped."""
         self._make_space()
         device = self._state.state_by_device[name] = DeviceState(model)
         if self._fleets is not None:
@@ -583,7 +583,7 @@ class IncidentTracker:
         return device
 
     def _make_space(self) -> None:
-        """Forget devices that have sent nothing for the longest time, if there are too many for a further one.
+        """Drop devices that have sent nothing for the longest time, if there are too many for a further one.
 
         A device with an open incident is kept, and then counts as if it had sent something now.
         """
@@ -596,11 +596,11 @@ class IncidentTracker:
             if _get_open(device) is not None:
                 devices[name] = device
                 continue
-            self._state.num_forgotten += 1
+            self._state.num_dropped_devices += 1
             if self._adjuster is not None:
-                self._adjuster.forget_device(name)
+                self._adjuster.drop_device(name)
             if self._fleets is not None:
-                self._fleets.forget_device(name)
+                self._fleets.drop_device(name)
 
     def _begin_segment(self, device: DeviceState, plan: BudgetPlan, time: int) -> None:
         """Let the detector of a device start anew if a time is in a new segment, unless an incident is open."""

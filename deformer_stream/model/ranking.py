@@ -45,11 +45,12 @@ class Ranking(nn.Module):
             following attributes are buffers with default values, until training sets them.
         known: (M, F) bool, false where the exemplar has no reading of the feature.
         deviations: (F,), the typical difference of each feature, which is the standard deviation of its positions in
-            training. For labels that are not numbers, it is the probability that two records have different labels.
+            training without extreme values. For labels that are not numbers, it is the probability that two records
+            have different labels.
         typical: (2, 2), statistics of normal records. Row 0 is for the distance to the nearest exemplars, row 1 for the
             centered NLL (negative log-likelihood minus its expectation). Column 0 is the median, column 1 the
-            difference between the 90% quantile and the median. With `has_prior`, (3, 2): row 2 is for −ln p of the
-            record under the Gaussian prior.
+            difference between the 90% quantile and the median, or the standard deviation if they are equal. With
+            `has_prior`, (3, 2): row 2 is for −ln p of the record under the Gaussian prior.
     """
 
     is_text_label: Tensor

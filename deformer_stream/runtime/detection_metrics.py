@@ -32,8 +32,8 @@ class DetectionMetrics(ProcessMetrics):
             "Number of closed records that came too late to be handled in order of time (late), have no time "
             "(untimed), came again (repeated), have a time after the arrival of their message (ahead), or were scored "
             "by a model to which the incident budget does not apply (other_model). Also alerts that were dropped "
-            "because too many records had not closed (dropped_alerts), devices that were forgotten because there are "
-            "too many (forgotten_devices), and members that a fleet incident does not list because it has too many "
+            "because too many records had not closed (dropped_alerts), devices that were dropped because there are "
+            "too many (dropped_devices), and members that a fleet incident does not list because it has too many "
             "(unlisted_members).",
             ["kind"],
         )

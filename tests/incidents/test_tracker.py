@@ -775,32 +775,32 @@ def make_churn(num_rounds: int) -> list[EvidenceBatch]:
     return batches
 
 
-FORGETFUL = TrackerOptions(fleet=FleetRule(2, 600 * SECOND), reorder=0, quiet=20 * SECOND, min_quiet_records=3)
+BOUNDED = TrackerOptions(fleet=FleetRule(2, 600 * SECOND), reorder=0, quiet=20 * SECOND, min_quiet_records=3)
 
 
-def test_devices_that_have_long_been_silent_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_devices_that_have_long_been_silent_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     """Device names that never come again, such as order numbers, must not fill the memory."""
     batches = make_churn(40)
-    unbounded = IncidentTracker(SEGMENTS, FORGETFUL)
+    unbounded = IncidentTracker(SEGMENTS, BOUNDED)
     expected = [unbounded.handle(batch) for batch in batches]
     assert unbounded.num_devices == 401
-    assert unbounded.counts["forgotten_devices"] == 0
+    assert unbounded.counts["dropped_devices"] == 0
     monkeypatch.setattr(tracker_module, "MAX_DEVICES", 45)
-    tracker = IncidentTracker(SEGMENTS, FORGETFUL)
+    tracker = IncidentTracker(SEGMENTS, BOUNDED)
     assert [tracker.handle(batch) for batch in batches] == expected, "active devices and open incidents are kept"
     assert tracker.num_devices == 45
-    assert tracker.counts["forgotten_devices"] == 401 - 45
+    assert tracker.counts["dropped_devices"] == 401 - 45
     assert len(tracker.export_state().state_by_group) < 10 < len(unbounded.export_state().state_by_group)
     assert sum(m.state == "resolved" for messages in expected for m in messages) >= 80
 
 
-def test_the_same_devices_are_forgotten_after_a_restart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_same_devices_are_dropped_after_a_restart(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tracker_module, "MAX_DEVICES", 12)  # so few that incidents are not reopened, or joined
     batches = make_churn(12)
-    whole = IncidentTracker(SEGMENTS, FORGETFUL)
+    whole = IncidentTracker(SEGMENTS, BOUNDED)
     expected = [whole.handle(batch) for batch in batches]
     for place in range(1, 12):
-        first, second = IncidentTracker(SEGMENTS, FORGETFUL), IncidentTracker(SEGMENTS, FORGETFUL)
+        first, second = IncidentTracker(SEGMENTS, BOUNDED), IncidentTracker(SEGMENTS, BOUNDED)
         for batch in batches[:place]:
             first.handle(batch)
         saved = encode_incident_state({ONLY_MODEL: first.export_state()})
@@ -810,7 +810,7 @@ def test_the_same_devices_are_forgotten_after_a_restart(monkeypatch: pytest.Monk
         assert list(second.export_state().state_by_device) == list(whole.export_state().state_by_device)
 
 
-def test_a_device_with_an_open_incident_is_not_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_with_an_open_incident_is_not_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tracker_module, "MAX_DEVICES", 2)
     tracker = IncidentTracker(SEGMENTS)
     for number in range(20):  # more than are looked at in one search

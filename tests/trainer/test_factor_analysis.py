@@ -38,16 +38,29 @@ def normalised_covariance(x: Floats, factors: Factors) -> tuple[Floats, Floats]:
     return np.corrcoef(x.T), covariance / np.outer(deviations, deviations)
 
 
-@pytest.mark.parametrize("missing_share", [0.0, 0.3])
-def test_the_number_of_factors_and_the_correlations_are_found(tmp_path: Path, missing_share: float) -> None:
+@pytest.mark.parametrize(("missing_share", "largest_rank"), [(0.0, 4), (0.3, 8)])
+def test_the_correlations_are_found_with_enough_factors(
+    tmp_path: Path, missing_share: float, largest_rank: int
+) -> None:
     x = draw_plant(600, 1)
     x[np.random.default_rng(2).random(x.shape) < missing_share] = np.nan
     factors = factor_analysis.fit_factors(numbers(tmp_path, x), seed=0)
-    assert factors.loadings.shape[1] == 4 or (missing_share and factors.loadings.shape[1] == 8)
+    assert 4 <= factors.loadings.shape[1] <= largest_rank
     truth, found = normalised_covariance(draw_plant(20_000, 3), factors)
     assert np.abs(found - truth).mean() < 0.05
     again = factor_analysis.fit_factors(numbers(tmp_path, x), seed=0)
     np.testing.assert_array_equal(again.loadings, factors.loadings)
+
+
+def test_a_run_that_is_continued_has_the_same_factors(tmp_path: Path) -> None:
+    """It gets the number of factors from the interrupted run and does not search for it again."""
+    x = draw_plant(300, 1)
+    x[np.random.default_rng(2).random(x.shape) < 0.3] = np.nan
+    data = numbers(tmp_path, x)
+    factors = factor_analysis.fit_factors(data, seed=0)
+    continued = factor_analysis.fit_factors(data, seed=0, rank=factors.loadings.shape[1])
+    np.testing.assert_array_equal(continued.loadings, factors.loadings)
+    np.testing.assert_array_equal(continued.variances, factors.variances)
 
 
 def test_a_feature_without_readings_has_the_variance_of_normalised_readings(tmp_path: Path) -> None:

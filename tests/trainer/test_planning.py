@@ -241,6 +241,20 @@ def test_time_that_each_call_takes_does_not_count_for_each_record(slowness: floa
     assert seconds < 2 * slowness * 0.0001
 
 
+@pytest.mark.parametrize("disturbed", [1, 2])
+def test_one_disturbed_step_does_not_make_all_batches_look_equal(disturbed: int) -> None:
+    """Another process takes the processor during one of the steps with a single record."""
+    undisturbed, sizes = _simulate_steps(0.015, 0.00055)
+
+    def measure_step(num_records: int) -> float:
+        is_disturbed = num_records == 1 and sizes.count(1) == disturbed
+        return undisturbed(num_records) + 0.3 * is_disturbed
+
+    cost = measure_step_cost(measure_step, 256, remaining_seconds=50.0)
+    assert cost.per_record == pytest.approx(0.00055)
+    assert cost.fixed == pytest.approx(0.015)
+
+
 def test_expensive_steps_are_measured_with_one_record() -> None:
     measure_step, sizes = _simulate_steps(0.0, 3.0)
     assert measure_step_cost(measure_step, 256, 50.0).estimate_seconds(10) == pytest.approx(30.6)
