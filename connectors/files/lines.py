@@ -52,17 +52,18 @@ class LineSplitter:
         if complete_lines:
             complete_lines[0] = self._unfinished_line + complete_lines[0]
             self._unfinished_line = b""
-        self._unfinished_line = (self._unfinished_line + beginning)[: self._max_line_bytes + 1]
-        return self._drop_mark([line[: self._max_line_bytes + 1] for line in complete_lines])
+        # The mark is removed before the first line is cut.
+        self._unfinished_line = (self._unfinished_line + beginning)[: len(codecs.BOM_UTF8) + self._max_line_bytes + 1]
+        return self._cut(complete_lines)
 
     def finish(self) -> list[bytes]:
         """Return the last line, as a list of one element, if the input did not end with a line end; otherwise []."""
         last_line, self._unfinished_line = self._unfinished_line, b""
-        return self._drop_mark([last_line] if last_line else [])
+        return self._cut([last_line] if last_line else [])
 
-    def _drop_mark(self, lines: list[bytes]) -> list[bytes]:
-        """Return lines without a byte order mark before the first line of the input."""
+    def _cut(self, lines: list[bytes]) -> list[bytes]:
+        """Return at most `max_line_bytes + 1` bytes of each line, without a mark before the first line of the input."""
         if self._is_first_line and lines:
             self._is_first_line = False
             lines[0] = lines[0].removeprefix(codecs.BOM_UTF8)
-        return lines
+        return [line[: self._max_line_bytes + 1] for line in lines]

@@ -246,7 +246,7 @@ class OpcuaSource:
             results = await subscription.subscribe_data_change(
                 nodes, queuesize=SAMPLES_PER_REPORT, sampling_interval=Duration(1000.0 * options.sampling_interval)
             )
-            self._report_refused(nodes, results)
+            self._report_refused(nodes, results, is_first=not first.is_set())
             self._num_connections += 1
             self._is_connected = True
             log.get_logger("opcua").info("connected", server=options.url, variables=len(nodes))
@@ -260,15 +260,17 @@ class OpcuaSource:
             with contextlib.suppress(Exception):
                 await asyncio.wait_for(client.disconnect(), CONNECT_SECONDS)
 
-    def _report_refused(self, nodes: Sequence[Node], results: Sequence[Any]) -> None:
+    def _report_refused(self, nodes: Sequence[Node], results: Sequence[Any], is_first: bool) -> None:
         """Log the variables that the server does not report, such as those that this user may not read.
 
         Args:
             nodes: The variables.
             results: For each of them, the id of its subscription, or the status with which it was refused.
+            is_first: Whether this is the first connection.
 
         Raises:
-            ConfigError: The server reports none of the variables.
+            ConfigError: The server reports none of the variables at the first connection.
+            ConnectionError: It reports none of them at a later one, for example because a controller starts.
         """
         paths = [self._path_by_id[node.nodeid.to_string()] for node in nodes]
         refused = [(path, result) for path, result in zip(paths, results, strict=True) if not isinstance(result, int)]
@@ -276,6 +278,8 @@ class OpcuaSource:
             return
         status = refused[0][1].name
         if len(refused) == len(nodes):
+            if not is_first:
+                raise ConnectionError(status)
             raise ConfigError(
                 f"the OPC UA server at {self._options.url} reports none of the {len(nodes)} variables ({status}): "
                 "check --nodes and the permissions of this user"

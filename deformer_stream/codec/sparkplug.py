@@ -39,8 +39,11 @@ PREFIX = f"{NAMESPACE}/"
 REBIRTH_SECONDS = 10.0
 """Shortest time between two requests for a new birth of one edge node."""
 
-REFUSED_BIRTH_SECONDS = 600.0
-"""Shortest time between two requests if the birth is rejected, because it would probably be rejected again."""
+USELESS_BIRTH_SECONDS = 600.0
+"""Shortest time until the next request if a birth has not helped, because the next one would probably not help either.
+
+Such a birth is too large, or does not declare the alias because of which it was requested.
+"""
 
 REBIRTH_METRIC, BIRTH_SEQUENCE_METRIC = "Node Control/Rebirth", "bdSeq"
 CONTROL_PREFIXES = ("Node Control/", "Device Control/")
@@ -132,6 +135,8 @@ class EdgeNode:
         declaration_by_alias: What an alias stands for.
         type_by_name: Type of each metric by device and name.
         next_request: When a new birth may be requested at the earliest, microseconds since 1970.
+        next_alias_request: The same for requests because of an alias that no birth has declared.
+        lacks_alias: Whether a birth was requested because of such an alias, and none has arrived since.
     """
 
     sequence: int | None = None
@@ -140,6 +145,14 @@ class EdgeNode:
     declaration_by_alias: dict[int, Declaration] = field(default_factory=dict)
     type_by_name: dict[tuple[str, str], int] = field(default_factory=dict)
     next_request: int = -(2**62)
+    next_alias_request: int = -(2**62)
+    lacks_alias: bool = False
+
+    def note_birth(self, time: int) -> None:
+        """Note that a birth has arrived; the next one because of an alias may only be requested much later."""
+        if self.lacks_alias:
+            self.lacks_alias = False
+            self.next_alias_request = time + round(USELESS_BIRTH_SECONDS * 1e6)
 
     def drop_device(self, device: str) -> None:
         """Remove what was declared about a device ("" for the edge node itself)."""
@@ -205,6 +218,7 @@ class SparkplugTranslator:
     def translate(self, message: BridgeMessage, translation: Translation) -> None:
         """Add what follows from a message to a translation: events, rejections, requests and states."""
         reject = make_rejecter(message, translation)
+        address: tuple[str, str, str] | None = None
         try:
             address = self._read_topic(message.topic)
             if address is None:
@@ -219,15 +233,24 @@ class SparkplugTranslator:
                     )
                 node = self._node_by_id[node_id] = EdgeNode()
             is_birth = kind.endswith("BIRTH")
+            if is_birth:
+                node.note_birth(message.time)
             try:
                 payload = self._parse(message.payload, MAX_METRICS_OF_NODE if is_birth else MAX_READINGS)
-                self.num_by_kind[kind] += 1
-                self._handle(_Received(kind, node_id, device, payload, message, translation, reject), node)
             except RejectionError:
-                if is_birth:
-                    self._node_by_id[node_id].next_request = message.time + round(REFUSED_BIRTH_SECONDS * 1e6)
+                is_counted = kind not in ("NBIRTH", "NDEATH") and not message.is_repeated
+                if is_counted and node.sequence is not None:
+                    # The message has a sequence number, too. What it says about its device does not concern the others.
+                    node.sequence = (node.sequence + 1) % NUM_SEQUENCES
+                    translation.states[node_id + SEQUENCE_SUFFIX] = b"%d" % node.sequence
                 raise
+            self.num_by_kind[kind] += 1
+            self._handle(_Received(kind, node_id, device, payload, message, translation, reject), node)
         except RejectionError as error:
+            if address is not None and address[0] == "NBIRTH" and error.reason is RejectionReason.TOO_LARGE:
+                born = self._node_by_id.get(address[1])
+                if born is not None:
+                    born.next_request = message.time + round(USELESS_BIRTH_SECONDS * 1e6)
             reject(error.reason, error.detail)
 
     def _read_topic(self, topic: str) -> tuple[str, str, str] | None:
@@ -279,9 +302,9 @@ class SparkplugTranslator:
             return
         sequence = payload.seq % NUM_SEQUENCES if payload.HasField("seq") else None
         if kind == "NBIRTH":
-            next_request = node.next_request
+            earlier = node
             node = self._node_by_id[node_id] = EdgeNode(sequence or 0, _find_birth_sequence(payload), True)
-            node.next_request = next_request
+            node.next_request, node.next_alias_request = earlier.next_request, earlier.next_alias_request
         else:
             is_known_repetition = (
                 message.is_repeated
@@ -340,6 +363,14 @@ class SparkplugTranslator:
             topic = f"{NAMESPACE}/{group}/NCMD/{edge_node}"
             translation.requests.append((topic, encode_rebirth_request(message.time)))
 
+    def _request_alias(self, received: _Received, node: EdgeNode) -> None:
+        """Request a new birth because of an alias that is not known, unless the last such birth did not declare it."""
+        if node.sequence is None:  # a message is missing, so that no alias is certain
+            self._request_birth(received, node)
+        elif received.message.time >= node.next_alias_request:
+            node.lacks_alias = True
+            self._request_birth(received, node)
+
     def _declare(self, node: EdgeNode, device: str, payload: Any) -> None:
         """Store the names, types and aliases of a birth."""
         for metric in payload.metrics:
@@ -381,7 +412,7 @@ class SparkplugTranslator:
                 events[index_by_time[time]][1][name] = value
             except RejectionError as error:
                 if error.reason is RejectionReason.UNKNOWN_ALIAS:
-                    self._request_birth(received, node)
+                    self._request_alias(received, node)
                 reject(error.reason, error.detail)
         for time, values in events:
             add_event(translation, full_device, values, time, reject, self._max_event_bytes)

@@ -214,12 +214,17 @@ def drop_impossible_times(times: NDArray[np.int64]) -> NDArray[np.int64]:
     return np.where(is_possible, times, NO_TIME)
 
 
+MIN_BROKER_TIME = 946_684_800_000_000
+"""The earliest timestamp of a message with which the times of events are compared: 2000-01-01, before Kafka existed."""
+
+
 @dataclass(frozen=True, slots=True)
 class FutureTimeLimit:
     """The rule that rejects events whose own time lies too far in the future.
 
-    An event's time is compared with the broker's timestamp of its message, or with the wall clock if there is no such
-    timestamp. The timestamp is preferred, because it is still the same if the message is read again after a restart.
+    An event's time is compared with the broker's timestamp of its message, or with the wall clock if there is no usable
+    timestamp. The timestamp is preferred, because it is still the same if the message is read again after a restart. A
+    timestamp before `MIN_BROKER_TIME` is not usable: the producer has set 0, or seconds in place of milliseconds.
 
     Attributes:
         max_micros: Maximum distance into the future in microseconds, at least 0.
@@ -230,7 +235,7 @@ class FutureTimeLimit:
     def reference_times(self, broker_times: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return for each message the time with which the times stated in it are compared.
 
-        It is the broker's timestamp of the message, or the wall clock if there is none.
+        It is the broker's timestamp of the message, or the wall clock if there is no usable one.
 
         Args:
             broker_times: (N,) broker timestamp of each of N messages in microseconds since 1970, or `NO_TIME`.
@@ -238,17 +243,17 @@ class FutureTimeLimit:
         Returns:
             (N,) microseconds since 1970.
         """
-        return np.where(broker_times == NO_TIME, clock.time_ns() // 1000, broker_times)
+        return np.where(broker_times < MIN_BROKER_TIME, clock.time_ns() // 1000, broker_times)
 
     def check(self, time: int, broker_time: int) -> None:
         """Raise `RejectionError` if an event's own time lies too far in the future.
 
         Args:
             time: The event's own time, microseconds since 1970.
-            broker_time: The broker's timestamp of the message, microseconds since 1970. `NO_TIME` selects the wall
-                clock.
+            broker_time: The broker's timestamp of the message, microseconds since 1970. `NO_TIME`, and a timestamp
+                before `MIN_BROKER_TIME`, select the wall clock.
         """
-        reference = clock.time_ns() // 1000 if broker_time == NO_TIME else broker_time
+        reference = clock.time_ns() // 1000 if broker_time < MIN_BROKER_TIME else broker_time
         if time - reference > self.max_micros:
             raise RejectionError(
                 RejectionReason.FUTURE,

@@ -538,8 +538,10 @@ class Page:
 
     def _warn_of_proxy(self, request: Request, client: str) -> None:
         """Log once that wrong passwords of all people behind a proxy count as those of one client."""
-        is_known = bool(self.options.trusted_proxies) or "x-forwarded-for" not in request.headers
-        if not is_known and not self._has_warned_of_proxy:
+        forwarded = request.headers.get("x-forwarded-for")
+        # If the proxy is trusted, the client is one of the addresses that it names.
+        is_trusted = forwarded is None or (bool(self.options.trusted_proxies) and client in forwarded)
+        if not is_trusted and not self._has_warned_of_proxy:
             self._has_warned_of_proxy = True
             LOGGER.warning(
                 "proxy_not_trusted",

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import socket
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import uvicorn
@@ -49,6 +51,17 @@ def bind(host: str, port: int) -> socket.socket:
     return listener
 
 
+def list_addresses(proxies: Sequence[str]) -> list[str]:
+    """Return IP addresses and networks, and the form that IPv4 ones have on a socket for IPv6, such as ::ffff:10.0.0.1.
+
+    Args:
+        proxies: Addresses such as "10.0.0.1", and networks such as "10.0.0.0/8".
+    """
+    networks = [ipaddress.ip_network(text) for text in proxies]
+    mapped = [f"::ffff:{net.network_address}/{96 + net.prefixlen}" for net in networks if net.version == 4]
+    return [*proxies, *mapped]
+
+
 class PageProtocol(H11Protocol):
     """A connection that is closed if no request arrives for a while.
 
@@ -90,7 +103,7 @@ class PageServer:
     _thread: threading.Thread = field(init=False)
 
     def __post_init__(self) -> None:
-        proxies = list(self.page.options.trusted_proxies)
+        proxies = list_addresses(self.page.options.trusted_proxies)
         config = uvicorn.Config(
             make_app(self.page),
             log_config=None,

@@ -333,7 +333,9 @@ def test_event_without_own_time_is_never_ahead() -> None:
     assert AHEAD.decode(data)[1] == []
 
 
-@pytest.mark.parametrize("stamp", [NO_TIME, 2**62])
+@pytest.mark.parametrize(
+    "stamp", [NO_TIME, 2**62, 0, 1_764_270_000_000]
+)  # the last two: 0, and seconds as milliseconds
 def test_wall_clock_is_used_without_broker_time(stamp: int) -> None:
     now = time.time()
     data = make_messages(*(GOOD + b',"time":%f}' % (now + s) for s in (-1e9, 0.0, 3600.0)))

@@ -120,6 +120,34 @@ def test_a_birth_that_is_refused_is_not_requested_again_at_once() -> None:
     assert len(translate(translator, node.data({"tag-1": 1.0}), time=NOW + 601_000_000).requests) == 1
 
 
+@pytest.mark.parametrize("payload", [b"\xff\xff", b"x" * 3000])
+def test_a_birth_of_a_device_that_is_rejected_does_not_concern_the_other_devices(payload: bytes) -> None:
+    node, translator = SimulatedNode(), SparkplugTranslator(max_bytes=2000)
+    translate(translator, node.birth({"x": 0.0}), node.birth({"y": 0.0}, device="pump-1"))
+    topic, _ = node.birth({"z": 0.0}, device="pump-2")
+    found = translate(translator, (topic, payload), node.data({"x": 1.0}), node.data({"y": 2.0}, device="pump-1"))
+    assert ([event["value"] for event in read(found)], len(found.rejections), found.requests) == ([1.0, 2.0], 1, [])
+    found = translate(translator, node.data({"z": 3.0}, device="pump-2"))
+    assert (list_reasons(found), len(found.requests)) == (["unknown_alias"], 1)
+    node.data({"x": 4.0})  # lost
+    assert len(translate(translator, node.data({"x": 5.0}), time=NOW + 11_000_000).requests) == 1
+
+
+def test_a_birth_that_does_not_declare_the_alias_is_not_requested_again_at_once() -> None:
+    """Each birth repeats all metrics of the node, so an alias that is never declared must not request many."""
+    node, translator = SimulatedNode(), SparkplugTranslator()
+    translate(translator, node.birth({"x": 0.0}))
+    num_requests = 0
+    for second in range(1, 1200):
+        node.alias_by_name["y"] = 2
+        found = translate(translator, node.data({"y": 1.0}), time=NOW + 1_000_000 * second)
+        assert list_reasons(found) == ["unknown_alias"]
+        if found.requests:
+            num_requests += 1
+            translate(translator, node.birth({"x": 0.0}), time=NOW + 1_000_000 * second)
+    assert num_requests == 2
+
+
 def test_values_of_one_metric_in_a_payload_stay_in_order() -> None:
     node, translator = SimulatedNode(), SparkplugTranslator()
     translate(translator, node.birth({"x": 0.0, "y": 0.0}))

@@ -197,6 +197,11 @@ def test_a_byte_order_mark_before_the_first_line_is_left_out(tmp_path: Path) -> 
     splitter = LineSplitter(10)
     found = [line for byte in codecs.BOM_UTF8 + b"a\n" + codecs.BOM_UTF8 for line in splitter.feed(bytes([byte]))]
     assert (found, splitter.finish()) == ([b"a"], [codecs.BOM_UTF8])
+    for end in (b"", b"\n"):
+        splitter = LineSplitter(5)
+        assert splitter.feed(codecs.BOM_UTF8 + b"abcdefgh" + end) + splitter.finish() == [b"abcdef"], (
+            "one byte too many"
+        )
 
 
 def test_polls_are_bounded_and_the_source_ends(tmp_path: Path) -> None:

@@ -182,7 +182,7 @@ def test_the_session_of_a_bridge_stays_that_of_its_pod() -> None:
     """A Deployment would start the next pod before the last one has ended, and both would have the same session."""
     objects = load_objects(*MINIMAL, *BRIDGE)
     assert find_object(objects, "StatefulSet", "-bridge")["spec"]["replicas"] == 1
-    assert "--client-id=$(POD_NAME)" in get_pods(objects)["bridge"]["containers"][0]["args"]
+    assert "--client-id=plant-$(POD_NAME)" in get_pods(objects)["bridge"]["containers"][0]["args"]
     opcua = load_objects(*MINIMAL, "--set", "bridge.enabled=true,bridge.source=opc.tcp://plc.plant.example:4840")
     assert not any("--client-id" in word for word in get_pods(opcua)["bridge"]["containers"][0]["args"])
 

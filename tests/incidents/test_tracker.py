@@ -327,7 +327,7 @@ def test_a_clock_that_leaps_ahead_holds_no_incident_and_no_silence(leaping: str)
     assert resolved.resolved is not None
     assert resolved.resolved < START + 200 * SECOND
     assert tracker.counts["late"] == 0
-    # The alert of the record counts at the arrival, too.
+    # The time by which silence is measured goes on, too.
     tracker.handle(replace(make_batch(make_rows("valve", range(200, 210), 0.001)), arrived=START + 210 * SECOND))
     rows = [("pump", second, 0.5) for second in range(210, 3 * 86_400, 3600)]
     messages = [message for row in rows for message in tracker.handle(make_batch([row]))]

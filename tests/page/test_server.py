@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import socket
 from collections.abc import Iterator
 
@@ -10,7 +11,7 @@ import pytest
 from deformer_stream import log
 from deformer_stream.page import app, server
 from deformer_stream.page.security import MAX_FAILURES, Credentials
-from deformer_stream.page.server import PageServer, bind
+from deformer_stream.page.server import PageServer, bind, list_addresses
 from tests.incidents.examples import make_incident
 from tests.page.pages import make_site
 
@@ -120,4 +121,11 @@ def test_wrong_passwords_count_for_the_client_that_a_trusted_proxy_names(
     finally:
         running.stop()
         listener.close()
-    assert capsys.readouterr().err.count("proxy_not_trusted") == (not proxies)
+    assert capsys.readouterr().err.count("proxy_not_trusted") == (others == b"429")
+
+
+def test_proxies_are_recognised_on_a_socket_for_both_protocols() -> None:
+    networks = [ipaddress.ip_network(text) for text in list_addresses(("10.0.0.1", "192.168.0.0/16", "fd00::/8"))]
+    for address, is_trusted in (("10.0.0.1", True), ("10.0.0.2", False), ("192.168.7.1", True)):
+        for text in (address, f"::ffff:{address}"):
+            assert any(ipaddress.ip_address(text) in network for network in networks) == is_trusted, text
