@@ -261,7 +261,7 @@ def _print_result(
     for sentence in recalibration.describe_groups():
         click.echo(sentence)
     ties = ", with readings of the same event time scored together" if statistics.tie_policy == "hold" else ""
-    rejected = f" ({format_count(num_rejected, 'reading')} rejected)" if num_rejected else ""
+    rejected = f" ({format_count(num_rejected, 'reading')} refused)" if num_rejected else ""
     click.echo(
         f"calibrated on {recalibration.num_records} records in {statistics.arrival_order} order{ties}{rejected}; "
         f"{outcome}",

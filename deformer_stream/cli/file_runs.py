@@ -182,7 +182,7 @@ def summarize_totals(totals: Totals, alphas: Sequence[float], is_interrupted: bo
     """
     reasons = ", ".join(f"{count} {reason}" for reason, count in totals.rejected.most_common())
     return (
-        f"{totals.events} events accepted, {totals.rejected.total()} rejected{f' ({reasons})' if reasons else ''}, "
+        f"{totals.events} events accepted, {totals.rejected.total()} refused{f' ({reasons})' if reasons else ''}, "
         f"{totals.closed} records, {totals.alerts} alerts at alpha {factory.format_alphas(alphas)}"
         + (f", {totals.combined} readings combined with others of their time slot" if totals.combined else "")
         + (", interrupted" if is_interrupted else "")

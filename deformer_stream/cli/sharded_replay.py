@@ -100,7 +100,7 @@ def _describe_summary(summary: dict[str, Any], rate: float | None) -> str:
     reasons = ", ".join(f"{count} {reason}" for reason, count in rejected.most_common())
     warnings = [(entry["shard"], entry["warning"]) for entry in summary["warnings"]]
     return (
-        f"{summary['readings']} events accepted, {rejected.total()} rejected{f' ({reasons})' if reasons else ''}, "
+        f"{summary['readings']} events accepted, {rejected.total()} refused{f' ({reasons})' if reasons else ''}, "
         f"{summary['records']} records, {summary['alerts']} alerts at alpha {factory.format_alphas(summary['alpha'])} "
         f"in {summary['shards']} shards"
         + (f", {summary['combined']} readings combined with others of their time slot" if summary["combined"] else "")

@@ -87,7 +87,7 @@ def compare(
         rows = [row for shard in found for row in read_file(shards / "shards" / shard / name)]
         assert sorted(rows) == read_file(whole / name), name
     summary: dict[str, Any] = json.loads((shards / "summary.json").read_text())
-    words = f"{summary['readings']} events accepted, {sum(summary['rejected'].values())} rejected"
+    words = f"{summary['readings']} events accepted, {sum(summary['rejected'].values())} refused"
     assert words in result.lines[-1]
     assert f"{summary['records']} records, {summary['alerts']} alerts" in result.lines[-1]
     assert summary["shards"] == len(found)

@@ -70,7 +70,7 @@ def test_replay_writes_scores_records_alerts_and_rejected_events(
     ]
     assert Counter(r["reason"] for r in rejected) == {"not_json": 1, "unknown_feature": 1, "late": 1}
     assert result.lines == [
-        f"{len(events)} events accepted, 3 rejected (1 not_json, 1 unknown_feature, 1 late), "
+        f"{len(events)} events accepted, 3 refused (1 not_json, 1 unknown_feature, 1 late), "
         f"{len(records)} records, {len(alerts)} alerts at alpha 0.3"
     ]
     assert sorted(p.name for p in tmp_path.iterdir()) == sorted([lines.name, *out])
@@ -210,7 +210,7 @@ def test_replay_reads_standard_input(model_dir: Path, lines: Path) -> None:
     with lines.open() as file:
         result = subprocess.run(arguments, stdin=file, capture_output=True, text=True, timeout=120, check=False)
     assert result.returncode == 0
-    assert f"{len(lines.read_text().splitlines())} events accepted, 0 rejected" in result.stderr
+    assert f"{len(lines.read_text().splitlines())} events accepted, 0 refused" in result.stderr
 
 
 # consume

@@ -131,7 +131,7 @@ def test_options_of_csv_files_are_used(cli: RunCommand, model_dir: Path, tmp_pat
     )
     assert ended.code == 0, ended.err
     assert "delimiter '|', decimal comma, encoding latin-1, header in line 1" in ended.err
-    assert "4 events accepted, 0 rejected" in ended.lines[-1]
+    assert "4 events accepted, 0 refused" in ended.lines[-1]
     ended = cli("replay", tmp_path / "t.csv", "--model", model_dir, "--no-header")
     assert_command_failed(ended, 3, "no column is a feature", "column_1")
     for option, value in (("delimiter", "ab"), ("encoding", "no-such"), ("timezone", "Mars/Base")):
@@ -202,7 +202,7 @@ def test_malformed_rows_end_no_command(cli: RunCommand, model_dir: Path, tmp_pat
     rejected = tmp_path / "rejected.jsonl"
     ended = cli("replay", path, "--model", model_dir, "--rejected", rejected)
     assert ended.code == 0, ended.err
-    assert "120 events accepted, 2 rejected (2 malformed_row), 60 records" in ended.lines[-1]
+    assert "120 events accepted, 2 refused (2 malformed_row), 60 records" in ended.lines[-1]
     letters = [orjson.loads(line) for line in rejected.read_bytes().splitlines()]
     assert [(letter["reason"], letter["payload"], letter["source"]["offset"]) for letter in letters] == [
         ("malformed_row", "x,1", 10),

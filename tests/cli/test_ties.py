@@ -300,7 +300,7 @@ def test_tie_wait_of_a_model_of_irregular_readings_is_reported(options: dict[str
         fault_classifier=None,
     )
     with capture_logs() as lines:
-        make_engine(cast(Artifact, loaded), settings, [0.05], 60.0)
+        make_engine(cast(Artifact, loaded), settings, alphas=[0.05], record_timeout=60.0)
     assert [line["option"] for line in lines if line["event"] == "option_without_effect"] == [
         "--tie-wait" for _ in options
     ]

@@ -28,7 +28,7 @@ from deformer_stream.runtime.alert_rate import AlertLimiter, TokenBucket, take_t
 from deformer_stream.runtime.metrics import Metrics
 from deformer_stream.runtime.pipeline import Pipeline
 from deformer_stream.testing import ManualClock, MemorySink, MemorySource
-from tests.runtime import test_recovery
+from tests.runtime import group_members
 from tests.runtime.group_members import PARTITIONS, GroupMember, make_cluster, run_member
 from tests.runtime.pipelines import ALPHA, make_engine, make_record_messages
 
@@ -267,7 +267,7 @@ def test_restarts_neither_lose_nor_double_an_alert_of_a_storm(
     def make_limited_pipeline(*args: Any, **options: Any) -> Pipeline:
         return Pipeline(*args, **options, max_alert_rate=0.2)
 
-    monkeypatch.setattr(test_recovery, "Pipeline", make_limited_pipeline)
+    monkeypatch.setattr(group_members, "Pipeline", make_limited_pipeline)
     interrupted = make_cluster(loaded, 1, records=25)
     num_runs = 0
     while not interrupted.done:
