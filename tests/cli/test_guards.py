@@ -32,7 +32,7 @@ def test_replay_says_that_too_many_records_alert(cli: RunCommand, model_dir: Pat
     result = cli("replay", events, "--model", model_dir, "--alpha", "0.05")
     assert result.code == 0
     last = result.lines[-1]
-    assert "0 rejected, 130 records, " in last
+    assert "0 refused, 130 records, " in last
     share = int(last.split(" alerts at alpha 0.05; ")[1].split("% of records alerted, 5% is allowed")[0])
     assert 70 <= share <= 85
     assert "% of records alerted, 5% is allowed; `vibration` is blamed first: is this column a counter?" in last

@@ -73,7 +73,7 @@ def test_replay_and_produce_read_all_forms_alike(
         path = tmp_path / f"{form}.parquet"
         ended = cli("replay", *words, "--model", model_dir, "--output", path)
         assert ended.code == 0, ended.err
-        assert ", 0 rejected" in ended.lines[-1]
+        assert ", 0 refused" in ended.lines[-1]
         scores[form] = pq.read_table(path)
         ended = cli("produce", *words, "--model", model_dir, "--output", tmp_path / "events.jsonl")
         assert ended.code == 0, ended.err
