@@ -175,7 +175,7 @@ def test_models_replace_the_model_of_the_file(clean_environment: pytest.MonkeyPa
         ({"topic": "sensors"}, 3_600_000_000),
         ({"source": "kafka://localhost:9092/sensors"}, 3_600_000_000),
         ({"source": "mqtt://localhost/plant/#", "state_dir": "state"}, 3_600_000_000),
-        ({"source": "events.jsonl"}, None),  # it may be simulated, and nobody waits for it
+        ({"source": "events.jsonl"}, None),  # its times may be simulated
         ({"source": "-"}, None),
         ({"source": "-", "max_ahead": "90s"}, 90_000_000),
         ({"topic": "sensors", "max_ahead": "off"}, None),

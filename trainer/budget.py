@@ -360,7 +360,7 @@ class StepCost:
     per_record: float
 
     def estimate_seconds(self, num_records: float) -> float:
-        """Return the seconds of a step with so many records."""
+        """Return the seconds of a step with the given number of records."""
         return self.fixed + self.per_record * num_records
 
     def count_affordable(self, seconds: float) -> float:

@@ -87,7 +87,7 @@ def plan_calibration(num_records: int, num_features: int) -> tuple[Ints, int]:
 
 
 def _count_nodes(num_readings: int) -> int:
-    """Return how many readings, in all orders, go through the network for a subset of so many readings."""
+    """Return the number of readings that the network processes for a subset: those of all orders of its order tree."""
     return len(build_order_tree(0, num_readings).reading_index)
 
 

@@ -24,7 +24,7 @@ from deformer_stream.model_store import MAX_NAME_CHARS
 from trainer.data import DataOptions, create_data_options, encode_table, open_training_tables
 from trainer.fault_training import train_classifier
 from trainer.settings import TrainConfig
-from trainer.tables import TableSource, index_records, normalize_number_text, read_record_labels
+from trainer.tables import TableSource, index_records, normalize_label, read_record_labels
 
 MIN_RECORDS = 2
 """Smallest number of labelled records of a fault: one to learn from, and one to test what was learnt."""
@@ -217,8 +217,8 @@ def read_labelled_records(
     index_records(tables)
     matrix, arrival_ranks = encode_table(tables, schema, folder, options.ties)
     label_indexes, labels, has_several = read_record_labels(tables, label)
-    normal = None if options.normal is None else normalize_number_text(options.normal.strip())
-    is_name = np.array([bool(text) and normalize_number_text(text) != normal for text in labels] + [False])
+    normal = None if options.normal is None else normalize_label(options.normal)
+    is_name = np.array([bool(text) and normalize_label(text) != normal for text in labels] + [False])
     is_labelled = is_name[label_indexes]
     has_readings = ~np.isnan(matrix).all(1)
     is_used = is_labelled & ~has_several & has_readings

@@ -521,12 +521,17 @@ def match_normal_label(values: pa.Array, normal_label: str) -> NDArray[np.bool_]
     Returns:
         (N,) bool, False for null.
     """
-    spelling = normalize_number_text(normal_label.strip())
+    spelling = normalize_label(normal_label)
     label_indexes, labels = encode_labels(values)
     # The index of a null is −1, which selects the last element.
-    is_normal_label = np.array([normalize_number_text(label.strip()) == spelling for label in labels] + [False])
+    is_normal_label = np.array([normalize_label(label) == spelling for label in labels] + [False])
     is_normal: NDArray[np.bool_] = is_normal_label[label_indexes]
     return is_normal
+
+
+def normalize_label(text: str) -> str:
+    """Return a label of a record as labels are compared: without white space around it, and numbers in one spelling."""
+    return normalize_number_text(text.strip())
 
 
 def normalize_number_text(text: str) -> str:

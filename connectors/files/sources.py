@@ -942,7 +942,6 @@ def make_record_prefixes(files: Sequence[DataFile]) -> dict[DataFile, str | None
         For each file, its name without the ending. If two names are equal, the paths below the folder that all files
         share, without endings. If two of these are equal, the same paths with their endings. A single file has None,
         so that a record's id is only its row number.
-
     """
     if len(files) == 1:
         return {files[0]: None}

@@ -147,7 +147,7 @@ class OpcuaSource:
     def _make_message(self, path: str, data: Any) -> BridgeMessage | None:
         """Return the message of a change, with the time that the device or the server states; None for a bad value.
 
-        A number that is not finite is the whole payload, so that the translator refuses it by this reason.
+        A number that is not finite is the whole payload, so that the translator rejects it for this reason.
 
         Args:
             path: The topic.

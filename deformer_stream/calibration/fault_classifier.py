@@ -232,14 +232,19 @@ class FaultClassifier:
             inputs: (N, D) the inputs of the records.
             num_readings: (N,) the number of readings of each record.
         """
+        return self.classify(inputs, num_readings)[0]
+
+    def classify(self, inputs: Floats, num_readings: Ints) -> tuple[list[FaultName], Floats]:
+        """Return what `name_faults` returns, and the rounded probabilities of the C faults, (N, C)."""
         probabilities = self.compute_probabilities(inputs).round(PROBABILITY_DECIMALS)
         p_values = self.compute_p_values(inputs, num_readings).round(PROBABILITY_DECIMALS)
         in_sets = p_values > round(1 - self.level, PROBABILITY_DECIMALS)
         can_exclude = np.array(list(self.num_records_by_fault.values())) >= self.min_records
-        return [
+        names = [
             self._make_name(probability, in_set, can_exclude)
             for probability, in_set in zip(probabilities, in_sets, strict=True)
         ]
+        return names, probabilities
 
     def _make_name(self, probabilities: Floats, in_set: Bools, can_exclude: Bools) -> FaultName:
         """Return the name of one record's fault.

@@ -215,7 +215,7 @@ def _to_json_type(value: Any) -> float | str | list[Any]:
     """Return a value that JSON does not have as the number or text with the same meaning.
 
     Points in time become seconds since 1970; one without a time zone is in UTC. Times of day and dates become text.
-    Other values, such as bytes, become an empty list. The decoder of JSON messages refuses a reading with such a value,
+    Other values, such as bytes, become an empty list. The decoder of JSON messages rejects a reading with such a value,
     and ignores it in other fields.
     """
     match value:

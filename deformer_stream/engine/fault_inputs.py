@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from deformer_stream.calibration.fault_classifier import PROBABILITY_DECIMALS, FaultClassifier, FaultName
+from deformer_stream.calibration.fault_classifier import FaultClassifier, FaultName
 from deformer_stream.engine.conditionals import compute_conditionals
 from deformer_stream.engine.order_trees import build_order_tree
 from deformer_stream.engine.single_readings import check_single_readings
@@ -122,7 +122,7 @@ def classify_records(
         part = slice(start, start + RECORDS_AT_ONCE)
         num_readings = (~np.isnan(values[part])).sum(1)
         inputs = compute_fault_inputs(model, kernels, values[part])
-        found = classifier.name_faults(inputs, num_readings)
+        found, found_probabilities = classifier.classify(inputs, num_readings)
         names += [name if count else None for name, count in zip(found, num_readings.tolist(), strict=True)]
-        probabilities[part][num_readings > 0] = classifier.compute_probabilities(inputs)[num_readings > 0]
-    return names, probabilities.round(PROBABILITY_DECIMALS)
+        probabilities[part][num_readings > 0] = found_probabilities[num_readings > 0]
+    return names, probabilities

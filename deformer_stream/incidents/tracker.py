@@ -91,8 +91,8 @@ MAX_DEVICES = 200_000
 """Largest number of devices whose state is kept, but for devices with an open incident. Beyond it, the device that has
 sent nothing for the longest time is dropped. `consume` has the same limit for windows of devices."""
 
-_MAX_LOOKS = 16
-"""Largest number of devices that are looked at, when a device is added, to find those that can be dropped."""
+_MAX_CANDIDATES = 16
+"""Largest number of devices that are examined, when a device is added, to find those that can be dropped."""
 
 NUM_SILENT_STEPS = 4
 """Smallest number of steps of time in which `TrackerOptions.silent_after` can pass."""
@@ -588,7 +588,7 @@ class IncidentTracker:
         A device with an open incident is kept, and then counts as if it had sent something now.
         """
         devices = self._state.state_by_device
-        for _ in range(_MAX_LOOKS):
+        for _ in range(_MAX_CANDIDATES):
             if len(devices) < MAX_DEVICES:
                 return
             name = next(iter(devices))
