@@ -23,6 +23,8 @@ from connectors.kafka.ports import KafkaCluster
 from tests.conftest import find_free_port, get_client_library
 
 TIMEOUT_SECONDS = 120.0
+MAX_LOG_CHARACTERS = 5_000
+"""How much of the log of a process is shown when a test has waited for it in vain."""
 PROGRAMS = {"deformer-stream": "deformer_stream.cli.main", "deformer-train": "trainer.cli"}
 
 
@@ -186,7 +188,11 @@ class RunningConsumer:
             assert self.process.poll() is None, f"ended with {self.process.returncode}: {self.read_log()}"
             return condition()
 
-        wait_until(check, description, patience, pause)
+        try:
+            wait_until(check, description, patience, pause)
+        except AssertionError as error:
+            error.add_note(f"the last lines of the log of the process:\n{self.read_log()[-MAX_LOG_CHARACTERS:]}")
+            raise
 
     def stop(self) -> dict[str, Any]:
         """End the process with SIGTERM, as an orchestrator does, and return its last log entry, which contains the
@@ -240,8 +246,14 @@ class Cluster:
         return ends
 
     def read_topic(self, topic: str) -> list[Any]:
-        """Return all committed messages of a topic, partition by partition."""
+        """Return all committed messages of a topic, partition by partition.
+
+        If a killed process has left a transaction open, the messages after its first one are not readable before the
+        broker has aborted it. So this method waits until everything up to the end of the topic is readable.
+        """
         found: list[Any] = []
+        # A consumer that reads committed messages only would state the first offset of the open transaction.
+        end_by_partition = self.read_end_offsets(topic)
         consumer = KafkaConsumer(
             bootstrap_servers=self.bootstrap,
             auto_offset_reset="earliest",
@@ -249,11 +261,10 @@ class Cluster:
             enable_auto_commit=False,
         )
         try:
-            for partition in sorted(consumer.partitions_for_topic(topic)):
+            for partition, end in sorted(end_by_partition.items()):
                 tp = TopicPartition(topic, partition)
                 consumer.assign([tp])
                 consumer.seek_to_beginning(tp)
-                end = consumer.end_offsets([tp])[tp]
                 deadline = time.monotonic() + TIMEOUT_SECONDS
                 while consumer.position(tp) < end:  # the end may be after transaction markers, which are no messages
                     assert time.monotonic() < deadline, f"time-out while reading {topic}"
