@@ -1,7 +1,7 @@
 """Kafka connector: events from a topic, alerts and dead letters to topics, and a load generator.
 
 - `ports` is the interface to a client library. `kafka_python_client` and `librdkafka_client` implement it, each with
-  the public functions of one library; no other file imports one. `compat` has the only attribute that is not public.
+  the public functions of one library; no other file imports one. `compat` has the only attributes that are not public.
   `client` chooses between the libraries, checks a broker before it connects, and holds the texts of errors. `tokens`
   provides login tokens, and `background` waits for functions that block.
 - `source` polls and commits; `start_point` finds where a partition begins, `liveness` detects a partition that stops

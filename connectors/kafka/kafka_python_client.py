@@ -541,6 +541,7 @@ class KafkaPythonConsumer:
         else:
             self._joining_since = None
         num_messages = self._poll_size.num_messages if max_messages is None else max_messages
+        compat.drop_kept_messages(self._consumer, kafka_version)
         try:
             with translate_errors(self._servers, action):
                 fetched = dict(self._consumer.poll(timeout_ms=_to_milliseconds(timeout), max_records=num_messages))

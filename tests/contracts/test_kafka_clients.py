@@ -356,6 +356,32 @@ def test_partition_delivers_only_after_start(clients: Clients) -> None:
     assert consumer.get_position(first) == 10
 
 
+def test_stopped_partition_continues_after_another_was_read(clients: Clients) -> None:
+    """A part of its fetched messages was returned when it was stopped."""
+    topic = clients.create_topic(2)
+    producer = clients.open_producer()
+    for number in (0, 1):
+        send_values(producer, topic, 10, number)
+    member = clients.open_member(topic, topic, max_messages=3)
+    consumer = member.consumer
+    wait_for(lambda: member.numbers == {0, 1}, member)
+    for number in (0, 1):
+        consumer.start(TopicPartition(topic, number), 0)
+    wait_for(lambda: bool(member.messages), member)
+    stopped = member.messages[-1][0]
+    tp = TopicPartition(topic, stopped)
+    position = consumer.get_position(tp)
+    assert position is not None
+    assert position < 10
+    consumer.stop([tp])
+    other = 1 - stopped
+    wait_for(lambda: (other, 9) in member.messages, member)
+    member.poll(0.5)
+    consumer.start(tp, position)
+    wait_for(lambda: (stopped, 9) in member.messages, member)
+    assert sorted(member.messages) == [(number, offset) for number in (0, 1) for offset in range(10)]
+
+
 def test_taking_part_in_a_rebalance_returns_and_loses_no_messages(clients: Clients) -> None:
     topic = clients.create_topic()
     send_values(clients.open_producer(), topic, 10)
