@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -186,9 +188,12 @@ def fit_process(
         The number of rounds that were made.
     """
     num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # the matrices are small, so that several threads would mainly wait for each other
+    # The matrices are small: threads that share an operation would mainly wait for each other. So each of them computes
+    # other blocks.
+    torch.set_num_threads(1)
     try:
-        return _run_rounds(process, examples, seed, seconds, clock, on_progress, on_message)
+        with ThreadPoolExecutor(num_threads, "process-fit") as threads:
+            return _run_rounds(process, examples, seed, seconds, clock, on_progress, on_message, threads)
     finally:
         torch.set_num_threads(num_threads)
 
@@ -201,8 +206,9 @@ def _run_rounds(
     clock: Callable[[], float],
     on_progress: Callable[[float], None],
     on_message: Callable[[str], None],
+    threads: ThreadPoolExecutor,
 ) -> int:
-    """Fit the process as `fit_process` does, with the same arguments and result, on the current number of threads."""
+    """Fit the process as `fit_process` does, with the same arguments and result; `threads` compute blocks."""
     schema = examples.table.schema
     generator = create_generator(seed, 0x6B)
     is_exact_imputation = is_for_imputation(process, examples)
@@ -223,7 +229,7 @@ def _run_rounds(
         generator = create_generator(seed, 0x6B, 1 + round_index)
         with torch.no_grad():
             parameters.fill(process)
-            compute_loss = _prepare_loss(process, examples, generator)
+            compute_loss = _prepare_loss(process, examples, generator, threads)
         if compute_loss is None:
             break
         losses: list[float] = []
@@ -293,7 +299,7 @@ def _compute_gradient(parameters: nn.Module, compute_loss: Callable[[], Tensor])
 
 
 def _prepare_loss(
-    process: GaussianProcessPrior, examples: BlockExamples, generator: torch.Generator
+    process: GaussianProcessPrior, examples: BlockExamples, generator: torch.Generator, threads: ThreadPoolExecutor
 ) -> Callable[[], Tensor] | None:
     """Return a function that computes the loss of random readings in each step of a round.
 
@@ -307,6 +313,7 @@ def _prepare_loss(
         process: The process.
         examples: The blocks of the records.
         generator: The source of random numbers.
+        threads: Compute the blocks of a step.
 
     Returns:
         The function, None if there are no readings.
@@ -330,18 +337,58 @@ def _prepare_loss(
             return _compute_mean_nll(prior, batch.values, batch.weights)
         shares = MIN_SUBSET_SHARE + (1.0 - MIN_SUBSET_SHARE) * torch.rand(BLOCKS_PER_STEP, generator=generator)
         num_used = (shares * (batch.features >= 0).sum(1)).ceil().long().tolist()
-        nll = torch.zeros((), dtype=torch.float64)
-        # One block after the other: the work grows with the square of the width, so that padding would be costly.
-        for i, width in enumerate(num_used):
+
+        def compute_block_loss(i: int) -> Tensor:
+            # One block alone: the work grows with the square of the width, so that padding would be costly.
             # The readings are in random order, so the first ones are a random subset.
-            own = slice(i, i + 1), slice(width)
+            own = slice(i, i + 1), slice(num_used[i])
             values = batch.values[own].double()
             prior = predict_from_others(process, batch.features[own], values, batch.ages[own])
-            nll = nll + width * _compute_mean_nll(prior, values, torch.ones_like(values))
-        mean: Tensor = nll / max(sum(num_used), 1)
+            nll: Tensor = num_used[i] * _compute_mean_nll(prior, values, torch.ones_like(values))
+            return nll
+
+        losses = [partial(compute_block_loss, i) for i in range(BLOCKS_PER_STEP)]
+        mean: Tensor = _sum_in_threads(process, losses, threads) / max(sum(num_used), 1)
         return mean
 
     return compute_exact_loss
+
+
+def _sum_in_threads(
+    process: GaussianProcessPrior, losses: Sequence[Callable[[], Tensor]], threads: ThreadPoolExecutor
+) -> Tensor:
+    """Return the sum of losses that depend on the buffers of a process, differentiable by these buffers.
+
+    A thread computes a loss with its gradient. The result does not depend on the number of threads.
+
+    Args:
+        process: The process. Its numeric buffers are replaced by copies while this function runs.
+        losses: Functions that return the losses.
+        threads: Compute the losses.
+    """
+    buffers = {name: buffer for name, buffer in process.named_buffers() if buffer.is_floating_point()}
+    copies = {name: buffer.detach().requires_grad_() for name, buffer in buffers.items()}
+
+    def differentiate(compute_loss: Callable[[], Tensor]) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+        loss = compute_loss()
+        return loss.detach(), torch.autograd.grad(loss, list(copies.values()), allow_unused=True)
+
+    def replace_buffers(tensors: dict[str, Tensor]) -> None:
+        for name, tensor in tensors.items():
+            setattr(process, name, tensor)
+
+    replace_buffers(copies)
+    try:
+        results = list(threads.map(differentiate, losses))
+    finally:
+        replace_buffers(buffers)
+    total = torch.stack([loss for loss, _ in results]).sum()
+    for i, buffer in enumerate(buffers.values()):
+        gradients = [part for _, parts in results if (part := parts[i]) is not None]
+        if gradients:
+            # It adds 0 to the sum, and the gradient to its derivative by the buffer.
+            total = total + ((buffer - buffer.detach()) * torch.stack(gradients).sum(0)).sum()
+    return total
 
 
 def _compute_mean_nll(prior: PriorConditional, values: Tensor, weights: Tensor) -> Tensor:

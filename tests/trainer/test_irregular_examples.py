@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -228,6 +230,47 @@ def test_process_for_imputation_is_fitted_to_predict_readings_from_all_others(
         errors.append(float(error[prior.has_prior].mean()))
     assert errors[0] < errors[1] + 0.005
     assert losses[-1] < losses[0]
+
+
+def test_loss_of_several_threads_has_the_gradients_of_a_sum(tmp_path: Path, table: IrregularTable) -> None:
+    examples = divided(tmp_path, table, 0, 40, arrival_share=0.0)
+    process = GaussianProcessPrior(table.schema, 2, 4, 100, outlier_limit=5.0)
+    batch = examples.gather(examples.train_indexes[:3], create_generator(3), arrival_share=0.0)
+    results = []
+    for num_threads in (0, 1, 3):
+        parameters = {
+            name: (buffer + 0.1).requires_grad_()
+            for name, buffer in process.named_buffers()
+            if buffer.is_floating_point()
+        }
+        for name, parameter in parameters.items():
+            setattr(process, name, parameter.clone())
+
+        def compute_block_loss(i: int) -> torch.Tensor:
+            prior = predict_from_others(
+                process, batch.features[i : i + 1], batch.values[i : i + 1].double(), batch.ages[i : i + 1]
+            )
+            has_prior = prior.has_prior.unsqueeze(-1)
+            return torch.where(has_prior, prior.means.square() + prior.scales, 0.0).sum()
+
+        losses = [functools.partial(compute_block_loss, i) for i in range(3)]
+        if num_threads:
+            with ThreadPoolExecutor(num_threads) as threads:
+                total = gaussian_process._sum_in_threads(process, losses, threads)
+        else:
+            total = torch.stack([compute() for compute in losses]).sum()
+        total.square().backward()
+        gradients = [parameter.grad for parameter in parameters.values() if parameter.grad is not None]
+        assert any(bool((gradient != 0).any()) for gradient in gradients)
+        results.append((total.detach(), gradients))
+        with torch.no_grad():
+            for name, parameter in parameters.items():
+                setattr(process, name, parameter.detach() - 0.1)
+    (sum_alone, gradients_alone), (one_thread, gradients_one), (three_threads, gradients_three) = results
+    torch.testing.assert_close(one_thread, sum_alone)
+    torch.testing.assert_close(gradients_one, gradients_alone)
+    assert torch.equal(three_threads, one_thread)
+    assert all(torch.equal(a, b) for a, b in zip(gradients_three, gradients_one, strict=True))
 
 
 @pytest.mark.parametrize(("problem", "failing_step"), [("gradient", 1), ("factor", 40), ("loss", 150)])
