@@ -54,8 +54,9 @@ def linear(tmp_path_factory: pytest.TempPathFactory) -> Detector:
 
 def test_a_scorer_ranks_the_next_readings_of_suspicious_records(linear: Detector) -> None:
     """If x is far out, y = 2x + 1 tells most; a usual record is not suspicious, and nothing changes."""
-    scorer = linear.scorer(alpha=0.02)
+    scorer, other = linear.scorer(alpha=0.02), linear.scorer(alpha=0.02)
     odd, usual = scorer.update("odd", "x", 2.9), scorer.update("usual", "x", 0.1)
+    assert other.update("odd", "x", 2.9) == odd
     assert odd.alert is None
     assert odd.p_value <= 0.2 < usual.p_value
     found = scorer.next_readings()
@@ -68,7 +69,7 @@ def test_a_scorer_ranks_the_next_readings_of_suspicious_records(linear: Detector
     assert scorer.next_readings() == found
     assert list(scorer.next_readings("usual", draws=8)) == ["usual"]
     assert scorer.next_readings("not open") == {}
-    assert scorer.update("odd", "y", 6.8).p_value == odd.p_value
+    assert scorer.update("odd", "y", 6.8) == other.update("odd", "y", 6.8)
     with pytest.raises(ValueError, match="suspicious is 2"):
         scorer.next_readings(suspicious=2)
     with pytest.raises(ValueError, match="at least 1"):

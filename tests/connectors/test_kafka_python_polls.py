@@ -28,6 +28,7 @@ class StoringClient:
         self._paused: set[Any] = set()
         self._error: Exception | None = None
         self._num_polls = 0
+        self._fetcher = SimpleNamespace(_paused_partition_records={})  # of `compat.drop_kept_messages`
 
     def assign(self, tps: list[Any]) -> None: ...
 

@@ -49,7 +49,8 @@ from tests.runtime.group_members import (
 def test_many_runs_commit_the_same_as_one_run(
     loaded: Artifact, seed: int, snapshot_interval: float, kind: type[GroupMember]
 ) -> None:
-    uninterrupted, interrupted = (make_cluster(loaded, seed % 5, records=25) for _ in range(2))
+    # These messages have notices of drift.
+    uninterrupted, interrupted = (make_cluster(loaded, (0, 2, 3)[seed % 3], records=25) for _ in range(2))
     run_member(uninterrupted, loaded, set(range(PARTITIONS)), 0, 0.0, 0.0, 100.0)
     assert uninterrupted.done
     num_runs = 0
