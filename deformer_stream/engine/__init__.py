@@ -6,7 +6,8 @@ takes and returns. The modules are:
     events               the types that enter and leave the engine
     engine, engine_set   the state machine for one model; several of them that share limits
 
-    records              the table of open records, and the ingestion of events
+    records              the table of open records
+    ingest, partition    which events are accepted; the open and closed records of a partition of the input
     reading_log          the readings of open records
     id_set, idle_queue, watermarks    ids of closed records; the longest idle records; windows that are over
     slot_readings, slot_ingest        readings that are combined with others of their time slot

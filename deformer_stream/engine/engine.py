@@ -34,9 +34,11 @@ from deformer_stream.engine.events import (
     SuspiciousRecord,
 )
 from deformer_stream.engine.explain import ExplanationEffort
+from deformer_stream.engine.ingest import ingest
 from deformer_stream.engine.irregular_ingest import ingest_irregular
 from deformer_stream.engine.last_context import find_last_context
-from deformer_stream.engine.records import MAX_CLOSED_IDS, AcceptedReadings, RecordTable
+from deformer_stream.engine.partition import MAX_CLOSED_IDS
+from deformer_stream.engine.records import AcceptedReadings, RecordTable
 from deformer_stream.engine.scoring import NO_ALPHAS, Cache, ModelVersion
 from deformer_stream.engine.single_readings import check_single_readings
 from deformer_stream.engine.slot_ingest import ingest_slots, release_slots
@@ -981,7 +983,7 @@ class Engine:
         if self.records.is_irregular:
             accepted, rejections = ingest_irregular(self.records, batch, now, self._newest_version)
         elif self.records.slot_rules is None:
-            accepted, rejections = self.records.ingest(batch, now, self._newest_version)
+            accepted, rejections = ingest(self.records, batch, now, self._newest_version)
         else:
             batch, accepted, rejections, num_combined = ingest_slots(self.records, batch, now, self._newest_version)
         self._grow_caches()
