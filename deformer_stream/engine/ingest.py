@@ -155,7 +155,7 @@ def _ingest_vectorized(records: RecordTable, batch: EventBatch, owners: Ints, no
     for record_index, partition_id in zip(closed.tolist(), records.partition_ids[closed].tolist(), strict=True):
         accepted.close_reasons[record_index] = CloseReason.COMPLETE
         records.partitions[partition_id].close(records.record_ids[record_index], records.has_windows)
-    records.mark_closed(accepted.close_reasons)  # the keys are the rows of the records that ended
+    records.mark_closed(closed)
     return accepted
 
 
@@ -369,7 +369,7 @@ class ReadingCollector:
         touched = np.array(list(self._new_counts), np.int64)
         num_readings = np.array(list(self._new_counts.values()), np.int64)
         self.records.add_readings(accepted, batch, touched, num_readings, now)
-        self.records.mark_closed(self.close_reasons)  # the keys are the rows of the records that ended
+        self.records.mark_closed(np.array(list(self.close_reasons), np.int64))  # the keys are rows of the table
         return accepted
 
 

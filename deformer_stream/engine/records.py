@@ -791,13 +791,13 @@ class RecordTable:
         self.num_readings[touched] = num_readings
         self.touch(touched, now)
 
-    def mark_closed(self, record_indices: Collection[int]) -> None:
-        """Store that records whose ids are closed already (`Partition.close`) are not open any more.
+    def mark_closed(self, record_indices: Ints) -> None:
+        """Store that R records whose ids are closed already (`Partition.close`) are not open any more.
 
         Args:
-            record_indices: Rows of the records.
+            record_indices: (R,) rows of the records.
         """
-        self.is_open[list(record_indices)] = False
+        self.is_open[record_indices] = False
 
     # Changing what is known about a record
 
