@@ -170,7 +170,7 @@ class Engine:
                 false-alarm rate is only guaranteed with that policy. Irregular readings are always scored one after the
                 other.
             max_suggested: Largest number of records of one call of `handle` for which the reading to take next is
-                stated (`next_reading`): first in the alerts of records, then, with `suspicious`, of records without an
+                stated (`next_reading`). It is first stated in alerts, then, with `suspicious`, of records without an
                 alert. Each of them delays the alerts of the call by ten milliseconds or more.
             suspicious: Largest p-value of a record without an alert for which the reading to take next is stated
                 (`Effects.suspicious_records`), the smallest p-value first. None for no such records.
@@ -420,7 +420,7 @@ class Engine:
     def apply_decisions(self, partition: int, decisions: Decisions) -> None:
         """Repeat the decisions of the previous run about a partition, after its events have been replayed.
 
-        These are decisions that the partition's log alone cannot reproduce: timeouts, evictions (closings of records
+        The partition's log alone cannot reproduce these decisions. They are timeouts, evictions (closings of records
         because of a limit), alerts that were raised, and the evidence of drift.
 
         Args:
@@ -516,7 +516,7 @@ class Engine:
         p-value is at most a smaller alpha, it raises an alert at that alpha when its next reading is scored.
 
         The guarantee holds per model: under each model, a normal record raises an alert with probability at most alpha.
-        A record that is scored again is tested under two models, so the probability that it raises an alert under
+        A record that is scored again is tested under two models. So the probability that it raises an alert under
         either of them is bounded by 2 alpha, not by alpha. Each further change of the model adds another alpha. With
         "finish" every record is tested under one model, and the bound stays alpha.
 
@@ -524,15 +524,15 @@ class Engine:
             model: The new network.
             calibration: The calibration of the new network.
             fingerprint: A hash that identifies the new model with its calibration.
-            open_records: "finish" if records that are open now should be scored to their end by the model that was
-                current when they were opened; "rescore" if the new model should score all their readings again.
+            open_records: "finish" if the model that was current when a record was opened should score it to its end.
+                "rescore" if the new model should score all readings of open records again.
             at_once: Whether to score them now. Otherwise `rescore` must be called.
             fault_classifier: The classifier of faults of the new model; None if it has none.
 
         Returns:
             What happens to the open records. It is "rescore" in spite of `open_records="finish"` if the models have
-            different features, labels, rules for several readings of a time slot or tie policies, or if readings are
-            irregular in only one of them.
+            different features, labels, tie policies, or rules for several readings of a time slot. The same holds if
+            readings are irregular in only one of them.
         """
         has_same_vocabulary = Vocabulary.from_schema(self.schema) == Vocabulary.from_schema(model.schema)
         has_same_vocabulary &= (self.schema.reading_times is None) == (model.schema.reading_times is None)
@@ -670,7 +670,7 @@ class Engine:
         """Rank the features that open records do not have yet by what their readings would show (`next_reading`).
 
         The state of the engine does not change. Choosing readings by the ranking changes the distribution of the order
-        of arrival, so the false-alarm rate is only guaranteed with a calibration that was made with the same choice.
+        of arrival. So the false-alarm rate is only guaranteed with a calibration that was made with the same choice.
 
         Args:
             record_ids: Ids of open records; others are ignored. None for all records whose p-value is at most

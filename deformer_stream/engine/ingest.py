@@ -1,9 +1,9 @@
 """Ingestion of events: which readings of a batch are accepted, and which are rejected.
 
-`ingest` enters a batch of events into a `RecordTable`: it opens records, accepts or rejects each event, and closes the
-records that are complete or whose window is over. There are two implementations with the same result. A batch without
-windows and rejections is processed by array operations. Any other batch is processed event by event, and its accepted
-readings are collected by a `ReadingCollector`.
+`ingest` enters a batch of events into a `RecordTable`. It opens records and accepts or rejects each event. It closes
+the records that are complete or whose window is over. There are two implementations with the same result. A batch
+without windows and rejections is processed by array operations. Any other batch is processed event by event, and its
+accepted readings are collected by a `ReadingCollector`.
 
 The rules differ if readings are irregular (`deformer_stream.engine.irregular_ingest`), or if the readings of a time
 slot are combined (`deformer_stream.engine.slot_ingest`). Both use the collector, too.
@@ -33,9 +33,9 @@ def ingest(
     """Store the readings of a batch of events in a record table, and open the records that are new.
 
     An event whose record id is neither open nor closed opens a record. An event is rejected if its record is closed, or
-    if its record has the feature already. If no event is rejected or belongs to a window (a record that collects the
-    readings of one device within an interval of time), the batch is processed by array operations. Otherwise it is
-    processed event by event, which is slower and has the same result.
+    if its record has the feature already. If no event is rejected or belongs to a window, the batch is processed by
+    array operations. Otherwise it is processed event by event, which is slower and has the same result. A window is a
+    record that collects the readings of one device within an interval of time.
 
     Args:
         records: The table.

@@ -20,12 +20,12 @@ States of a record, and when it changes from one to the next:
     closed       | id in `closed_ids`, the row is still readable | released, when its last scores have been computed
     released     | id in `closed_ids`, the row is free           | unknown, when newer ids displace it in `closed_ids`
 
-A record is closed when it is complete, its window is over, it is idle for too long, too many records are open, its
-partition is revoked, or the input ends (`CloseReason`). A pending record has readings of one event time (a tie group)
-that are scored together once the group is complete (`deformer_stream.engine.ties`). An event of a closed record is
-rejected as late; if the record is a window of a model with windows and closed because it is complete, as repeated. If
-the model combines the readings of a time slot, a record can also have readings that wait for the end of their slot
-(`deformer_stream.engine.slot_readings`).
+A record is closed when it is complete, its window is over, or it is idle for too long. The other reasons are that too
+many records are open, its partition is revoked, or the input ends (`CloseReason`). A pending record has readings of one
+event time (a tie group) that are scored together once the group is complete (`deformer_stream.engine.ties`). An event
+of a closed record is rejected as late. It is rejected as repeated if the record is a window of a model with windows,
+and closed because it is complete. If the model combines the readings of a time slot, a record can also have readings
+that wait for the end of their slot (`deformer_stream.engine.slot_readings`).
 
 If readings are irregular (`Schema.reading_times`), a record has any number of readings of a sensor, and each keeps its
 time (`deformer_stream.engine.irregular_ingest`). It is complete when all sensors are declared as "will not report".
@@ -455,8 +455,8 @@ class RecordTable:
     def empty_copy(self, schema: Schema, holds_ties: bool) -> RecordTable:
         """Return a new record table without records, for another model.
 
-        The counts of misrouted records (with an id that is open in two partitions) and of late tie groups are copied,
-        because they describe the input and not the model.
+        The counts of misrouted records and of late tie groups are copied, because they describe the input and not the
+        model. A misrouted record has an id that is open in two partitions.
 
         Args:
             schema: The features of the other model.
