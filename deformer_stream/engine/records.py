@@ -785,8 +785,9 @@ class RecordTable:
         self.log.write(
             accepted.record_indices, self.find_places(accepted.record_indices, accepted.seq), features, values
         )
-        # Unlike `+=`, `add.at` counts a row as often as it occurs: a record can have several declared features.
-        np.add.at(self.num_declared_missing, accepted.missing_record_indices, 1)
+        if len(accepted.missing_record_indices):
+            # Unlike `+=`, `add.at` counts a row as often as it occurs: a record can have several declared features.
+            np.add.at(self.num_declared_missing, accepted.missing_record_indices, 1)
         np.maximum.at(self.latest_event_time, accepted.record_indices, batch.times[accepted.event_indices])
         self.num_readings[touched] = num_readings
         self.touch(touched, now)
