@@ -4,6 +4,10 @@ The engine computes and has no side effects: it reads no clock, writes no file a
 returns everything that it has decided as `Effects`, and the runtime writes them to the sinks. The state of a Kafka
 partition follows from its log and from the few decisions that the log alone cannot reproduce (`Effects.decisions`). A
 new run can therefore continue where the previous run ended; the docstring of `Engine` states the order of calls.
+
+`Engine` holds the order of the steps in which a batch is handled. Each step is in a module of its own: the ingestion of
+events (`ingest`), the selection of records to close (`closing`), scoring with the models and caches of open records
+(`model_versions`), alerts (`alerts`), and the final scores of closed records (`closed_records`).
 """
 
 from __future__ import annotations
@@ -170,8 +174,8 @@ class Engine:
                 false-alarm rate is only guaranteed with that policy. Irregular readings are always scored one after the
                 other.
             max_suggested: Largest number of records of one call of `handle` for which the reading to take next is
-                stated (`next_reading`). It is first stated in alerts, then, with `suspicious`, of records without an
-                alert. Each of them delays the alerts of the call by ten milliseconds or more.
+                stated (`next_reading`). Records that alert come first; with `suspicious`, records without an alert
+                follow. Each of them delays the alerts of the call by ten milliseconds or more.
             suspicious: Largest p-value of a record without an alert for which the reading to take next is stated
                 (`Effects.suspicious_records`), the smallest p-value first. None for no such records.
             fault_classifier: Names the known fault that alerting records look like; None for no names.
