@@ -28,8 +28,10 @@ from deformer_stream.model.parameters import check_parameters
 from deformer_stream.model.reading_times import ReadingTimes
 from deformer_stream.model.schema import Schema
 from tests.engine.random_models import draw_records, make_model, normalise_values
-from tests.model_folders import Manifest, assert_read_fails, forge_manifest
+from tests.model_folders import Manifest, assert_read_fails, directory, forge_manifest
 from tests.models import CONFIG, SCHEMA, TRAINING_SUMMARY, make_calibration, make_small_model, write_model
+
+__all__ = ["directory"]
 
 
 @pytest.mark.parametrize(("umask", "mode"), [(0o077, 0o700), (0o022, 0o755)])
