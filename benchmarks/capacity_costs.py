@@ -33,7 +33,7 @@ from deformer_stream.engine.engine import Engine, Limits
 from deformer_stream.engine.events import Alert, EventBatch
 from deformer_stream.engine.explain import ExplanationEffort
 from deformer_stream.engine.id_set import BoundedIdSet
-from deformer_stream.engine.records import MAX_CLOSED_IDS
+from deformer_stream.engine.partition import MAX_CLOSED_IDS
 from deformer_stream.incidents.make_evidence import make_evidence
 from deformer_stream.model.deformer import PRESETS, DEformer
 from tests.connectors.raw_batches import encode_batch

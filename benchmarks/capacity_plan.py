@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from deformer_stream.engine.records import MAX_CLOSED_IDS
+from deformer_stream.engine.partition import MAX_CLOSED_IDS
 from deformer_stream.runtime.recovery import MAX_SNAPSHOT_TIME_SHARE
 
 Rows = Iterator[dict[str, Any]]

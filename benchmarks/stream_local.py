@@ -32,6 +32,7 @@ from deformer_stream.codec.payloads import Messages
 from deformer_stream.codec.schema_formats import RegisteredSchema, SchemaFormat, SchemaTranslator, frame
 from deformer_stream.engine.engine import Engine, Limits
 from deformer_stream.engine.events import NO_TIME, EventBatch
+from deformer_stream.engine.ingest import ingest
 from deformer_stream.engine.records import RecordTable
 from deformer_stream.model.deformer import DEformer
 from tests.integration.programs import make_command, make_environment
@@ -73,7 +74,7 @@ def _measure_stages(model: DEformer, features: int, folder: Path, polls: int = 9
         events, _ = codec.decode(data)
         add_seconds("decode", began)
         began = time.perf_counter()
-        accepted, _ = records.ingest(events, 0)
+        accepted, _ = ingest(records, events, 0, model_version=0)
         records.release(accepted.close_reasons)
         add_seconds("accept", began)
         began = time.perf_counter()
@@ -229,9 +230,8 @@ def fill(engine: Engine, records: int, readings: int) -> None:
     for start in range(0, records, 4096):
         rows = np.repeat(np.arange(start, min(records, start + 4096)), readings)
         codes = np.tile(np.arange(readings), len(rows) // readings)
-        engine.records.ingest(
-            replace(_make_events(rows, codes), row_boundaries=np.arange(0, len(rows) + 1, readings)), 0
-        )
+        events = replace(_make_events(rows, codes), row_boundaries=np.arange(0, len(rows) + 1, readings))
+        ingest(engine.records, events, 0, model_version=0)
 
 
 def _measure_rate(engine: Engine, places: range, records: int, among: int) -> int:

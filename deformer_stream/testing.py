@@ -159,8 +159,9 @@ class MemorySink:
     def scored(self) -> list[tuple[str, int, int, float, float, float]]:
         """One tuple for each scored reading, in the order in which the readings were scored.
 
-        A tuple holds the record id, the feature code (index in the schema), the index of the reading in its record
-        (from 0), the log-likelihood of the reading, and the record's anomaly score and p-value after the reading.
+        A tuple holds the record id, the feature code (index in the schema) and the index of the reading in its record
+        (from 0). Then it has the log-likelihood of the reading, and the record's anomaly score and p-value after the
+        reading.
         """
         rows: list[tuple[str, int, int, float, float, float]] = []
         for effects in self.effects:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from deformer_stream import model_store
 from deformer_stream.calibration.conformal import Calibration, TiePolicy
 from deformer_stream.calibration.torch_scoring import compute_max_statistics
+from deformer_stream.errors import ArtifactError
 from deformer_stream.model.schema import Feature, Schema
 from deformer_stream.model_set import ModelEntry, ModelSet, write_model_set
 from tests.engine.random_models import draw_records, make_model, normalise_values
@@ -89,3 +92,23 @@ def forge_manifest(directory: Path, change: Callable[[Manifest], object]) -> Non
     manifest = json.loads((directory / model_store.MANIFEST).read_bytes())
     change(manifest)
     (directory / model_store.MANIFEST).write_bytes(sign(manifest))
+
+
+@pytest.fixture
+def directory(model_dir: Path, tmp_path: Path) -> Path:
+    """Return a copy of a model directory, which a test may damage."""
+    return Path(shutil.copytree(model_dir, tmp_path / "model"))
+
+
+def assert_read_fails(directory: Path, *phrases: str) -> str:
+    """Check that reading fails with one line that contains these phrases and a remedy; return the line."""
+    with pytest.raises(ArtifactError) as caught:
+        model_store.read(directory)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert len(message) < 500
+    remedies = ("restore the model directory", "train again", "deformer-train wrote")
+    assert any(remedy in message for remedy in remedies)
+    for phrase in (str(directory), *phrases):
+        assert phrase in message
+    return message

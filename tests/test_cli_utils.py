@@ -15,39 +15,7 @@ import pytest
 
 from deformer_stream import cli_utils, errors
 from deformer_stream.runtime import process
-
-HEAVY_PACKAGES = (
-    "torch",
-    "numpy",
-    "pyarrow",
-    "kafka",
-    "safetensors",
-    "rich",
-    "structlog",
-    "prometheus_client",
-    "orjson",
-)
-ENTRY_POINT_BY_PROGRAM = {
-    "deformer-stream": ("deformer_stream.cli.main", "main"),
-    "deformer-replay": ("deformer_stream.cli.main", "replay_main"),
-    "deformer-train": ("trainer.cli", "main"),
-}
-
-
-def run_program(program: str, words: list[str], unwanted: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
-    """Run a program in a new Python process, which fails if it imports one of the unwanted packages."""
-    module, main = ENTRY_POINT_BY_PROGRAM[program]
-    code = f"""
-import sys
-sys.argv = {[program, *words]!r}
-from {module} import {main}
-try:
-    {main}()
-finally:
-    heavy = [name for name in {unwanted!r} if name in sys.modules]
-    assert not heavy, heavy
-"""
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+from tests.entry_points import ENTRY_POINT_BY_PROGRAM, HEAVY_PACKAGES, run_program
 
 
 @pytest.mark.parametrize("program", ENTRY_POINT_BY_PROGRAM)

@@ -6,7 +6,6 @@ import errno
 import hashlib
 import json
 import os
-import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -29,14 +28,10 @@ from deformer_stream.model.parameters import check_parameters
 from deformer_stream.model.reading_times import ReadingTimes
 from deformer_stream.model.schema import Schema
 from tests.engine.random_models import draw_records, make_model, normalise_values
-from tests.model_folders import Manifest, forge_manifest
+from tests.model_folders import Manifest, assert_read_fails, directory, forge_manifest
 from tests.models import CONFIG, SCHEMA, TRAINING_SUMMARY, make_calibration, make_small_model, write_model
 
-
-@pytest.fixture
-def directory(model_dir: Path, tmp_path: Path) -> Path:
-    """Return a copy of a model directory, which a test may damage."""
-    return Path(shutil.copytree(model_dir, tmp_path / "model"))
+__all__ = ["directory"]
 
 
 @pytest.mark.parametrize(("umask", "mode"), [(0o077, 0o700), (0o022, 0o755)])
@@ -51,20 +46,6 @@ def test_the_umask_decides_who_may_read_a_model(tmp_path: Path, umask: int, mode
     assert directory.stat().st_mode & 0o777 == mode
     assert {path.stat().st_mode & 0o777 for path in directory.iterdir()} == {mode & 0o666}
     assert list(tmp_path.iterdir()) == [directory]
-
-
-def assert_read_fails(directory: Path, *phrases: str) -> str:
-    """Check that reading fails with one line that contains these phrases and a remedy; return the line."""
-    with pytest.raises(ArtifactError) as caught:
-        model_store.read(directory)
-    message = str(caught.value)
-    assert "\n" not in message
-    assert len(message) < 500
-    remedies = ("restore the model directory", "train again", "deformer-train wrote")
-    assert any(remedy in message for remedy in remedies)
-    for phrase in (str(directory), *phrases):
-        assert phrase in message
-    return message
 
 
 def forge_weights(directory: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:

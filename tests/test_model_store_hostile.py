@@ -14,9 +14,8 @@ from deformer_stream import model_store
 from deformer_stream.errors import ArtifactError
 from deformer_stream.model.schema import Schema
 from tests.engine.random_models import make_model
-from tests.model_folders import forge_manifest
+from tests.model_folders import assert_read_fails, directory, forge_manifest
 from tests.models import CONFIG, SCHEMA, TRAINING_SUMMARY, make_calibration, make_small_model
-from tests.test_model_store import assert_read_fails, directory
 
 __all__ = ["directory"]
 

@@ -6,30 +6,17 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-import torch
 
 from deformer_stream import model_store
 from tests.commands import list_events, make_record_table
-from tests.engine.random_models import make_model
-from tests.models import SCHEMA, make_calibration
+from tests.without_torch import WITHOUT_TORCH, write_model
 
 pytestmark = pytest.mark.slow
 
-WITHOUT_TORCH = """
-import sys
-
-class NoTorch:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] == "torch":
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-
-sys.meta_path.insert(0, NoTorch())
-"""
 RUN_COMMAND = """
 from deformer_stream.cli.main import main
 sys.exit(main())
@@ -62,16 +49,6 @@ def run_python(code: str, *arguments: str | Path, has_torch: bool, code_expected
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == code_expected, done.stderr
     return done.stdout if code_expected == 0 else done.stderr
-
-
-def write_model(folder: Path, **changes: Any) -> Path:
-    """Write a model directory with random weights, and return its path."""
-    base = model_store.ModelConfig(
-        d_model=64, layers=2, heads=2, feedforward=64, mixtures=4, embedding=6, hidden=(16,), **changes
-    )
-    model = make_model(SCHEMA, base, 3, torch.float32)
-    model_store.write(folder / "model", model, make_calibration(model), {}, "")
-    return folder / "model"
 
 
 @pytest.fixture(

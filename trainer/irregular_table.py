@@ -2,9 +2,9 @@
 
 A sensor reports any number of times in a record, and no reading is assigned to a time slot. The readings of a record
 are in the order in which a stream would deliver them: in the order of the input if it is one of arrival, with some late
-readings, and otherwise in order of their times (`choose_reading_order`). Only these are left out: nulls, values
-that a stream rejects, readings without a time, those of sensors that are no features, and exact repetitions of a
-reading (same record, sensor, time and value), which a sender has delivered twice. Each kind is counted.
+readings, and otherwise in order of their times (`choose_reading_order`). Only these are left out: nulls, values that a
+stream rejects, readings without a time, those of sensors that are no features, and exact repetitions of a reading. A
+repetition has the same record, sensor, time and value: a sender has delivered it twice. Each kind is counted.
 
 The tables are read three times, as tables of other records are (`trainer.data`). The third pass appends the readings to
 files. They are then placed by record and sorted in chunks, so tables may be larger than memory.

@@ -2,8 +2,8 @@
 
 A table for training should contain normal records only. If it may contain anomalies, suspected ones are left out before
 a model exists. If the user states their share, these are the records that are most distant from the others. With
-`auto`, the share is not known, and a record is left out for one of two reasons (`find_suspects`): it belongs to a group
-of unusual records that is apart from the others, or it is far from all others.
+`auto`, the share is not known. A record is left out for one of two reasons (`find_suspects`): it belongs to a group of
+unusual records that is apart from the others, or it is far from all others.
 """
 
 from __future__ import annotations

@@ -186,8 +186,8 @@ def choose_irregular_recipe(settings: TrainConfig, num_blocks: int) -> Recipe:
 def choose_recipe(settings: TrainConfig, num_rows: int) -> Recipe:
     """Return the training hyperparameters for a table.
 
-    Values that the user has set take precedence. All others follow from the preset and the number of training records:
-    the batch grows with the table, and the number of epochs is such that training takes the preset's number of steps.
+    Values that the user has set take precedence. All others follow from the preset and the number of training records.
+    The batch grows with the table, and the number of epochs is such that training takes the preset's number of steps.
 
     Args:
         settings: All options of `deformer-train`.

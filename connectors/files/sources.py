@@ -68,7 +68,7 @@ class ReadOptions:
         seed: The seed of the order "random"; the codec must get the same value.
         field_names: Names of the fields of JSON events and of the columns of long tables.
         record_column: The column of record ids of wide tables. In a table without it, the number of the row is the
-            record id ("0", "1", …), or the name of the file and the number ("file:0") if there are several files.
+            record id ("0", "1", …). If there are several files, it is the name of the file and the number ("file:0").
         time_column: The time column of wide tables. None selects the first column with timestamps.
         device_column: The column of devices of wide tables, if records are time windows. In a table without it, the
             name of the file is the device.

@@ -788,8 +788,8 @@ class KafkaSource:
     def get_lag(self) -> dict[tuple[str, int], int]:
         """Return the number of unread messages of each assigned partition, as far as it is known without a request.
 
-        The end of a partition is known from two sources: the last response with its messages, which is old while many
-        are unread, and the requests of `LivenessCheck`, every ten seconds.
+        The end of a partition is known from two sources. The last response with its messages is old while many are
+        unread. The requests of `LivenessCheck` are sent every ten seconds.
 
         Returns:
             A mapping from (topic, partition number) to the number of messages.

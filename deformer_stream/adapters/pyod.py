@@ -1,7 +1,7 @@
 """`PyODDetector`: the model as a detector with the conventions of PyOD.
 
-PyOD is an optional dependency. Its detectors assume that the training table contains a known share of outliers, return
-scores that are larger for outliers, and predict 1 for outliers and 0 for others.
+PyOD is an optional dependency. Its detectors assume that the training table contains a known share of outliers. They
+return scores that are larger for outliers, and predict 1 for outliers and 0 for others.
 """
 
 from __future__ import annotations

@@ -472,8 +472,8 @@ class Calibration:
         """Return the p-values of anomaly scores by comparison with all calibration records, whatever their group.
 
         The p-value of a score is (1 + m)/(n + 1) if m of the n calibration scores are at least as large. A calibration
-        score that is smaller by at most t · (1 + score), with t = `SCORE_TOLERANCE`, counts as equal, because two
-        computations of the same score may be rounded differently. This can only raise the p-value.
+        score that is smaller by at most t · (1 + score), with t = `SCORE_TOLERANCE`, counts as equal. The reason is
+        that two computations of the same score may be rounded differently. The tolerance can only raise the p-value.
 
         Args:
             scores: Running anomaly scores of records, of any shape; larger is more anomalous.
@@ -546,7 +546,7 @@ class Calibration:
         """Return a function that decides which anomaly scores raise an alert at this alpha.
 
         The returned function has two arguments: the scores of R records, (R, C) with C scores each, and the R record
-        ids, from which it finds the records' calibration groups. It returns booleans of shape (R, C).
+        ids. From the ids it finds the records' calibration groups. It returns booleans of shape (R, C).
         """
         return lambda scores, record_ids: self.compute_p_values(scores, lambda: record_ids) <= alpha
 

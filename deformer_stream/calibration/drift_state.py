@@ -28,9 +28,9 @@ class DriftState:
             parts that were staked so far; 0 before the first record.
         is_alarmed: Whether an alarm was raised and the gambler's wealth has not fallen below 1 since. Meanwhile no
             further alarm is raised.
-        bin_counts_by_group: By calibration group (records with a calibration of their own, such as those of one
-            device), how many records so far had a rank in each bin of ranks, the most anomalous bin first. The group ""
-            is for records that are compared with the calibration records of all groups.
+        bin_counts_by_group: By calibration group, how many records so far had a rank in each bin of ranks, the most
+            anomalous bin first. A calibration group is records with a calibration of their own, such as those of one
+            device. The group "" is for records that are compared with the calibration records of all groups.
     """
 
     model: str

@@ -1,6 +1,6 @@
 """Fingerprints of the records that a model has seen, by which `calibrate` recognises records that it must refuse.
 
-A calibration is valid only if the model was trained without the calibration records: records from the training table
+A calibration is valid only if the model was trained without the calibration records. Records from the training table
 look more normal to the model than new ones, so thresholds become too low. The model directory therefore stores
 fingerprints of the training records and of the calibration records.
 

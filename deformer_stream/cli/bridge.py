@@ -36,7 +36,7 @@ def build_bridge() -> click.Command:
     def bridge(config: Path | None, **flags: Any) -> None:
         """Pass readings from MQTT, Sparkplug B or OPC UA on to a Kafka topic, as events that `consume` reads.
 
-        A message of MQTT is acknowledged after Kafka has acknowledged its events, so none is lost if the command ends
+        A message of MQTT is acknowledged after Kafka has acknowledged its events. So none is lost if the command ends
         at any moment; some events can then be written twice. SIGINT and SIGTERM end it.
         """
         stop = stop_on_signals()

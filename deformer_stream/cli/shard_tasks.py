@@ -1,7 +1,7 @@
 """The tasks of a run in shards, which worker processes perform: partition a part of the input, score a shard.
 
 A task writes a folder and returns its receipt, a few numbers. What a task has finished does not depend on the process
-or on the system that ran it, so a run can continue with another number of processes, or with another engine.
+or on the system that ran it. So a run can continue with another number of processes, or with another engine.
 """
 
 from __future__ import annotations

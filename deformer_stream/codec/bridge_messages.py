@@ -1,7 +1,7 @@
 """Translation of messages of a plant, such as MQTT messages, to events as `consume` reads them.
 
 A message has a topic and a payload. `ValueTranslator` finds the device and the feature in the topic, by a pattern such
-as `plant/{device}/{feature}`, and the value in the payload: a number, a text or a JSON object. Translating never
+as `plant/{device}/{feature}`. It finds the value in the payload: a number, a text or a JSON object. Translating never
 raises, whatever the bytes are: what cannot be translated becomes a `BridgeRejection` with its reason.
 """
 

@@ -2,11 +2,11 @@
 
 Alerts, notices, evidence, suspicious records and incidents are encoded as JSON first. `AvroFormat` converts that JSON
 to Avro in the Confluent wire format, and `OutputReader` converts it back. So there is one definition of each message,
-and both formats have the same fields and the same numbers. Avro differs in two ways: a field that JSON leaves out is
-null, or has its default value, and a time that is text in JSON is a timestamp in microseconds.
+and both formats have the same fields and the same numbers. Avro differs in two ways. A field that JSON leaves out is
+null, or has its default value. A time that is text in JSON is a timestamp in microseconds.
 
-The schemas are the files in the folder `avro`. A release may add a field with a default value, and nothing else:
-then earlier programs read the messages of later ones, and later programs those of earlier ones.
+The schemas are the files in the folder `avro`. A release may add a field with a default value, and nothing else. Then
+earlier programs read the messages of later ones, and later programs those of earlier ones.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ def make_protobuf_parser(text: str, references: Mapping[str, str]) -> Callable[[
     """Return a function that converts the content of a message to its fields by name.
 
     The content begins with the path of the message's type: the indexes of nested types, as zigzag varints after their
-    number; a single zero is the first type of the schema.
+    number. A single zero is the first type of the schema.
 
     Args:
         text: The schema.

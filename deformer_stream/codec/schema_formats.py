@@ -4,8 +4,8 @@ Such a message begins with a zero byte and the id of its schema, four bytes in b
 format). A Protobuf message continues with the path of its type within the schema. `SchemaTranslator` converts messages
 to JSON, so that the rules, the field names and the rejections are those of JSON messages.
 
-The formats have libraries of their own, which are imported when the first message of the format arrives: fastavro
-(extra `avro`), and protobuf with the compiler of grpcio-tools (extra `protobuf`).
+The formats have libraries of their own, which are imported when the first message of the format arrives. They are
+fastavro (extra `avro`), and protobuf with the compiler of grpcio-tools (extra `protobuf`).
 """
 
 from __future__ import annotations

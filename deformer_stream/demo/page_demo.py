@@ -1,7 +1,7 @@
 """The demo with the operator's page: simulated pumps in real time, and their incidents in a browser.
 
-Everything runs in one process without Kafka: a source in memory, the pipeline, the tracker of incidents, logs of
-incidents, labels and suspicious records in memory, and the page. These are the parts that `consume`, `incidents` and
+Everything runs in one process without Kafka: a source in memory, the pipeline, the tracker of incidents, and the page.
+Logs of incidents, labels and suspicious records are in memory. These are the parts that `consume`, `incidents` and
 `serve` use.
 """
 

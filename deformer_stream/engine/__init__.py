@@ -5,14 +5,17 @@ takes and returns. The modules are:
 
     events               the types that enter and leave the engine
     engine, engine_set   the state machine for one model; several of them that share limits
+    model_versions       the models that score open records at the same time, and their KV caches
+    closing, closed_records   which records are closed, and when; their final scores and the evidence of drift
 
-    records              the table of open records, and the ingestion of events
+    records              the table of open records
+    ingest, partition    which events are accepted; the open and closed records of a partition of the input
     reading_log          the readings of open records
     id_set, idle_queue, watermarks    ids of closed records; the longest idle records; windows that are over
     slot_readings, slot_ingest        readings that are combined with others of their time slot
     irregular_ingest, record_contexts, last_context   irregular readings, and the readings to which each is compared
     ties                 readings of one event time, which are scored together
-    snapshot             the state of a partition as a value
+    snapshot, snapshot_adaptation     the state of a partition as a value; its form for another model
 
     scoring              scores of readings, by the compiled kernels
     torch_scorer         the same by PyTorch, on GPUs and without kernels

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,6 +22,7 @@ from deformer_stream.engine.events import (
 )
 from deformer_stream.engine.explain import ExplanationEffort, explain_context, explain_records
 from deformer_stream.engine.last_context import find_last_context
+from deformer_stream.engine.model_versions import ModelVersions
 from deformer_stream.engine.records import AcceptedReadings, RecordTable
 from deformer_stream.engine.scoring import ModelVersion
 
@@ -32,13 +33,6 @@ Bools = NDArray[np.bool_]
 EXPLAINED_AT_ONCE = 32
 """Number of alerts that are explained between two calls of `AlertBuilder.on_progress`. A full explanation takes some 20
 ms."""
-
-GroupByVersion = Callable[[Ints], Iterator[tuple[ModelVersion, Ints]]]
-"""A function that groups records by the model version that scores them.
-
-Its argument holds the rows of R records in the table, (R,). It yields each model version with the indexes, from 0 to
-R − 1, of the records that it scores.
-"""
 
 
 def compute_alert_id(record: str, model: str, alpha: float) -> str:
@@ -78,9 +72,7 @@ class AlertBuilder:
         records: The table of open records, which holds the readings of the records that raise alerts.
         alphas: The false-alarm rates at which alerts are raised, in descending order.
         effort: How thoroughly alerts are explained: "full", "fast" (without finding the readings to blame) or "off".
-        group_by_version: A function that groups records by the model version (a network with its calibration) that
-            scores them. Its argument is an array (R,) of row numbers in the table. It yields each version with the
-            positions of its records in this array.
+        versions: The model versions (networks with their calibrations) that score open records.
         max_suggested: Largest number of alerting records of a batch for which the reading to take next is suggested.
         max_explained: Largest number of alerts of a batch that are explained as `effort` states: those that
             `select_most_severe` selects. For the others "full" becomes "fast". None for no limit.
@@ -90,7 +82,7 @@ class AlertBuilder:
     records: RecordTable
     alphas: Floats
     effort: ExplanationEffort
-    group_by_version: GroupByVersion
+    versions: ModelVersions
     max_suggested: int = 0
     max_explained: int | None = None
     on_progress: Callable[[], None] = do_nothing
@@ -199,7 +191,7 @@ class AlertBuilder:
             return {}
         faults: dict[int, FaultName | None] = {}
         chosen = np.flatnonzero(is_thorough)
-        for version, members in self.group_by_version(record_index[chosen]):
+        for version, members in self.versions.group(self.records, record_index[chosen]):
             rows = chosen[members]
             names = version.name_faults(self.records, record_index[rows], num_readings[rows])
             faults |= zip(rows.tolist(), names, strict=True)
@@ -242,7 +234,7 @@ class AlertBuilder:
                 is_later = (arrivals.missing_record_indices == index) & (arrivals.missing_event_indices > event)
                 declared_later[k, batch.features[arrivals.missing_event_indices[is_later]]] = True
         suggestions: dict[int, SuggestedReading] = {}
-        for version, members in self.group_by_version(record_index):
+        for version, members in self.versions.group(self.records, record_index):
             alerted = collect_alerted_records(
                 version.network,
                 self.records,
@@ -357,7 +349,7 @@ class AlertBuilder:
         # Some records of one model version are explained together; `members` are their indexes, from 0 to A − 1.
         for version, effort, members in (
             (version, effort, chosen[start : start + EXPLAINED_AT_ONCE])
-            for version, of_version in self.group_by_version(record_index)
+            for version, of_version in self.versions.group(self.records, record_index)
             for effort, chosen in (
                 (self.effort, of_version[is_thorough[of_version]]),
                 (cheap, of_version[~is_thorough[of_version]]),

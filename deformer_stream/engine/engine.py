@@ -4,11 +4,15 @@ The engine computes and has no side effects: it reads no clock, writes no file a
 returns everything that it has decided as `Effects`, and the runtime writes them to the sinks. The state of a Kafka
 partition follows from its log and from the few decisions that the log alone cannot reproduce (`Effects.decisions`). A
 new run can therefore continue where the previous run ended; the docstring of `Engine` states the order of calls.
+
+`Engine` holds the order of the steps in which a batch is handled. Each step is in a module of its own: the ingestion of
+events (`ingest`), the selection of records to close (`closing`), scoring with the models and caches of open records
+(`model_versions`), alerts (`alerts`), and the final scores of closed records (`closed_records`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -16,11 +20,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deformer_stream.calibration.conformal import Calibration, TiePolicy
-from deformer_stream.calibration.cusum import NO_KIND, Codes
-from deformer_stream.calibration.drift import DriftMonitor, RecordReadings
+from deformer_stream.calibration.cusum import Codes
+from deformer_stream.calibration.drift import DriftMonitor
 from deformer_stream.calibration.drift_state import DriftNotice, DriftState
-from deformer_stream.calibration.fault_classifier import FaultClassifier, FaultName
+from deformer_stream.calibration.fault_classifier import FaultClassifier
 from deformer_stream.engine.alerts import AlertBuilder, compute_alert_id, do_nothing
+from deformer_stream.engine.closed_records import add_final_scores, observe_drift
+from deformer_stream.engine.closing import ClosingRules, Limits
 from deformer_stream.engine.events import (
     NO_ALERT,
     Alert,
@@ -34,18 +40,19 @@ from deformer_stream.engine.events import (
     SuspiciousRecord,
 )
 from deformer_stream.engine.explain import ExplanationEffort
+from deformer_stream.engine.ingest import ingest
 from deformer_stream.engine.irregular_ingest import ingest_irregular
-from deformer_stream.engine.last_context import find_last_context
-from deformer_stream.engine.records import MAX_CLOSED_IDS, AcceptedReadings, RecordTable
+from deformer_stream.engine.model_versions import ModelVersions
+from deformer_stream.engine.records import AcceptedReadings, RecordTable
 from deformer_stream.engine.scoring import NO_ALPHAS, Cache, ModelVersion
 from deformer_stream.engine.single_readings import check_single_readings
 from deformer_stream.engine.slot_ingest import ingest_slots, release_slots
 from deformer_stream.engine.snapshot import Snapshot, Vocabulary, export_state, import_state
+from deformer_stream.engine.snapshot_adaptation import adapt_snapshot
 from deformer_stream.engine.suggestions import DEFAULT_NUM_DRAWS, DEFAULT_SUSPICIOUS, NextReading
-from deformer_stream.engine.suspicious import SuspiciousRecords
+from deformer_stream.engine.suspicious import SuspiciousRecords, suggest_next_readings
 from deformer_stream.engine.ties import decide_tie_groups
 from deformer_stream.errors import ConfigError, InvariantViolated
-from deformer_stream.kernels.kv_cache import CacheShape
 from deformer_stream.model.load_network import require_torch
 from deformer_stream.model.parameters import Model
 from deformer_stream.model.schema import Schema
@@ -55,47 +62,12 @@ Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 __all__ = ["Engine", "Limits", "OpenRecordPolicy", "UnscorableReadings", "compute_alert_id"]
 
-UNFORCED_CLOSINGS = frozenset((CloseReason.COMPLETE, CloseReason.WINDOW, CloseReason.TIMEOUT))
-"""The reasons for closing after which a record counts as evidence of drift (`DriftMonitor`).
-
-The other reasons close a record before all of its readings have arrived, so its score is not comparable with those of
-the calibration records.
-"""
-
 CALL_ORDER = "restore, preload_decisions, replay, apply_decisions, handle"
 """The order in which the methods of `Engine` must be called for one partition."""
 
 OpenRecordPolicy = Literal["finish", "rescore"]
 """What happens to open records when the model changes. "finish": the model that was current when a record was opened
 scores it until it is closed. "rescore": the new model scores all readings of open records again."""
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """Limits on the time and memory of open records, whose readings are still arriving.
-
-    Attributes:
-        record_timeout: A record is closed after this number of microseconds without an accepted event. None for no
-            timeout.
-        max_open_records: Largest number of open records. If there are more, those that have been idle for longest are
-            closed.
-        max_record_bytes: Largest number of bytes of the ids, readings and scores of open records, without the KV cache.
-            If there are more, the records that have been idle for longest are closed.
-        cache_bytes: Largest number of bytes of the KV caches, which hold the network's keys and values of the readings
-            that are scored already.
-        max_closed_ids: Number of ids of closed records that are kept per partition, so that late events of these
-            records are rejected. It is also the number of devices whose watermark (latest event time) is kept.
-        tie_wait: Only used if readings of one record with the same event time are scored together (a tie group). They
-            wait for further readings of the group until the record has had no accepted event for `tie_wait`
-            microseconds. None: they wait until a reading with another event time arrives, or the record is closed.
-    """
-
-    record_timeout: int | None = None
-    max_open_records: int = 1_000_000
-    max_record_bytes: int = 2 * 2**30
-    cache_bytes: int = 512 * 2**20
-    max_closed_ids: int = MAX_CLOSED_IDS
-    tie_wait: int | None = None
 
 
 @dataclass(slots=True)
@@ -158,7 +130,6 @@ class Engine:
 
     Attributes:
         alphas: The false-alarm rates at which alerts are raised, descending.
-        limits: Limits on time and memory.
         effort: How thoroughly alerts are explained: "full", "fast" (one forward pass per record) or "off".
         records: The table of open records.
         num_dropped_readings: Number of readings of open records that were dropped so far, because a new model lacks
@@ -203,8 +174,8 @@ class Engine:
                 false-alarm rate is only guaranteed with that policy. Irregular readings are always scored one after the
                 other.
             max_suggested: Largest number of records of one call of `handle` for which the reading to take next is
-                stated (`next_reading`): first in the alerts of records, then, with `suspicious`, of records without an
-                alert. Each of them delays the alerts of the call by ten milliseconds or more.
+                stated (`next_reading`). Records that alert come first; with `suspicious`, records without an alert
+                follow. Each of them delays the alerts of the call by ten milliseconds or more.
             suspicious: Largest p-value of a record without an alert for which the reading to take next is stated
                 (`Effects.suspicious_records`), the smallest p-value first. None for no such records.
             fault_classifier: Names the known fault that alerting records look like; None for no names.
@@ -215,7 +186,8 @@ class Engine:
             ConfigError: Readings are irregular, and `ties` is "hold", or the contexts of the model are not bounded.
         """
         self.alphas = np.unique(np.atleast_1d(np.asarray(alpha, np.float64)))[::-1]
-        self.limits, self.effort, self._tie_policy = limits or Limits(), effort, ties
+        self._closing_rules = ClosingRules(limits or Limits())
+        self.effort, self._tie_policy = effort, ties
         self._max_suggested, self._names_faults_at_close = max_suggested, names_faults_at_close
         if max_suggested:
             require_torch("stating the reading to take next")
@@ -228,27 +200,31 @@ class Engine:
         self._unscorable: UnscorableReadings | None = None
         # Partitions whose records are not all scored by the current model yet, in the order in which they are scored.
         self._rescorings: dict[int, Rescoring] = {}
-        self._newest_version = 0
-        self._models_by_version = {0: ModelVersion(model, calibration, fingerprint, fault_classifier)}
+        first_version = ModelVersion(model, calibration, fingerprint, fault_classifier)
+        self._versions = ModelVersions(first_version, self.limits.cache_bytes)
         self._set_context_limits()
-        self._cache_by_shape: dict[CacheShape, Cache] = {}
-        # Times (microseconds since 1970) before which no record and no tie group can time out. 0: check at once.
-        self._next_record_timeout = self._next_tie_timeout = 0
         self._drift_monitor = None if drift is None else DriftMonitor(calibration, fingerprint, drift)
         # By partition and record id: how many readings the record had each time a timeout of the previous run ended
         # one of its tie groups.
         self._tie_timeouts: dict[int, dict[str, set[int]]] = {}
-        # A change of features or labels may have completed records of these partitions; `handle` closes them.
-        self._translated_partitions: set[int] = set()
         # Partitions for which `replay` or `handle` was called; used to check the order of calls.
         self._replayed_partitions: set[int] = set()
         self._live_partitions: set[int] = set()
-        self._allocate_caches()
+        self._versions.allocate_caches(self.records)
+
+    @property
+    def limits(self) -> Limits:
+        """Limits on time and memory; may be replaced at any time, except for the memory of the KV caches."""
+        return self._closing_rules.limits
+
+    @limits.setter
+    def limits(self, limits: Limits) -> None:
+        self._closing_rules.limits = limits
 
     @property
     def current_version(self) -> ModelVersion:
         """The model, with its calibration, that scores the records which are opened from now on."""
-        return self._models_by_version[self._newest_version]
+        return self._versions.current
 
     @property
     def schema(self) -> Schema:
@@ -268,12 +244,12 @@ class Engine:
     @property
     def cache(self) -> Cache:
         """The KV cache of the current model: the network's keys and values of the readings of open records."""
-        return self._cache_by_shape[self.current_version.cache_shape]
+        return self._versions.current_cache
 
     @property
     def cache_bytes(self) -> int:
         """The number of bytes in use by the KV caches of all models that score open records."""
-        return sum(cache.bytes_in_use for cache in self._cache_by_shape.values())
+        return self._versions.cache_bytes_in_use
 
     def handle(
         self,
@@ -319,7 +295,7 @@ class Engine:
         batch, accepted, rejections, num_combined = self._ingest(batch, now)
         # From now on, it is an error to restore or replay these partitions.
         self._live_partitions.update(self.records.partitions.keys() - set(restoring_partitions))
-        ending, close_reasons = self._select_closing(accepted, now, restoring_partitions)
+        ending, close_reasons = self._closing_rules.select_closing(self.records, accepted, now, restoring_partitions)
         # Readings that wait for the end of their time slot are scored if their record ends before.
         batch, accepted = release_slots(self.records, batch, accepted, ending, now)
         self._free_unneeded_pages(ending, now)
@@ -329,7 +305,9 @@ class Engine:
             # Some of the accepted readings wait for others with the same event time (a tie group). The readings to
             # score are those of groups that get no further reading; some of these arrived in earlier batches.
             has_ended_or_new = {*ending, *accepted.record_indices.tolist()}
-            timed_out = self._select_tie_timeouts(now, has_ended_or_new, restoring_partitions)
+            timed_out = self._closing_rules.select_tie_timeouts(
+                self.records, now, has_ended_or_new, restoring_partitions
+            )
             no_longer_waiting = np.array(ending + timed_out, np.int64)
             batch, to_score = decide_tie_groups(self.records, batch, accepted, no_longer_waiting)
         scored, alerts = self._score_and_alert(batch, to_score, accepted, max_explained, on_progress)
@@ -372,20 +350,7 @@ class Engine:
         Args:
             now: The current time in microseconds since 1970.
         """
-        has_open_records = len(self.records) > 0
-        return (
-            bool(self._translated_partitions)
-            or self._suspicious is not None
-            or len(self.records) > self.limits.max_open_records
-            or self.records.num_bytes > self.limits.max_record_bytes
-            or (has_open_records and self.limits.record_timeout is not None and now >= self._next_record_timeout)
-            or (
-                has_open_records
-                and self.records.holds_ties
-                and self.limits.tie_wait is not None
-                and now >= self._next_tie_timeout
-            )
-        )
+        return self._suspicious is not None or self._closing_rules.is_due(self.records, now)
 
     def has_partition(self, partition: int) -> bool:
         """Return whether there is any state of a partition."""
@@ -459,7 +424,7 @@ class Engine:
     def apply_decisions(self, partition: int, decisions: Decisions) -> None:
         """Repeat the decisions of the previous run about a partition, after its events have been replayed.
 
-        These are decisions that the partition's log alone cannot reproduce: timeouts, evictions (closings of records
+        The partition's log alone cannot reproduce these decisions. They are timeouts, evictions (closings of records
         because of a limit), alerts that were raised, and the evidence of drift.
 
         Args:
@@ -511,9 +476,8 @@ class Engine:
         rescoring = self._rescorings.get(partition)
         if rescoring is not None:
             return replace(rescoring.snapshot, age=rescoring.snapshot.age + (now - rescoring.time))
-        fingerprint_by_version = {number: version.fingerprint for number, version in self._models_by_version.items()}
         drift_state = None if self._drift_monitor is None else self._drift_monitor.export_state(partition)
-        return export_state(self.records, partition, now, fingerprint_by_version, drift_state)
+        return export_state(self.records, partition, now, self._versions.fingerprint_by_number, drift_state)
 
     def restore(self, partition: int, snapshot: Snapshot, now: int, at_once: bool = True) -> None:
         """Load the state of a partition from a snapshot of the previous run.
@@ -556,7 +520,7 @@ class Engine:
         p-value is at most a smaller alpha, it raises an alert at that alpha when its next reading is scored.
 
         The guarantee holds per model: under each model, a normal record raises an alert with probability at most alpha.
-        A record that is scored again is tested under two models, so the probability that it raises an alert under
+        A record that is scored again is tested under two models. So the probability that it raises an alert under
         either of them is bounded by 2 alpha, not by alpha. Each further change of the model adds another alpha. With
         "finish" every record is tested under one model, and the bound stays alpha.
 
@@ -564,15 +528,15 @@ class Engine:
             model: The new network.
             calibration: The calibration of the new network.
             fingerprint: A hash that identifies the new model with its calibration.
-            open_records: "finish" if records that are open now should be scored to their end by the model that was
-                current when they were opened; "rescore" if the new model should score all their readings again.
+            open_records: "finish" if the model that was current when a record was opened should score it to its end.
+                "rescore" if the new model should score all readings of open records again.
             at_once: Whether to score them now. Otherwise `rescore` must be called.
             fault_classifier: The classifier of faults of the new model; None if it has none.
 
         Returns:
             What happens to the open records. It is "rescore" in spite of `open_records="finish"` if the models have
-            different features, labels, rules for several readings of a time slot or tie policies, or if readings are
-            irregular in only one of them.
+            different features, labels, tie policies, or rules for several readings of a time slot. The same holds if
+            readings are irregular in only one of them.
         """
         has_same_vocabulary = Vocabulary.from_schema(self.schema) == Vocabulary.from_schema(model.schema)
         has_same_vocabulary &= (self.schema.reading_times is None) == (model.schema.reading_times is None)
@@ -587,21 +551,19 @@ class Engine:
         # translate them to other features and labels. Both use the same time (0), so idle times do not change.
         partitions = [*self.records.partitions, *(p for p in self._rescorings if p not in self.records.partitions)]
         snapshots = {} if can_finish else {p: self.snapshot(p, now=0) for p in partitions}
-        self._newest_version += 1
-        self._models_by_version[self._newest_version] = ModelVersion(model, calibration, fingerprint, fault_classifier)
+        self._versions.add(ModelVersion(model, calibration, fingerprint, fault_classifier))
         self._set_context_limits()
         if self._drift_monitor is not None:
             # Evidence about the old calibration says nothing about the new one.
             self._drift_monitor = DriftMonitor(calibration, fingerprint, self._drift_monitor.level)
         if not can_finish:
             self.records = self.records.empty_copy(model.schema, holds_ties)
-            self._models_by_version = {self._newest_version: self.current_version}
+            self._versions.drop_all_others()
             self._set_context_limits()
-            self._cache_by_shape.clear()  # the table of records is new, so the rows of the caches have no meaning
             if self._suspicious is not None:
                 self._suspicious.reset_partitions()
-        self._drop_unused_models()
-        self._allocate_caches()  # the new model may need a cache of another shape
+        self._versions.drop_unused(self.records)
+        self._versions.allocate_caches(self.records)  # the new model may need a cache of another shape
         if not can_finish:
             self._rescorings = {partition: Rescoring(snapshot, time=0) for partition, snapshot in snapshots.items()}
         if at_once:
@@ -658,7 +620,8 @@ class Engine:
             self._drift_monitor.drop_partitions(partitions)
         if self._suspicious is not None:
             self._suspicious.drop_partitions(partitions)
-        for partition_set in (self._translated_partitions, self._replayed_partitions, self._live_partitions):
+        self._closing_rules.drop_partitions(partitions)
+        for partition_set in (self._replayed_partitions, self._live_partitions):
             partition_set.difference_update(partitions)
         return Effects(
             EventBatch.empty(), ScoredReadings.empty(), alerts=[], rejections=[], closed=closed, model=self.fingerprint
@@ -711,7 +674,7 @@ class Engine:
         """Rank the features that open records do not have yet by what their readings would show (`next_reading`).
 
         The state of the engine does not change. Choosing readings by the ranking changes the distribution of the order
-        of arrival, so the false-alarm rate is only guaranteed with a calibration that was made with the same choice.
+        of arrival. So the false-alarm rate is only guaranteed with a calibration that was made with the same choice.
 
         Args:
             record_ids: Ids of open records; others are ignored. None for all records whose p-value is at most
@@ -738,7 +701,7 @@ class Engine:
             wanted = set(record_ids)
             chosen = chosen[[records.record_ids[index] in wanted for index in chosen.tolist()]]
         readings: dict[str, list[NextReading]] = {}
-        for version, members in self._group_by_version(chosen):
+        for version, members in self._versions.group(self.records, chosen):
             open_records = collect_open_records(records, chosen[members])
             alpha = float(self.alphas[0])
             ranked = rank_features(version.network, version.calibration, open_records, alpha, num_draws)
@@ -819,31 +782,9 @@ class Engine:
         chosen = self._suspicious.select(records, max_records)
         if not len(chosen):
             return [], withdrawn
-        from deformer_stream.engine.next_reading import collect_open_records, suggest_readings
-
-        timeout = self.limits.record_timeout
-        found: dict[tuple[int, str], SuspiciousRecord] = {}
-        for version, members in self._group_by_version(chosen):
-            rows = chosen[members]
-            open_records = collect_open_records(records, rows)
-            next_alphas = np.full(len(rows), self.alphas[0])
-            suggestions = suggest_readings(version.network, version.calibration, open_records, next_alphas)
-            times = records.find_latest_times(rows).tolist()
-            for row, time, suggestion in zip(rows.tolist(), times, suggestions, strict=True):
-                if suggestion is None:  # only context features are left
-                    continue
-                partition, record = int(records.partition_ids[row]), records.record_ids[row]
-                found[partition, record] = SuspiciousRecord(
-                    record,
-                    partition,
-                    time,
-                    p_value=float(records.running["p_value"][row]),
-                    features_seen=int(records.num_readings[row]),
-                    features_expected=len(self.schema) - int(records.num_declared_missing[row]),
-                    next_reading=suggestion,
-                    expires=None if timeout is None else int(records.last_accepted_at[row]) + timeout,
-                    model=version.fingerprint,
-                )
+        found = suggest_next_readings(
+            records, chosen, self._versions, float(self.alphas[0]), self.limits.record_timeout
+        )
         self._suspicious.state(found)
         return list(found.values()), [key for key in withdrawn if key not in found]
 
@@ -887,9 +828,7 @@ class Engine:
         rescoring = self._rescorings[partition]
         if rescoring.record_index is not None and rescoring.num_scored == len(rescoring.record_index):
             del self._rescorings[partition]
-            # The records may be idle for longer than all others, so the next timeouts are not known any more. The time
-            # 0 lets the next batch search for records that have timed out.
-            self._next_record_timeout = self._next_tie_timeout = 0
+            self._closing_rules.reset_timeouts()
 
     def _load_snapshot(self, partition: int) -> None:
         """Load the snapshot of a partition in `_rescorings`, and determine which of its records must be scored again.
@@ -901,50 +840,24 @@ class Engine:
             partition: Number of the partition, which has no state in the table of records.
         """
         rescoring = self._rescorings[partition]
-        snapshot = rescoring.snapshot
-        vocabulary = Vocabulary.from_schema(self.schema)
+        adapted = adapt_snapshot(rescoring.snapshot, self.schema, self.records.holds_ties)
+        snapshot = adapted.snapshot
+        self.num_dropped_readings += adapted.num_dropped
+        if adapted.is_translated:
+            self._closing_rules.add_translated_partition(partition)
         # Models whose scores of records remain valid, with their version numbers.
-        version_by_fingerprint = {v.fingerprint: number for number, v in self._models_by_version.items()}
-        waiting = snapshot.waiting
-        window = self.schema.window
-        if waiting is not None and (
-            snapshot.vocabulary != vocabulary
-            or window is None
-            or self.records.is_irregular
-            or window.per_slot != waiting.rule
-            or waiting.list_cycles() != [self.schema.slot_mean_cycles[code] for code in waiting.feature.tolist()]
-        ):
-            # The current model does not combine the readings of a time slot in the same way, so those that wait for the
-            # end of their slot become readings of their records now. They are scored with all others.
-            snapshot = snapshot.accept_waiting(waiting)
-            self._translated_partitions.add(partition)  # records may be complete now
-            version_by_fingerprint = {}
-        if snapshot.vocabulary != vocabulary:
-            # The snapshot has other features or labels. Its codes are translated to those of the current model, and no
-            # earlier score is valid.
-            snapshot, num_dropped = snapshot.translate(vocabulary)
-            self.num_dropped_readings += num_dropped
-            self._translated_partitions.add(partition)
-            version_by_fingerprint = {}
-        if self.records.is_irregular != (snapshot.event_times is not None):
-            # Only one of the two models lets a sensor report any number of times in a record.
-            converted = snapshot.drop_readings_without_times() if self.records.is_irregular else snapshot.remove_times()
-            snapshot, num_dropped = converted
-            self.num_dropped_readings += num_dropped
-            self._translated_partitions.add(partition)
-            version_by_fingerprint = {}
-        if self.records.holds_ties != (snapshot.ties is not None):
-            version_by_fingerprint = {}  # no record may be scored partly with and partly without tie groups
+        versions = self._versions.fingerprint_by_number.items() if adapted.has_valid_scores else ()
+        version_by_fingerprint = {fingerprint: number for number, fingerprint in versions}
         # The version number of each record's model, −1 if its scores are not valid. `snapshot.model` holds, for each
         # record, the index of its model in `snapshot.models`.
         snapshot_versions = [version_by_fingerprint.get(fingerprint, -1) for fingerprint in snapshot.models]
         version_by_record = np.array(snapshot_versions, np.int64)[snapshot.model]
         needs_rescoring = version_by_record < 0
-        version_by_record = np.where(needs_rescoring, self._newest_version, version_by_record)
+        version_by_record = np.where(needs_rescoring, self._versions.current_number, version_by_record)
         if self._drift_monitor is not None:
             self._drift_monitor.import_state(partition, snapshot.drift)
         record_index = import_state(self.records, partition, snapshot, rescoring.time, version_by_record)
-        self._grow_caches()
+        self._versions.grow_caches(self.records)
         self.records.drop_old_readings(record_index[~needs_rescoring])
         rescoring.record_index = record_index[needs_rescoring]
         self._end_rescoring_if_done(partition)
@@ -977,31 +890,20 @@ class Engine:
             the number of readings that were combined with an earlier one of the same time slot. If the model combines
             the readings of a time slot, the batch also has an event for each combined reading.
         """
-        num_combined = 0
+        num_combined, version = 0, self._versions.current_number
         if self.records.is_irregular:
-            accepted, rejections = ingest_irregular(self.records, batch, now, self._newest_version)
+            accepted, rejections = ingest_irregular(self.records, batch, now, version)
         elif self.records.slot_rules is None:
-            accepted, rejections = self.records.ingest(batch, now, self._newest_version)
+            accepted, rejections = ingest(self.records, batch, now, version)
         else:
-            batch, accepted, rejections, num_combined = ingest_slots(self.records, batch, now, self._newest_version)
-        self._grow_caches()
+            batch, accepted, rejections, num_combined = ingest_slots(self.records, batch, now, version)
+        self._versions.grow_caches(self.records)
         return batch, accepted, rejections, num_combined
 
     def _set_context_limits(self) -> None:
         """Inform the table of records how many readings the contexts of each model version have at most."""
         if self.records.contexts is not None:
-            versions = self._models_by_version.items()
-            self.records.contexts.limits = {
-                number: version.context_limit for number, version in versions if version.context_limit is not None
-            }
-
-    def _grow_caches(self) -> None:
-        """Extend the page table of every KV cache, so that it has a row for each row of the table of records.
-
-        The page table lists the pages (blocks of the cache) that hold the keys and values of each record.
-        """
-        for cache in self._cache_by_shape.values():
-            cache.ensure_capacity(self.records.capacity)
+            self.records.contexts.limits = self._versions.context_limits
 
     def _score_and_alert(
         self,
@@ -1042,12 +944,11 @@ class Engine:
             p_value,
             is_alert=num_crossed > 0,
         )
-        # To explain an alert, the builder needs the model version that scores the record: the last argument finds it.
         builder = AlertBuilder(
             self.records,
             self.alphas,
             self.effort,
-            self._group_by_version,
+            self._versions,
             self._max_suggested,
             max_explained,
             on_progress,
@@ -1078,53 +979,22 @@ class Engine:
             version = int(self.records.model_version[readings.record_indices[first]])
             self._unscorable = UnscorableReadings(
                 num_readings=0,
-                model=self._models_by_version[version].fingerprint,
+                model=self._versions.fingerprint_by_number[version],
                 record=batch.record_ids[int(readings.event_indices[first])],
                 feature=self.schema.names[features[first]],
             )
         self._unscorable = replace(self._unscorable, num_readings=self._unscorable.num_readings + len(unscorable))
 
     def _score(self, record_index: Ints, seq: Ints, alphas: Floats) -> tuple[Floats, Ints, Codes]:
-        """Score M readings, each by the model version to which its record is assigned.
+        """Score M readings, and count the records whose cached keys and values were missing.
 
-        Args:
-            record_index: (M,) the row of the table that belongs to the record of each reading.
-            seq: (M,) position of each reading in its record, from 0.
-            alphas: The false-alarm rates at which alerts are raised, descending; `NO_ALPHAS` for readings that must not
-                raise an alert.
-
-        Returns:
-            Three arrays. First (4, M) scores in four rows: the log-likelihood of each reading, its running sum over the
-            record, the running anomaly score of the record, and the p-value of the record. Second (M,) the number of
-            alphas that the p-value has reached with this reading for the first time. Third (M,) the kind of the
-            cumulative sum that has raised the anomaly score (`ModelVersion.score_readings`).
+        The arguments and the results are those of `ModelVersions.score_readings`, without the number of these records.
         """
-        num_readings = len(record_index)
-        score_rows, num_crossed = np.empty((4, num_readings)), np.zeros(num_readings, np.int64)
-        kinds = np.full(num_readings, NO_KIND, np.int8)
-        for version, members in self._group_by_version(record_index):
-            cache = self._cache_by_shape[version.cache_shape]
-            score_rows[:, members], num_crossed[members], kinds[members], num_rebuilds = version.score_readings(
-                self.records, cache, record_index[members], seq[members], alphas
-            )
-            self.num_cache_rebuilds += num_rebuilds
+        score_rows, num_crossed, kinds, num_rebuilt = self._versions.score_readings(
+            self.records, record_index, seq, alphas
+        )
+        self.num_cache_rebuilds += num_rebuilt
         return score_rows, num_crossed, kinds
-
-    def _group_by_version(self, record_index: Ints) -> Iterator[tuple[ModelVersion, Ints]]:
-        """Group R records by the model version (a model with its calibration) that scores them.
-
-        Args:
-            record_index: (R,) row of each record in the table; a row may occur several times.
-
-        Yields:
-            A model version, and the ascending indexes into `record_index` of the records that it scores.
-        """
-        if len(self._models_by_version) == 1 and len(record_index):
-            yield self.current_version, np.arange(len(record_index))  # the usual case, without a search
-            return
-        version_numbers = self.records.model_version[record_index]
-        for number in np.unique(version_numbers).tolist():
-            yield self._models_by_version[number], np.flatnonzero(version_numbers == number)
 
     def _rescore(self, record_index: Ints) -> None:
         """Score all readings of records again, without alerts, after their model or the rules of scoring have changed.
@@ -1145,46 +1015,6 @@ class Engine:
         num_dropped = self.records.num_readings[record_index] - num_stored
         self._score(record_index[record], num_dropped[record] + place, NO_ALPHAS)
 
-    def _select_closing(
-        self, accepted: AcceptedReadings, now: int, restoring_partitions: Collection[int]
-    ) -> tuple[list[int], list[CloseReason]]:
-        """Select the records to close after a batch: complete ones, idle ones, and those that exceed a limit.
-
-        Args:
-            accepted: The readings of the batch. Its `close_reasons` lists the records that the batch has ended: they
-                are complete, or their window (interval of time) is over.
-            now: The current time in microseconds since 1970.
-            restoring_partitions: Partitions whose events are still being replayed. Their records are only closed if
-                the batch has ended them.
-
-        Returns:
-            The rows of the records in the table, and the reason for closing each.
-        """
-        complete = self._select_completed_by_translation(restoring_partitions)
-        idle = self._select_timeouts(now, restoring_partitions)
-        if complete:
-            idle = [index for index in idle if index not in complete]
-        # If a limit is exceeded, further records are evicted. Those that are closed anyway do not count.
-        # `len(self.records)` leaves out the records that the batch has ended, but `num_bytes` still includes them.
-        selected = {*complete, *idle}
-        excess_records = len(self.records) - len(selected) - self.limits.max_open_records
-        excess_bytes = self.records.num_bytes - self.limits.max_record_bytes
-        if excess_bytes > 0:
-            ending = np.array([*accepted.close_reasons, *selected], np.int64)
-            excess_bytes -= int(self.records.bytes_of(ending).sum())
-        evicted: list[int] = []
-        if excess_records > 0 or excess_bytes > 0:
-            evicted = self.records.select_longest_idle(
-                max(0, excess_records), restoring_partitions, max(0, excess_bytes), skipped=selected
-            )
-        reasons = [
-            *accepted.close_reasons.values(),
-            *[CloseReason.COMPLETE] * len(complete),
-            *[CloseReason.TIMEOUT] * len(idle),
-            *[CloseReason.EVICTED] * len(evicted),
-        ]
-        return [*accepted.close_reasons, *complete, *idle, *evicted], reasons
-
     def _free_unneeded_pages(self, ending: list[int], now: int) -> None:
         """Free the KV cache of records that end without a reading to score.
 
@@ -1199,77 +1029,10 @@ class Engine:
         has_no_new_reading = self.records.last_accepted_at[record_index] < now
         has_no_waiting_reading = self.records.num_pending[record_index] == 0
         nothing_to_score = record_index[has_no_new_reading & has_no_waiting_reading]
-        for cache in self._cache_by_shape.values():
-            cache.free(nothing_to_score)
-
-    def _select_tie_timeouts(
-        self, now: int, excluded: Collection[int], restoring_partitions: Collection[int]
-    ) -> list[int]:
-        """Return the records whose waiting readings must be scored now, because `Limits.tie_wait` has passed.
-
-        Readings wait for others of the same record with the same event time (a tie group).
-
-        Args:
-            now: The current time in microseconds since 1970.
-            excluded: Rows of records that are not returned, because they end or have accepted a reading in this batch.
-            restoring_partitions: Partitions whose records are not returned, because their events are still being
-                replayed.
-
-        Returns:
-            Rows of the records in the table, the longest idle first.
-        """
-        wait = self.limits.tie_wait
-        if wait is None or now < self._next_tie_timeout:
-            return []
-        idle, earliest_other = self.records.select_idle(now - wait, restoring_partitions, pending_only=True)
-        # Of the other records, the longest idle one times out next: its last event was accepted at `earliest_other`.
-        # Without other records, none can time out before `now` plus the timeout. No earlier search is needed.
-        self._next_tie_timeout = (now if earliest_other is None else earliest_other) + wait
-        return [index for index in idle if index not in excluded]
-
-    def _select_timeouts(self, now: int, restoring_partitions: Collection[int]) -> list[int]:
-        """Return the records that have had no accepted event for `Limits.record_timeout`, the longest idle first.
-
-        Args:
-            now: The current time in microseconds since 1970.
-            restoring_partitions: Partitions whose records are not returned, because their events are still being
-                replayed.
-
-        Returns:
-            Rows of the records in the table.
-        """
-        timeout = self.limits.record_timeout
-        if timeout is None or now < self._next_record_timeout:
-            return []
-        idle, earliest_other = self.records.select_idle(now - timeout, restoring_partitions)
-        # Of the other records, the longest idle one times out next: its last event was accepted at `earliest_other`.
-        # Without other records, none can time out before `now` plus the timeout. No earlier search is needed.
-        self._next_record_timeout = (now if earliest_other is None else earliest_other) + timeout
-        return idle
-
-    def _select_completed_by_translation(self, restoring_partitions: Collection[int]) -> list[int]:
-        """Return the records that are complete because the current model lacks the features that they still awaited.
-
-        This can only happen in partitions whose records were translated to the features of a new model. Each of these
-        is checked once.
-
-        Args:
-            restoring_partitions: Partitions whose records are not returned yet, because their events are still being
-                replayed; a later call returns them.
-
-        Returns:
-            Rows of the records in the table.
-        """
-        partitions = self._translated_partitions.difference(restoring_partitions)
-        self._translated_partitions -= partitions
-        if not partitions:
-            return []
-        record_index = np.array(self.records.indices_of_partitions(partitions), np.int64)
-        completed: list[int] = record_index[self.records.is_complete(record_index)].tolist()
-        return completed
+        self._versions.free_pages(nothing_to_score)
 
     def _close(self, ending: list[int], reason: CloseReason | list[CloseReason]) -> ClosedRecords:
-        """Close records, pass them to the drift monitor, release their memory, and return their final scores.
+        """Close records, pass them to the drift monitor, release their memory, and return them with final scores.
 
         Args:
             ending: Rows of the records in the table.
@@ -1279,69 +1042,13 @@ class Engine:
             return ClosedRecords.empty()
         closed = self.records.close(ending, reason)
         record_index = np.array(ending, np.int64)
-        # The score for ranking complete records depends on the model, so it is not computed by the table of records.
-        anomaly_score, record_p_value = closed.anomaly_score.copy(), closed.record_p_value.copy()
-        faults: dict[int, FaultName | None] = {}
-        for version, members in self._group_by_version(record_index):
-            anomaly_score[members] = version.rank_records(self.records, record_index[members])
-            record_ids = [closed.record_ids[index] for index in members.tolist()]
-            p_values = version.calibration.compute_record_p_values(anomaly_score[members], record_ids)
-            if p_values is not None:
-                record_p_value[members] = p_values
-            if self._names_faults_at_close and version.fault_classifier is not None and self.effort != "off":
-                alerted = members[closed.alert_seq[members] >= 0]
-                names = version.name_faults(
-                    self.records, record_index[alerted], closed.num_readings[alerted].astype(np.int64)
-                )
-                faults |= zip(alerted.tolist(), names, strict=True)
+        names_faults = self._names_faults_at_close and self.effort != "off"
+        closed = add_final_scores(closed, self.records, record_index, self._versions, names_faults)
         if self._drift_monitor is not None:
-            self._observe_drift(self._drift_monitor, closed, record_index)
+            observe_drift(self._drift_monitor, closed, self.records, record_index, self._versions.current_number)
         # Only now, because ranking and drift detection read the readings of the closed records.
         self._release(ending)
-        return replace(
-            closed,
-            anomaly_score=anomaly_score,
-            record_p_value=record_p_value,
-            faults=tuple(map(faults.get, range(len(closed)))) if faults else (),
-        )
-
-    def _observe_drift(self, monitor: DriftMonitor, closed: ClosedRecords, record_index: Ints) -> None:
-        """Pass closed records to the drift monitor, which tests whether they still resemble the calibration records.
-
-        Left out are records without readings, records that another model than the current one has scored, and records
-        that were closed before all of their readings had arrived.
-
-        Args:
-            monitor: The drift monitor.
-            closed: R closed records.
-            record_index: (R,) their rows in the table, in which their readings are still available.
-        """
-        is_unforced = np.array([reason in UNFORCED_CLOSINGS for reason in closed.reasons], bool)
-        is_current_model = self.records.model_version[record_index] == self._newest_version
-        observed = (is_unforced & (closed.num_readings > 0) & is_current_model).nonzero()[0]
-        observed = observed[closed.partitions[observed].argsort(kind="stable")]  # by partition, then in closing order
-        table_rows = record_index[observed].tolist()
-        monitor.observe(
-            closed.partitions[observed].tolist(),
-            [closed.record_ids[i] for i in observed.tolist()],
-            closed.score[observed],
-            # The monitor requests the readings of only a few of the observed records, so they are not all copied.
-            get_readings=lambda i: self._get_last_readings(table_rows[i]),
-        )
-
-    def _get_last_readings(self, record_index: int) -> RecordReadings:
-        """Return the readings of a record; if they are irregular, those of the last block with their context.
-
-        Args:
-            record_index: Row of the record in the table.
-        """
-        if not self.records.is_irregular:
-            return RecordReadings(*self.records.readings_of(record_index))
-        num_readings = int(self.records.num_readings[record_index])
-        places, num_context = find_last_context(self.records, record_index, num_readings)
-        rows = np.full(len(places), record_index)
-        codes, values = self.records.log.gather(rows, places)
-        return RecordReadings(codes, values, self.records.ages_of(rows, places), num_context)
+        return closed
 
     def _release(self, closed: list[int]) -> None:
         """Make the table rows and the KV cache of closed records available to new records.
@@ -1351,34 +1058,7 @@ class Engine:
         """
         if not closed:
             return
-        for cache in self._cache_by_shape.values():
-            cache.remove(np.array(closed, np.int64))
+        self._versions.remove_records(np.array(closed, np.int64))
         self.records.release(closed)
         # The closed records may have been the last ones of an older model.
-        if len(self._models_by_version) > 1:
-            self._drop_unused_models()
-
-    def _drop_unused_models(self) -> None:
-        """Drop the model versions that score no open record, except the current one."""
-        used = {self._newest_version, *np.unique(self.records.model_version[self.records.is_open]).tolist()}
-        if used != self._models_by_version.keys():
-            self._models_by_version = {number: self._models_by_version[number] for number in sorted(used)}
-            self._allocate_caches()
-
-    def _allocate_caches(self) -> None:
-        """Allocate the KV caches of all model versions that score open records, with equal shares of the memory.
-
-        Models with the same cache shape (layers, vector sizes and precision) share one cache. If the set of shapes has
-        changed, all cached keys and values are dropped; they are computed again when needed.
-        """
-        version_by_shape = {version.cache_shape: version for version in self._models_by_version.values()}
-        if version_by_shape.keys() != self._cache_by_shape.keys():
-            # Drop all references to the old caches first, so that both are never in memory at the same time.
-            self._cache_by_shape.clear()
-            for version in self._models_by_version.values():
-                version.release_cache()
-            max_bytes = self.limits.cache_bytes // len(version_by_shape)
-            self._cache_by_shape = {
-                shape: version.create_cache(max_bytes) for shape, version in version_by_shape.items()
-            }
-            self._grow_caches()
+        self._versions.drop_unused(self.records)

@@ -228,8 +228,8 @@ class ScoredReadings:
     """M accepted readings with their scores.
 
     The readings are in the order of acceptance, unless readings of one record with the same event time are scored
-    together (a tie group). They are then in the order in which their groups were completed, and the score and the
-    p-value of the record change only at the last reading of a group.
+    together (a tie group). They are then in the order in which their groups were completed. The score and the p-value
+    of the record change only at the last reading of a group.
 
     Attributes:
         event_indices: (M,) index of each reading's event in the batch.
@@ -522,7 +522,7 @@ class ClosedRecords:
             of them has a time.
         record_p_value: (R,) p-value of the closed record as a whole, by its `anomaly_score`; NaN if the calibration has
             no scores of complete records.
-        faults: Which known fault each of the R records looks like, by all of its readings; None for records that have
+        faults: Which known fault each of the R records looks like, by all of its readings. None for records that have
             not alerted, and if their model has no classifier of faults. Empty if no record has a name.
     """
 
@@ -665,8 +665,9 @@ class Effects:
     def decisions(self) -> dict[int, Decisions]:
         """Return, by partition number, the decisions that cannot be reproduced by reading the partition's log again.
 
-        These are closings by timeout or eviction, the evidence of drift, timeouts of tie groups (readings of one record
-        with the same event time, which wait for each other), and alerts. Partitions without decisions are left out.
+        These are closings by timeout or eviction, alerts, the evidence of drift, and timeouts of tie groups. A tie
+        group is readings of one record with the same event time, which wait for each other. Partitions without
+        decisions are left out.
 
         An alert is left out if its record was closed in the same batch because it is complete or its window is over.
         Reading the log again closes such a record again, so it cannot repeat its alert.

@@ -1,7 +1,7 @@
 """Explanations of alerts: the readings without which the record would be normal, and the values expected instead.
 
 The method answers three questions about a record with readings v_1, …, v_n. The surprisal of a reading is −ln p of its
-value given earlier readings, in nats; the surprisal of a record is the sum over its readings in some order.
+value given earlier readings, in nats. The surprisal of a record is the sum over its readings in some order.
 
 1. How much does each reading contribute to the surprisal of the record? Its attribution is its mean surprisal over
    orders of the readings. That is its Shapley value in the game −ln p(v_S), so attributions add up to the record's
@@ -18,13 +18,13 @@ record are computed together as a tree of orders (`engine.order_trees`): a trie 
 nodes. Each node stands for a reading given the readings at its ancestors.
 
 An alert of a record with irregular readings is explained by `explain_context`. The first question is answered in the
-same way, for the readings of the alert's context (those on which the alerting reading is conditional, and itself), each
-at its own time. The second and the third are not, for two reasons. A faulty sensor has several readings in a context,
-which make each other probable, so that no single reading is to blame. And the alert may depend on readings before the
-context, so that replacements cannot be tested. The suspects are therefore the latest readings of one sensor. If a
-cumulative sum of one sensor has raised the alert (`calibration.cusum`), they are readings of this sensor
-(`_find_readings_of_evidence`). Otherwise they are those that are together most improbable given the readings of all
-other sensors (`_find_suspect_readings`).
+same way, for the readings of the alert's context, each at its own time. These are the readings on which the alerting
+reading is conditional, and itself. The second and the third are not, for two reasons. A faulty sensor has several
+readings in a context, which make each other probable, so that no single reading is to blame. And the alert may depend
+on readings before the context, so that replacements cannot be tested. The suspects are therefore the latest readings of
+one sensor. If a cumulative sum of one sensor has raised the alert (`calibration.cusum`), they are readings of this
+sensor (`_find_readings_of_evidence`). Otherwise they are those that are together most improbable given the readings of
+all other sensors (`_find_suspect_readings`).
 """
 
 from __future__ import annotations

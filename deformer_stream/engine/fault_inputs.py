@@ -1,8 +1,8 @@
 """The inputs of the classifier of faults: what the density model says about each reading of a partial record.
 
 Each reading is compared with its distribution given all other readings of the record. The inputs of a record are the
-same for every order of its readings, and they exist for every set of readings, so that one classifier serves all
-partial records.
+same for every order of its readings. They exist for every set of readings, so that one classifier serves all partial
+records.
 """
 
 from __future__ import annotations

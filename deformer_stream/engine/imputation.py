@@ -1,6 +1,6 @@
 """Impute missing readings and draw records from the model.
 
-The model is a density of whole records, so besides scoring it answers two further questions: how a missing reading is
+The model is a density of whole records. So besides scoring it answers two further questions: how a missing reading is
 distributed given the present ones, and which records are probable.
 
 Matrices of values have shape (N, F), N records with F features, in raw units: a number, the code of a label, or NaN if

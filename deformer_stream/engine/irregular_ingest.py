@@ -1,6 +1,6 @@
 """Entering irregular readings into the record table: a sensor reports any number of times in a record.
 
-Each reading keeps its event time. The rules differ from those of `records.ingest`:
+Each reading keeps its event time. The rules differ from those of `deformer_stream.engine.ingest`:
 
 - A sensor can report again. A reading is a duplicate if its context has the same value of the sensor at the same time:
   the same message was delivered twice. Another value at the same time is accepted. The context consists of the earlier
@@ -19,14 +19,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deformer_stream.engine.events import EventBatch, Rejection, RejectionReason
+from deformer_stream.engine.ingest import ReadingCollector, ingest_sequential
+from deformer_stream.engine.partition import Partition
 from deformer_stream.engine.record_contexts import RecordContexts
-from deformer_stream.engine.records import (
-    AcceptedReadings,
-    Partition,
-    ReadingCollector,
-    RecordTable,
-    ingest_sequential,
-)
+from deformer_stream.engine.records import AcceptedReadings, RecordTable
 
 Ints = NDArray[np.int64]
 

@@ -28,8 +28,8 @@ little padding is cheaper than another pass."""
 class PassReadings:
     """The K readings of R records that go through the network in one pass, record after record.
 
-    The readings of a record are first those that are only added to the cache, because they were scored before and are
-    not cached any more, and then the new ones.
+    The readings of a record are first those that are only added to the cache, and then the new ones. The first were
+    scored before, and are not cached any more.
 
     Attributes:
         record_index: (R,) row of each record in the table of open records.

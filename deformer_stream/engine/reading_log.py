@@ -109,8 +109,8 @@ class ReadingLog:
         """Number of bytes that the log needs to store one reading.
 
         It stores the feature code and the value of the reading. If readings of one record with the same event time (a
-        tie group) are scored together, it also stores a flag: whether the reading continues the group of the reading
-        before it. If readings are irregular, it stores their times.
+        tie group) are scored together, it also stores a flag. It states whether the reading continues the group of the
+        reading before it. If readings are irregular, it stores their times.
         """
         return sum(getattr(self, name).itemsize for name in self._array_names)
 

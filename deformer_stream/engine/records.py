@@ -3,9 +3,10 @@
 A record is the unit that is scored; its readings arrive one by one. The accepted readings of a record are the truth
 about it. Everything else in this module can be computed from them and from the recorded decisions of the engine.
 
-`RecordTable` holds one row per open record in arrays. `Partition` holds what belongs to one partition of the input.
-`ingest` enters a batch of events into the table. Only this module changes the arrays of the table, with one exception:
-the code that computes scores updates `RecordTable.running` in place.
+`RecordTable` holds one row per open record in arrays. `deformer_stream.engine.ingest` decides which events of a batch
+are accepted, and adds their readings. Only this module changes the arrays of the table, with two exceptions. The code
+that computes scores updates `RecordTable.running` in place, and the ingestion of single events sets bits of
+`RecordTable.observed_mask` (`RecordTable.view_mask`).
 
 States of a record, and when it changes from one to the next:
 
@@ -19,12 +20,12 @@ States of a record, and when it changes from one to the next:
     closed       | id in `closed_ids`, the row is still readable | released, when its last scores have been computed
     released     | id in `closed_ids`, the row is free           | unknown, when newer ids displace it in `closed_ids`
 
-A record is closed when it is complete, its window is over, it is idle for too long, too many records are open, its
-partition is revoked, or the input ends (`CloseReason`). A pending record has readings of one event time (a tie group)
-that are scored together once the group is complete (`deformer_stream.engine.ties`). An event of a closed record is
-rejected as late; if the record is a window of a model with windows and closed because it is complete, as repeated. If
-the model combines the readings of a time slot, a record can also have readings that wait for the end of their slot
-(`deformer_stream.engine.slot_readings`).
+A record is closed when it is complete, its window is over, or it is idle for too long. The other reasons are that too
+many records are open, its partition is revoked, or the input ends (`CloseReason`). A pending record has readings of one
+event time (a tie group) that are scored together once the group is complete (`deformer_stream.engine.ties`). An event
+of a closed record is rejected as late. It is rejected as repeated if the record is a window of a model with windows,
+and closed because it is complete. If the model combines the readings of a time slot, a record can also have readings
+that wait for the end of their slot (`deformer_stream.engine.slot_readings`).
 
 If readings are irregular (`Schema.reading_times`), a record has any number of readings of a sensor, and each keeps its
 time (`deformer_stream.engine.irregular_ingest`). It is complete when all sensors are declared as "will not report".
@@ -34,41 +35,25 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise, repeat
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from deformer_stream.calibration.cusum import create_states, state_width
-from deformer_stream.engine.events import (
-    NO_ALERT,
-    NO_TIME,
-    AlertState,
-    ClosedRecords,
-    CloseReason,
-    EventBatch,
-    Rejection,
-    RejectionReason,
-)
-from deformer_stream.engine.id_set import BoundedIdSet
+from deformer_stream.engine.events import NO_ALERT, NO_TIME, AlertState, ClosedRecords, CloseReason, EventBatch
 from deformer_stream.engine.idle_queue import IdleQueue
+from deformer_stream.engine.partition import MAX_CLOSED_IDS, Partition
 from deformer_stream.engine.reading_log import ReadingLog
 from deformer_stream.engine.record_contexts import RecordContexts
-from deformer_stream.engine.slot_readings import SLOT_READING_BYTES, SlotReading, SlotReadings
-from deformer_stream.engine.watermarks import Watermarks
+from deformer_stream.engine.slot_readings import SLOT_READING_BYTES
 from deformer_stream.model.schema import Schema
 from deformer_stream.model.windows import PerSlot
-from deformer_stream.ragged import ragged_indices, run_boundaries
+from deformer_stream.ragged import ragged_indices
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
-
-MAX_CLOSED_IDS = 200_000
-"""Largest number of ids of closed records that a partition keeps, so that late events of these records are rejected
-instead of opening the records again. A partition keeps the watermarks (latest event times) of the same number of
-devices."""
 
 RUNNING_DTYPE = np.dtype(
     [
@@ -101,9 +86,6 @@ MISROUTED_CHECK_INTERVAL = 17
 """One of this many opened records is checked: is its id open in another partition, too? The number is prime, so that
 a regular pattern in the input does not always fall between two checks."""
 
-MAX_ID_LENGTH_IN_DETAIL = 100
-"""Longest part of a record id, in characters, that the message about a rejected event repeats."""
-
 MIN_CAPACITY = 64
 """Rows of the smallest record table."""
 
@@ -113,107 +95,6 @@ an element for each reading would otherwise need several times the memory of the
 
 ID_BYTES = 200
 """Estimated bytes of a record's id as a Python string and of its entry in the mapping of its partition."""
-
-
-class Partition:
-    """The open records, the ids of closed records, and the watermarks of one Kafka partition.
-
-    They follow from the partition's own log and from recorded decisions (such as timeouts). Other partitions have no
-    influence, so a partition can be restored on another consumer.
-
-    Args:
-        max_closed_ids: Largest number of ids of closed records to keep, and of devices whose watermark is kept.
-
-    Attributes:
-        record_index_by_id: By record id, the row of each open record in the record table. The order of the mapping is
-            the order in which the records were opened.
-        closed_ids: Ids of the records that were closed last, so that late events of these records are rejected.
-        watermarks: The latest event time of each device. They decide when a window (a record that collects the readings
-            of one device within an interval of time) closes.
-        slot_readings: The readings of open records that wait for the end of their time slot (a part of a window).
-    """
-
-    def __init__(self, max_closed_ids: int = MAX_CLOSED_IDS) -> None:
-        self.record_index_by_id: dict[str, int] = {}
-        self.closed_ids = BoundedIdSet(max_closed_ids)
-        self.watermarks = Watermarks(max_closed_ids)
-        self.slot_readings = SlotReadings()
-
-    def advance_watermark(
-        self, record_id: str, device: str, deadline: int, time: int
-    ) -> tuple[RejectionReason | None, list[int]]:
-        """Advance the watermark (latest event time) of a device, and close the windows whose deadline it reaches.
-
-        A window is a record that collects the readings of one device within an interval of time. If the event is not
-        rejected, its window is registered as open. Times are microseconds since 1970.
-
-        Args:
-            record_id: Id of the window that the event belongs to.
-            device: The device that sent the event.
-            deadline: Event time at which that window closes.
-            time: Time of the event.
-
-        Returns:
-            First why the event is rejected, None if it is not. It is late if its window is over or was closed by a
-            timeout or a limit. It is repeated if its window is not over, but complete. Second the rows, in the record
-            table, of the records that were closed.
-        """
-        watermark, ended_windows = self.watermarks.advance(device, time)
-        ended_indices = [self.close(window) for window in ended_windows]
-        reason: RejectionReason | None = None
-        if deadline <= watermark:
-            reason = RejectionReason.LATE
-        elif record_id not in self.record_index_by_id and self.watermarks.is_complete(record_id):
-            reason = RejectionReason.REPEATED
-        elif record_id not in self.record_index_by_id and record_id in self.closed_ids:
-            reason = RejectionReason.LATE  # the window was closed before its deadline, for example by a timeout
-        else:
-            self.watermarks.open_window(device, record_id, deadline)
-        # `close` returns None for windows without an open record.
-        return reason, [record_index for record_index in ended_indices if record_index is not None]
-
-    def pop_finished_slots(self, device: str, time: int) -> list[tuple[str, SlotReading]]:
-        """Remove and return the readings of a device whose time slots (parts of a window) are over.
-
-        It must be called before `advance_watermark`, which closes the records to which the readings belong.
-
-        Args:
-            device: The device that has sent an event.
-            time: Event time of the event, microseconds since 1970.
-
-        Returns:
-            Pairs of the record id and the reading, in the order of the latest times of the readings.
-        """
-        watermark = max(time, self.watermarks.watermark_by_device.get(device, time))
-        return self.slot_readings.pop_finished(device, self.watermarks.windows_of(device), watermark)
-
-    def close(self, record_id: str, is_complete_window: bool = False) -> int | None:
-        """Mark a record id as closed, so that its later events are rejected.
-
-        Its readings that wait for the end of their time slot are dropped.
-
-        Args:
-            record_id: Id of the record.
-            is_complete_window: Whether the record is closed because it is complete. If it is a window, readings of it
-                are then repeated readings until the window is over. Otherwise they are late.
-
-        Returns:
-            The row of the record in the record table, or None if the record was not open.
-        """
-        record_index = self.record_index_by_id.pop(record_id, None)
-        device = self.watermarks.device_of(record_id)
-        if is_complete_window:
-            self.watermarks.complete_window(record_id)
-        else:
-            self.watermarks.close_window(record_id)
-        if device is not None:
-            self.slot_readings.pop_record(record_id)
-            if not self.watermarks.windows_of(device):
-                self.slot_readings.drop_device(device)
-        # An id must not be added twice. The id of an open record is never among the closed ids.
-        if record_index is not None or record_id not in self.closed_ids:
-            self.closed_ids.add(record_id)
-        return record_index
 
 
 @dataclass(frozen=True, slots=True)
@@ -574,8 +455,8 @@ class RecordTable:
     def empty_copy(self, schema: Schema, holds_ties: bool) -> RecordTable:
         """Return a new record table without records, for another model.
 
-        The counts of misrouted records (with an id that is open in two partitions) and of late tie groups are copied,
-        because they describe the input and not the model.
+        The counts of misrouted records and of late tie groups are copied, because they describe the input and not the
+        model. A misrouted record has an id that is open in two partitions.
 
         Args:
             schema: The features of the other model.
@@ -587,16 +468,6 @@ class RecordTable:
         return table
 
     # Reading the table
-
-    def ingest(self, batch: EventBatch, now: int, model_version: int = 0) -> tuple[AcceptedReadings, list[Rejection]]:
-        """Store the readings of a batch of events, and return the accepted readings and the rejections.
-
-        Args:
-            batch: Events in the order of arrival.
-            now: Time of arrival, microseconds since 1970.
-            model_version: Number of the model version that scores the records that are opened.
-        """
-        return ingest(self, batch, now, model_version)
 
     def is_complete(self, record_indices: Ints) -> Bools:
         """Return for each of R records whether all its features were observed or declared missing, (R,).
@@ -851,6 +722,84 @@ class RecordTable:
                 return selected
             num_candidates *= 2
 
+    # Adding readings
+
+    def has_any_feature(self, record_indices: Ints, features: NDArray[np.int32]) -> bool:
+        """Return whether the feature of any of M pairs of a record and a feature was observed or declared missing.
+
+        Args:
+            record_indices: (M,) row of each pair's record.
+            features: (M,) feature code of each pair.
+        """
+        byte, bit = self._mask_bits(record_indices, features)
+        return bool((self.observed_mask.reshape(-1)[byte] & bit).any())
+
+    def mark_features(self, record_indices: Ints, features: NDArray[np.int32]) -> None:
+        """Store for M pairs of a record and a feature that the feature was observed or declared missing.
+
+        Args:
+            record_indices: (M,) row of each pair's record.
+            features: (M,) feature code of each pair.
+        """
+        np.bitwise_or.at(self.observed_mask.reshape(-1), *self._mask_bits(record_indices, features))
+
+    def _mask_bits(self, record_indices: Ints, features: NDArray[np.int32]) -> tuple[Ints, NDArray[np.uint8]]:
+        """Return, for M pairs of a record and a feature, the byte and the bit of the pair in `observed_mask`.
+
+        Args:
+            record_indices: (M,) row of each pair's record.
+            features: (M,) feature code of each pair.
+
+        Returns:
+            (M,) index of the byte in the flattened mask; and (M,) a number in which only the feature's bit is 1.
+        """
+        byte = record_indices * self.observed_mask.shape[1] + (features >> 3)  # features // 8
+        bit = np.left_shift(1, features & 7).astype(np.uint8)  # 2 ** (features % 8)
+        return byte, bit
+
+    def view_mask(self) -> tuple[memoryview, int]:
+        """Return the bytes of `observed_mask` as a flat view, and the number of bytes per row.
+
+        It is for code that tests and sets single bits, which is faster in a memoryview than in an array. The view is
+        outdated after the next call of `allocate`, which may replace the array by a larger one.
+        """
+        return self.observed_mask.reshape(-1).data, self.observed_mask.shape[1]
+
+    def add_readings(
+        self, accepted: AcceptedReadings, batch: EventBatch, touched: Ints, num_readings: Ints, now: int
+    ) -> None:
+        """Write the accepted readings of a batch to the log, and count them and the declarations of missing features.
+
+        The bits of their features in `observed_mask` must be set already. The timeouts of the records restart.
+
+        Args:
+            accepted: The accepted readings.
+            batch: The events to which their event indices refer.
+            touched: (T,) rows of the records with accepted events, each once.
+            num_readings: (T,) number of readings of each of these records, earlier and accepted ones together.
+            now: Time of arrival, microseconds since 1970.
+        """
+        # Reserve memory for earlier and accepted readings together, then write the accepted ones.
+        self.log.reserve(touched, self.count_stored(touched), self.find_places(touched, num_readings))
+        features, values = batch.features[accepted.event_indices], batch.values[accepted.event_indices]
+        self.log.write(
+            accepted.record_indices, self.find_places(accepted.record_indices, accepted.seq), features, values
+        )
+        if len(accepted.missing_record_indices):
+            # Unlike `+=`, `add.at` counts a row as often as it occurs: a record can have several declared features.
+            np.add.at(self.num_declared_missing, accepted.missing_record_indices, 1)
+        np.maximum.at(self.latest_event_time, accepted.record_indices, batch.times[accepted.event_indices])
+        self.num_readings[touched] = num_readings
+        self.touch(touched, now)
+
+    def mark_closed(self, record_indices: Ints) -> None:
+        """Store that R records whose ids are closed already (`Partition.close`) are not open any more.
+
+        Args:
+            record_indices: (R,) rows of the records.
+        """
+        self.is_open[record_indices] = False
+
     # Changing what is known about a record
 
     def touch(self, record_indices: Ints, now: int) -> None:
@@ -881,15 +830,6 @@ class RecordTable:
             p_values: (R,) p-values.
         """
         self.running["p_value"][record_indices] = p_values
-
-    def add_event_times(self, accepted: AcceptedReadings, times: Ints) -> None:
-        """Advance the latest event times of the records to which readings were added.
-
-        Args:
-            accepted: The added readings.
-            times: (N,) event times of the batch of N events, microseconds since 1970 or `NO_TIME`.
-        """
-        np.maximum.at(self.latest_event_time, accepted.record_indices, times[accepted.event_indices])
 
     def mark_alerted(self, record_index: int, alert: AlertState) -> None:
         """Store that a record has alerted, so that it alerts again only at a stricter (smaller) alpha.
@@ -1073,419 +1013,3 @@ class RecordTable:
         record, place = ragged_indices(self.num_readings[record_indices])
         self.log.mark_tied(record_indices[record], place, is_tied)
         self.set_pending(record_indices, num_pending.astype(np.int64), tie_time)
-
-
-def ingest(
-    records: RecordTable, batch: EventBatch, now: int, model_version: int
-) -> tuple[AcceptedReadings, list[Rejection]]:
-    """Store the readings of a batch of events in a record table, and open the records that are new.
-
-    An event whose record id is neither open nor closed opens a record. An event is rejected if its record is closed, or
-    if its record has the feature already. If no event is rejected or belongs to a window (a record that collects the
-    readings of one device within an interval of time), the batch is processed by array operations. Otherwise it is
-    processed event by event, which is slower and has the same result.
-
-    Args:
-        records: The table.
-        batch: Events in the order of arrival.
-        now: Time of arrival, microseconds since 1970.
-        model_version: Number of the model version that scores the records that are opened.
-
-    Returns:
-        The accepted readings and the rejections.
-    """
-    if not len(batch):
-        return AcceptedReadings.empty(), []
-    # The row of each event's record. None if an event belongs to a window or would be rejected.
-    owners = _open_owners(records, batch, model_version) if batch.windows is None else None
-    if owners is None:
-        return ingest_sequential(ReadingCollector(records), batch, now, model_version)
-    return _ingest_vectorized(records, batch, owners, now), []
-
-
-def _open_owners(records: RecordTable, batch: EventBatch, model_version: int) -> Ints | None:
-    """Find the record of each of N events, and open the records that are new.
-
-    If any event of the batch would be rejected, nothing is changed.
-
-    Args:
-        records: The table.
-        batch: The N events.
-        model_version: Number of the model version that scores the records that are opened.
-
-    Returns:
-        (N,) the owner of each event, which is the row of its record in the table; None if an event would be rejected.
-    """
-    num_features, capacity = len(records.schema), records.capacity
-    # Events from one row of an input table are of one record, so ids are looked up once per input row.
-    ids, input_row_by_event = batch.records_of_rows()
-    partitions = batch.partitions if batch.row_boundaries is None else batch.partitions[batch.row_boundaries[:-1]]
-    partition_ids, indices = partitions.tolist(), list[int]()
-    # Neighbouring ids are mostly of one partition, so each run of them is looked up in the mapping of that partition.
-    for begin, end in pairwise(run_boundaries(partitions).tolist()):
-        index_by_id = records.partition(partition_ids[begin]).record_index_by_id
-        indices += map(index_by_id.get, ids[begin:end], repeat(-1))
-    record_indices = np.array(indices, np.int64)
-    # New records have provisional indices beyond the capacity until it is certain that no event is rejected.
-    provisional_index: dict[tuple[int, str], int] = {}
-    for i in (record_indices < 0).nonzero()[0].tolist():
-        partition_id, record_id = partition_ids[i], ids[i]
-        index = provisional_index.get((partition_id, record_id))
-        if index is None:
-            if record_id in records.partitions[partition_id].closed_ids:
-                return None
-            index = provisional_index[partition_id, record_id] = capacity + len(provisional_index)
-        record_indices[i] = index
-    owners = record_indices if batch.row_boundaries is None else record_indices[input_row_by_event]
-    reading_keys = owners * num_features + batch.features  # a number that is unique for each record and feature
-    reading_keys.sort()  # equal keys are neighbours then
-    if (reading_keys[1:] == reading_keys[:-1]).any():
-        return None  # the batch has a feature of a record twice
-    # Only records that were open before this batch can have the feature of an event already.
-    is_old = owners < capacity if provisional_index else slice(None)
-    byte, bit = _mask_bits(records, owners[is_old], batch.features[is_old])
-    if (records.observed_mask.reshape(-1)[byte] & bit).any():
-        return None  # a record has the feature already
-    if provisional_index:
-        allocated = [
-            records.allocate(record_id, partition_id, records.partitions[partition_id])
-            for partition_id, record_id in provisional_index
-        ]
-        new_indices = np.array(allocated, np.int64)
-        new_partitions = np.array([partition_id for partition_id, _ in provisional_index], np.int32)
-        records.initialize(new_indices, new_partitions, model_version)
-        is_new = owners >= capacity
-        owners[is_new] = new_indices[owners[is_new] - capacity]
-    return owners
-
-
-def _mask_bits(
-    records: RecordTable, record_indices: Ints, features: NDArray[np.int32]
-) -> tuple[Ints, NDArray[np.uint8]]:
-    """Return, for M pairs of a record and a feature, the byte and the bit of the pair in `observed_mask`.
-
-    The bit is 1 if the feature of the record was observed or declared as missing. Feature f is bit f % 8 of byte f // 8
-    in the row of its record.
-
-    Args:
-        records: The record table with the mask.
-        record_indices: (M,) row of each pair's record in the table.
-        features: (M,) feature code of each pair.
-
-    Returns:
-        (M,) index of the byte in the flattened mask; and (M,) a number in which only the feature's bit is 1.
-    """
-    bytes_per_row = records.observed_mask.shape[1]
-    byte = record_indices * bytes_per_row + (features >> 3)  # features // 8
-    bit = np.left_shift(1, features & 7).astype(np.uint8)  # 2 ** (features % 8)
-    return byte, bit
-
-
-def _ingest_vectorized(records: RecordTable, batch: EventBatch, owners: Ints, now: int) -> AcceptedReadings:
-    """Store the readings of N events by array operations, if none of them is rejected or belongs to a window.
-
-    A window is a record that collects the readings of one device within an interval of time.
-
-    Args:
-        records: The record table, in which all records of the events are open.
-        batch: The N events.
-        owners: (N,) row of each event's record in the table, from `_open_owners`.
-        now: Time of arrival, microseconds since 1970.
-
-    Returns:
-        The accepted readings. Records that are complete now are closed.
-    """
-    is_reading = ~np.isnan(batch.values)  # NaN declares a feature as missing
-    # Sort the events by record, so that the events of each record are one run of `by_record`.
-    by_record = owners.argsort(kind="stable")
-    boundaries, is_reading_by_record = run_boundaries(owners[by_record]), is_reading[by_record]
-    begin, num_events = boundaries[:-1], boundaries[1:] - boundaries[:-1]
-    touched = owners[by_record[begin]]
-    num_before = records.num_readings[touched]
-    # A reading's position is the number of earlier readings of its record: those stored before this batch, and those
-    # before it in the record's run (all earlier ones in sorted order minus those before the run).
-    seq = np.empty(len(owners), np.int64)
-    readings_before = is_reading_by_record.cumsum() - is_reading_by_record
-    seq[by_record] = readings_before + (num_before - readings_before[begin]).repeat(num_events)
-    num_new = np.add.reduceat(is_reading_by_record, begin, dtype=np.int64)
-
-    event_indices = is_reading.nonzero()[0]
-    missing_indices = (~is_reading).nonzero()[0]
-    accepted = AcceptedReadings(
-        event_indices, owners[event_indices], seq[event_indices], {}, missing_indices, owners[missing_indices]
-    )
-    np.bitwise_or.at(records.observed_mask.reshape(-1), *_mask_bits(records, owners, batch.features))
-    records.log.reserve(touched, num_before, num_before + num_new)
-    records.log.write(accepted.record_indices, accepted.seq, batch.features[event_indices], batch.values[event_indices])
-    for event, text in batch.unseen_labels.items():
-        records.add_unseen_label(int(owners[event]), int(seq[event]), text)
-    records.add_event_times(accepted, batch.times)
-    records.num_readings[touched] += num_new
-    records.num_declared_missing[touched] += num_events - num_new
-    records.touch(touched, now)
-
-    # Close complete records in the order of their last events, as if the events were entered one by one.
-    complete = records.is_complete(touched).nonzero()[0]
-    last_event = by_record[boundaries[complete + 1] - 1]
-    closed = touched[complete[last_event.argsort()]]
-    for record_index, partition_id in zip(closed.tolist(), records.partition_ids[closed].tolist(), strict=True):
-        accepted.close_reasons[record_index] = CloseReason.COMPLETE
-        records.partitions[partition_id].close(records.record_ids[record_index], records.has_windows)
-    records.is_open[closed] = False
-    return accepted
-
-
-def ingest_sequential(
-    collector: ReadingCollector, batch: EventBatch, now: int, model_version: int
-) -> tuple[AcceptedReadings, list[Rejection]]:
-    """Store the readings of events one by one, because some are rejected or belong to windows.
-
-    A window is a record that collects the readings of one device within an interval of time.
-
-    Args:
-        collector: A new collector, which decides which readings are accepted.
-        batch: Events in the order of arrival.
-        now: Time of arrival, microseconds since 1970.
-        model_version: Number of the model version that scores the records that are opened.
-
-    Returns:
-        The accepted readings and the rejections. Records that are complete, or whose window is over, are closed.
-    """
-    records = collector.records
-    rejections: list[Rejection] = []
-    unseen_labels, windows = batch.unseen_labels, batch.windows
-    devices = [""] * len(batch) if windows is None else windows.devices
-    features, is_missing = batch.features.tolist(), np.isnan(batch.values).tolist()
-    has_time = [True] * len(batch) if not records.is_irregular else (batch.times != NO_TIME).tolist()
-    current_id, partition = -1, Partition(max_closed_ids=0)  # placeholders, replaced at the first event
-    index_by_id, closed_ids = partition.record_index_by_id, partition.closed_ids
-    for i, (record_id, partition_id) in enumerate(zip(batch.record_ids, batch.partitions.tolist(), strict=True)):
-        if not has_time[i]:
-            rejections.append(reject(records, batch, i, RejectionReason.MISSING_FIELD))
-            continue
-        if partition_id != current_id:
-            current_id, partition = partition_id, records.partition(partition_id)
-            index_by_id, closed_ids = partition.record_index_by_id, partition.closed_ids
-        device = devices[i]
-        if windows is not None and device:
-            deadline, time = int(windows.deadlines[i]), int(batch.times[i])
-            reason, ended = partition.advance_watermark(record_id, device, deadline, time)
-            collector.close_reasons |= dict.fromkeys(ended, CloseReason.WINDOW)
-            if reason is not None:
-                rejections.append(reject(records, batch, i, reason))
-                continue
-        record_index = index_by_id.get(record_id)
-        if record_index is None:
-            if record_id in closed_ids:
-                rejections.append(reject(records, batch, i, RejectionReason.LATE))
-                continue
-            record_index = collector.open_record(record_id, partition_id, partition)
-        if not collector.accept(i, record_index, partition, features[i], is_missing[i], unseen_labels.get(i)):
-            reason, cause = collector.explain_rejection(record_index, features[i], is_in_window=bool(device))
-            rejections.append(reject(records, batch, i, reason, cause))
-    return collector.store(batch, now, model_version), rejections
-
-
-class ReadingCollector:
-    """A collector of the readings that are accepted from a batch of events one by one.
-
-    `accept` checks and marks each reading, and closes records that are complete. `store` writes all of them at once to
-    the arrays of the record table.
-
-    Attributes:
-        records: The record table.
-        close_reasons: The records that the batch has ended, with the reason, by row of the table.
-    """
-
-    def __init__(self, records: RecordTable) -> None:
-        self.close_reasons: dict[int, CloseReason] = {}
-        self.records = records
-        self._num_features = len(records.schema)
-        self._event_indices: list[int] = []
-        self._record_indices: list[int] = []
-        self._seq: list[int] = []
-        self._missing_events: list[int] = []  # events that declare a feature as missing
-        self._missing_records: list[int] = []
-        # By row of the table, for records with accepted events: the number of readings, old and new ones together, and
-        # the number of features that are neither observed nor declared as missing yet.
-        self._new_counts: dict[int, int] = {}
-        self._num_awaited: dict[int, int] = {}
-        self._partition_by_opened: dict[int, int] = {}  # by row of each new record: number of its partition
-        # The bits of observed or missing features as a flat memoryview, whose single bytes are accessed faster.
-        self._mask, self._mask_width = records.observed_mask.reshape(-1).data, records.observed_mask.shape[1]
-
-    def open_record(self, record_id: str, partition_id: int, partition: Partition) -> int:
-        """Return the row of the table for a new record.
-
-        Args:
-            record_id: Id of the record, which must be neither open nor closed.
-            partition_id: Number of its partition.
-            partition: The `Partition` of this number.
-        """
-        record_index = self.records.allocate(record_id, partition_id, partition)
-        self._mask = self.records.observed_mask.reshape(-1).data  # the table may have grown
-        self._partition_by_opened[record_index], self._new_counts[record_index] = partition_id, 0
-        self._num_awaited[record_index] = self._num_features
-        return record_index
-
-    def has_feature(self, record_index: int, feature: int) -> bool:
-        """Return whether a feature of a record was observed or declared as missing before.
-
-        Args:
-            record_index: Row of the record in the table.
-            feature: Feature code.
-        """
-        # Feature f is bit f % 8 of byte f // 8 in the row of its record.
-        return bool(self._mask[record_index * self._mask_width + (feature >> 3)] & 1 << (feature & 7))
-
-    def touch(self, record_index: int) -> int:
-        """Include a record among those with accepted events, and return the number of its readings.
-
-        Args:
-            record_index: Row of the record in the table.
-        """
-        count = self._new_counts.get(record_index)
-        if count is None:  # the first accepted event of a record that was open before this batch
-            count = self._new_counts[record_index] = int(self.records.num_readings[record_index])
-            num_missing = int(self.records.num_declared_missing[record_index])
-            self._num_awaited[record_index] = self._num_features - count - num_missing
-        return count
-
-    def accept(
-        self,
-        event_index: int,
-        record_index: int,
-        partition: Partition | None,
-        feature: int,
-        is_missing: bool,
-        unseen_label: str | None,
-    ) -> bool:
-        """Add one reading, or the declaration that a feature will not be observed, to its record.
-
-        Args:
-            event_index: Index of the event in the batch that is passed to `store`.
-            record_index: Row of the record in the table.
-            partition: The partition of the record, to close the record if it is complete afterwards. None if the caller
-                closes the record anyway.
-            feature: Feature code.
-            is_missing: Whether the event declares the feature as missing.
-            unseen_label: Text of the value if it is a label that the model does not have, otherwise None.
-
-        Returns:
-            False if the feature was observed or declared missing before. Nothing is changed then.
-        """
-        # Feature f is bit f % 8 of byte f // 8 in the row of its record.
-        mask, byte, bit = self._mask, record_index * self._mask_width + (feature >> 3), 1 << (feature & 7)
-        if mask[byte] & bit:
-            return False
-        mask[byte] |= bit
-        place = self._new_counts.get(record_index)  # position of the next reading: the number of earlier ones
-        if place is None:
-            place = self.touch(record_index)
-        num_awaited = self._num_awaited[record_index] = self._num_awaited[record_index] - 1
-        if is_missing:
-            self._missing_records.append(record_index)
-            self._missing_events.append(event_index)
-        else:
-            self._new_counts[record_index] = place + 1
-            self._event_indices.append(event_index)
-            self._record_indices.append(record_index)
-            self._seq.append(place)
-            if unseen_label is not None:
-                self.records.add_unseen_label(record_index, place, unseen_label)
-        if not num_awaited and partition is not None:
-            self.close_complete(record_index, partition)
-        return True
-
-    def close_complete(self, record_index: int, partition: Partition) -> None:
-        """Close a record that is complete.
-
-        Args:
-            record_index: Row of the record in the table.
-            partition: The partition of the record.
-        """
-        self.close_reasons[record_index] = CloseReason.COMPLETE
-        partition.close(self.records.record_ids[record_index], self.records.has_windows)
-
-    def explain_rejection(
-        self, record_index: int, feature: int, is_in_window: bool
-    ) -> tuple[RejectionReason, str | None]:
-        """Return why `accept` has returned False, and the cause that the message about the rejection states.
-
-        Args:
-            record_index: Row of the record in the table.
-            feature: Feature code.
-            is_in_window: Whether the event belongs to a window.
-
-        Returns:
-            The reason; and the cause, None for the usual text (`CAUSE_BY_REASON`).
-        """
-        is_repeated = self.records.has_windows and is_in_window
-        return RejectionReason.REPEATED if is_repeated else RejectionReason.DUPLICATE, None
-
-    def store(self, batch: EventBatch, now: int, model_version: int) -> AcceptedReadings:
-        """Write the accepted readings to the arrays of the table, and return them.
-
-        Args:
-            batch: The events to which the event indices refer.
-            now: Time of arrival, microseconds since 1970.
-            model_version: Number of the model version that scores the records that were opened.
-        """
-        opened = np.array(list(self._partition_by_opened), np.int64)
-        partition_ids = np.array(list(self._partition_by_opened.values()), np.int32)
-        self.records.initialize(opened, partition_ids, model_version)
-        accepted = AcceptedReadings(
-            np.array(self._event_indices, np.int64),
-            np.array(self._record_indices, np.int64),
-            np.array(self._seq, np.int64),
-            self.close_reasons,
-            np.array(self._missing_events, np.int64),
-            np.array(self._missing_records, np.int64),
-        )
-        records = self.records
-        touched = np.array(list(self._new_counts), np.int64)
-        counts = np.array(list(self._new_counts.values()), np.int64)
-        # Reserve memory for old and new readings together, then write the new ones.
-        records.log.reserve(touched, records.count_stored(touched), records.find_places(touched, counts))
-        features, values = batch.features[accepted.event_indices], batch.values[accepted.event_indices]
-        places = records.find_places(accepted.record_indices, accepted.seq)
-        records.log.write(accepted.record_indices, places, features, values)
-        # Unlike `+=`, `add.at` counts a row as often as it occurs: a record can have several declared features.
-        np.add.at(records.num_declared_missing, accepted.missing_record_indices, 1)
-        records.num_readings[touched] = counts
-        records.add_event_times(accepted, batch.times)
-        records.touch(touched, now)  # restarts their timeouts
-        records.is_open[list(self.close_reasons)] = False  # the keys are the rows of the records that ended
-        return accepted
-
-
-CAUSE_BY_REASON = {
-    RejectionReason.LATE: "its record is closed",
-    RejectionReason.DUPLICATE: "the record has this feature already",
-    RejectionReason.REPEATED: "the window has a reading of this sensor already, in the same time slot",
-    RejectionReason.MISSING_FIELD: "irregular readings need times, and this event has none",
-}
-"""What the message about a rejected event says for each reason."""
-
-
-def reject(
-    records: RecordTable, batch: EventBatch, event_index: int, reason: RejectionReason, cause: str | None = None
-) -> Rejection:
-    """Return the rejection of one event, with a message that names its record, its feature and the cause.
-
-    Args:
-        records: The record table.
-        batch: The batch of events.
-        event_index: Index of the event in the batch.
-        reason: `LATE` (the event's record is closed), `DUPLICATE` (its record has the feature already), `REPEATED`
-            (the same, if the record is a window of a model with windows) or `MISSING_FIELD` (irregular readings need
-            times, and the event has none).
-        cause: What the message says about the cause; by default the text of `CAUSE_BY_REASON`.
-    """
-    feature = records.schema.names[batch.features[event_index]]
-    cause = cause or CAUSE_BY_REASON[reason]
-    record_id = batch.record_ids[event_index]
-    if len(record_id) > MAX_ID_LENGTH_IN_DETAIL:
-        record_id = record_id[:MAX_ID_LENGTH_IN_DETAIL] + "…"
-    detail = f"record {record_id!r}, feature {feature!r}: {cause}"
-    return Rejection(int(batch.message_indices[event_index]), reason, detail)

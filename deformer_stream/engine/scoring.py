@@ -223,9 +223,9 @@ class ModelVersion:
         """Score M readings that are stored in the table, and update the running statistics of their records.
 
         The readings of one record must be in the order in which the table stores them, and all of its earlier readings
-        must be scored already. Two kinds of readings are not scored and leave the statistics of their record unchanged:
-        those of context features (which only condition the others), and those for which the network returns a number
-        that is not finite.
+        must be scored already. Two kinds of readings are not scored and leave the statistics of their record unchanged.
+        These are readings of context features, which only condition the others, and readings for which the network
+        returns a number that is not finite.
 
         Args:
             records: The table of open records, which holds their readings.
@@ -275,7 +275,7 @@ class ModelVersion:
         record to the nearest exemplars (`deformer_stream.model.ranking`).
 
         If readings are irregular, the sum is divided by the square root of the number of readings. Under the model, the
-        centered NLLs are martingale differences of similar variances, so the quotient of a normal record has about the
+        centered NLLs are martingale differences of similar variances. So the quotient of a normal record has about the
         same variance whatever its length.
 
         Args:

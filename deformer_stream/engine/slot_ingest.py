@@ -4,7 +4,7 @@ A window (a record of one device's readings within an interval of event time) ca
 rule of a sensor is not "first" (`Window.per_slot`), its readings wait for the end of their slot and become one reading
 (`deformer_stream.engine.slot_readings`).
 
-`ingest_slots` does for these models what `RecordTable.ingest` does for all others. A combined reading is stored in its
+`ingest_slots` does for these models what `ingest` does for all others. A combined reading is stored in its
 record directly before the event that ends its slot, so that it precedes the closing of its window. `release_slots`
 stores the waiting readings of records that end for another reason, such as a timeout.
 """
@@ -17,7 +17,9 @@ from dataclasses import replace
 import numpy as np
 
 from deformer_stream.engine.events import CloseReason, EventBatch, Rejection, RejectionReason
-from deformer_stream.engine.records import AcceptedReadings, Partition, ReadingCollector, RecordTable, reject
+from deformer_stream.engine.ingest import ReadingCollector, ingest, reject
+from deformer_stream.engine.partition import Partition
+from deformer_stream.engine.records import AcceptedReadings, RecordTable
 from deformer_stream.engine.slot_readings import SlotReading
 from deformer_stream.model.cycles import Cycle
 from deformer_stream.model.windows import PerSlot, Window
@@ -121,7 +123,7 @@ def ingest_slots(
     window, rules, cycles = records.schema.window, records.slot_rules, records.schema.slot_mean_cycles
     has_waiting = any(len(partition.slot_readings) for partition in records.partitions.values())
     if window is None or rules is None or (batch.windows is None and not has_waiting):
-        accepted, rejections = records.ingest(batch, now, model_version)
+        accepted, rejections = ingest(records, batch, now, model_version)
         return batch, accepted, rejections, 0
     collector, builder = ReadingCollector(records), _BatchBuilder(batch)
     rejections, num_combined = [], 0

@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 from deformer_stream.calibration.drift_state import DriftState
 from deformer_stream.engine.events import NO_TIME
 from deformer_stream.engine.id_set import BoundedIdSet, StringColumn
-from deformer_stream.engine.records import MAX_RECORDS_PER_PASS, RUNNING_DTYPE, Partition, RecordTable
+from deformer_stream.engine.partition import Partition
+from deformer_stream.engine.records import MAX_RECORDS_PER_PASS, RUNNING_DTYPE, RecordTable
 from deformer_stream.engine.slot_readings import SlotReading
 from deformer_stream.model.cycles import Cycle, compute_circular_mean
 from deformer_stream.model.schema import FeatureKind, Schema

@@ -7,7 +7,8 @@ from collections.abc import Collection, Iterable
 import numpy as np
 from numpy.typing import NDArray
 
-from deformer_stream.engine.events import NO_ALERT
+from deformer_stream.engine.events import NO_ALERT, SuspiciousRecord
+from deformer_stream.engine.model_versions import ModelVersions
 from deformer_stream.engine.records import RecordTable
 
 Ints = NDArray[np.int64]
@@ -125,6 +126,46 @@ class SuspiciousRecords:
         """Remove records whose statement is withdrawn."""
         for key in withdrawn:
             del self._stated[key]
+
+
+def suggest_next_readings(
+    records: RecordTable, rows: Ints, versions: ModelVersions, alpha: float, record_timeout: int | None
+) -> dict[Key, SuspiciousRecord]:
+    """Return the reading to take next of suspicious records, by key; a record with only context features left has none.
+
+    Args:
+        records: The table of open records.
+        rows: (R,) rows of the records.
+        versions: The model versions that score them.
+        alpha: The false-alarm rate at which a record would alert.
+        record_timeout: `Limits.record_timeout`, which determines when a statement expires.
+    """
+    # Imported here, because it imports PyTorch, which scoring with compiled kernels does not need.
+    from deformer_stream.engine.next_reading import collect_open_records, suggest_readings
+
+    found: dict[Key, SuspiciousRecord] = {}
+    for version, members in versions.group(records, rows):
+        chosen = rows[members]
+        open_records = collect_open_records(records, chosen)
+        next_alphas = np.full(len(chosen), alpha)
+        suggestions = suggest_readings(version.network, version.calibration, open_records, next_alphas)
+        times = records.find_latest_times(chosen).tolist()
+        for row, time, suggestion in zip(chosen.tolist(), times, suggestions, strict=True):
+            if suggestion is None:  # only context features are left
+                continue
+            partition, record = int(records.partition_ids[row]), records.record_ids[row]
+            found[partition, record] = SuspiciousRecord(
+                record,
+                partition,
+                time,
+                p_value=float(records.running["p_value"][row]),
+                features_seen=int(records.num_readings[row]),
+                features_expected=len(records.schema) - int(records.num_declared_missing[row]),
+                next_reading=suggestion,
+                expires=None if record_timeout is None else int(records.last_accepted_at[row]) + record_timeout,
+                model=version.fingerprint,
+            )
+    return found
 
 
 def _list_keys(records: RecordTable, rows: Ints) -> list[Key]:

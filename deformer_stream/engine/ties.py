@@ -1,12 +1,12 @@
 """Tie groups: readings of one record with the same event time, which are scored together because their order has no
 meaning.
 
-If the tie policy of the engine is "hold", a reading is stored in its record when it arrives, but it waits for further
+If the tie policy of the engine is "hold", a reading is stored in its record when it arrives. But it waits for further
 readings with the same event time. It is scored when its tie group is decided, that is when no further reading is
 expected to join the group. A group is decided by the first reading of the record that has another time, by the end of
-the record, or by `Limits.tie_wait` microseconds without a further reading. A decided group is stored in canonical order
-(context features first, then by feature code), so later scores do not depend on its order of arrival. A reading without
-an event time forms a group of its own.
+the record, or by `Limits.tie_wait` microseconds without a further reading. A decided group is stored in canonical
+order: context features first, then by feature code. So later scores do not depend on its order of arrival. A reading
+without an event time forms a group of its own.
 
 `decide_tie_groups` selects the readings that a batch decides. `average_over_orders` scores a group over K orders of its
 readings: the canonical one, and others in pairs of an order and its reverse. For a group b after the readings s:

@@ -261,11 +261,11 @@ class Incident:
             `tracker.MAX_EXAMPLES`.
         alert_ids: Ids of the alerts of these records.
         silenced_by: The set of features whose expected values would most often prevent the alerts, and the share of the
-            alerts for which this holds; None if no set is known.
+            alerts for which this holds. None if no set is known.
         timeline: The evidence over time.
         readings: The readings of the suspects in the alerts, by feature.
         next_reading: The reading to take next, of the last open record that has suggested one; None if there is none.
-        fault: The known faults that the record of the latest alert looks like, with their probabilities; empty if the
+        fault: The known faults that the record of the latest alert looks like, with their probabilities. Empty if the
             model has no classifier of faults, or if the record looks like none of them.
         model_name: Name of the model among several ones, `ONLY_MODEL` if there is one model.
     """

@@ -26,8 +26,8 @@ log, not on how the rows are divided into batches. So a restart, a replay and a 
 - Silence. An incident is resolved as well if its device sends nothing for `silent_after` while other devices send. The
   time is that of the handled rows, so a replay gives the same result. A step of this time counts for at most a quarter
   of `silent_after`, so that neither a pause of the whole stream nor one row with a wrong time resolves an incident.
-- Messages. An incident is sent when it opens, at 1, 2, 4, 8, … records, when its severity or its first suspect changes,
-  about once a minute of event time, and when it is resolved.
+- Messages. An incident is sent when it opens, when its severity or its first suspect changes, and when it is resolved.
+  It is also sent at 1, 2, 4, 8, … records, and about once a minute of event time.
 """
 
 from __future__ import annotations

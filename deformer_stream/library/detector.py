@@ -89,8 +89,8 @@ class Detector:
     """A trained model with its calibration, which scores, explains and imputes records.
 
     `deformer_stream.load` creates it from a model directory, and `deformer_stream.train` from a table. A detector can
-    be pickled and copied: the pickle refers to the model directory by path and fingerprint, or contains the files of
-    the model if it was trained without a directory.
+    be pickled and copied. The pickle refers to the model directory by path and fingerprint. If the model was trained
+    without a directory, the pickle contains its files.
 
     Attributes:
         artifact: The contents of the model directory.
@@ -210,8 +210,8 @@ class Detector:
         """Return a new scorer for readings that arrive one by one.
 
         Args:
-            alpha: The false-alarm rate, that is, the largest share of normal records that may ever raise an alert; or
-                several such rates, each with alerts of its own.
+            alpha: The false-alarm rate: the largest share of normal records that may ever raise an alert. Several rates
+                may be given, each with alerts of its own.
             record_timeout: Seconds without a reading after which a record is closed; None for never.
             ties: What to do with readings of one record that have the same event time. "hold" scores them together when
                 a reading with another time arrives, "arrival" scores each when it arrives. None uses the policy with
@@ -253,8 +253,8 @@ class Detector:
         It is for programs that run the stages decode, score and write themselves. Otherwise `scorer` is simpler.
 
         Args:
-            alpha: The false-alarm rate, that is, the largest share of normal records that may ever raise an alert; or
-                several such rates, each with alerts of its own.
+            alpha: The false-alarm rate: the largest share of normal records that may ever raise an alert. Several rates
+                may be given, each with alerts of its own.
             limits: Limits on the time and memory that open records may take; by default those of `Limits()`.
             ties: What to do with readings of one record that have the same event time. "hold" scores them together,
                 "arrival" scores each when it arrives. None uses the policy with which the model was calibrated.
@@ -305,18 +305,18 @@ class Detector:
         features have no column, there is a warning as well.
 
         Args:
-            records: One record as a dict, a list of dicts, a data frame (pandas, polars or another one that narwhals
-                supports), an Arrow table or record batch, or a NumPy array with a row per record. A feature that is
-                missing, None or NaN is treated as not observed.
+            records: One record as a dict, or several as a list of dicts, a data frame, an Arrow table or record batch,
+                or a NumPy array with a row per record. The data frame may be of pandas, polars or another library that
+                narwhals supports. A feature that is missing, None or NaN is treated as not observed.
             alpha: The false-alarm rate at which `RecordScores.alert_seq` reports alerts.
             columns: The names of the columns of a NumPy array; by default the features in the order of the schema.
-            order: The order in which the readings of a record are scored: "arrival" for the order of the keys of a dict
-                or of the columns of a table, "schema" for the order of the model's features, "random" for a random
-                order that depends on the number of the row. Dicts have only the first.
+            order: The order in which the readings of a record are scored. "arrival" is the order of the keys of a dict
+                or of the columns of a table. "schema" is the order of the model's features, and "random" a random order
+                that depends on the number of the row. Dicts have only the first.
 
         Returns:
-            For a data frame or an Arrow table a table of the same kind, whose columns are the attributes of
-            `RecordScores`; a pandas data frame has the index of the input. For other inputs `RecordScores`.
+            For a data frame or an Arrow table, a table of the same kind, whose columns are the attributes of
+            `RecordScores`. A pandas data frame has the index of the input. For other inputs, `RecordScores`.
 
         Raises:
             InputError: If a value cannot be accepted; the message names the record or row, and the feature.
@@ -579,7 +579,7 @@ class Detector:
 
         Returns:
             For one dict, the predictions by feature name; for a list of dicts, a list of them. For a data frame or an
-            Arrow table, a copy in which the median, or the most probable label, replaces each missing value; a feature
+            Arrow table, a copy in which the median, or the most probable label, replaces each missing value. A feature
             without a column gets one at the end. For a NumPy array, such a copy as well.
 
         Raises:
@@ -691,10 +691,11 @@ class Detector:
             columns: The names of the columns of a NumPy array; by default the features in the order of the schema.
 
         Returns:
-            For one dict, by feature name, the quantiles in raw units (the units of the input) in the order of `qs`; for
-            a list of dicts, a list of them. For a data frame or an Arrow table, a table of the same kind with a column
-            such as `FEATURE__q0.05` for each continuous feature and quantile, null where the value was present. For a
-            NumPy array, an array (Q, N, C) for Q quantiles, N rows and C columns, NaN where the value was present.
+            For one dict, by feature name, the quantiles in raw units (the units of the input) in the order of `qs`. For
+            a list of dicts, a list of them. For a data frame or an Arrow table, a table of the same kind. It has a
+            column such as `FEATURE__q0.05` for each continuous feature and quantile, null where the value was present.
+            For a NumPy array, an array (Q, N, C) for Q quantiles, N rows and C columns, NaN where the value was
+            present.
 
         Raises:
             ValueError: If `qs` is empty or a probability does not lie between 0 and 1.
@@ -774,7 +775,7 @@ class Detector:
         Returns:
             For one dict, `draws` dicts of values by feature name; numbers are floats, labels are text. For a list of
             dicts, a list of such lists. For a data frame or an Arrow table, a table of the same kind in which each row
-            is repeated `draws` times, and the column `draw` numbers the copies from 0. For a NumPy array, an array with
+            is repeated `draws` times. The column `draw` numbers the copies from 0. For a NumPy array, an array with
             such rows.
 
         Raises:

@@ -1,9 +1,9 @@
 """Records as data scientists have them: data frames, Arrow tables and NumPy arrays in, results of the same kind out.
 
-The library accepts every eager data frame that narwhals supports (pandas, polars, Arrow tables and others), Arrow
-record batches, objects with the Arrow PyCapsule interface, and NumPy arrays. `read_tabular` gives all of them one
-interface. Each row is a record and each column a feature. Neither pandas nor polars is imported here, so neither must
-be installed.
+The library accepts every eager data frame that narwhals supports (pandas, polars, Arrow tables and others). It also
+accepts Arrow record batches, objects with the Arrow PyCapsule interface, and NumPy arrays. `read_tabular` gives all of
+them one interface. Each row is a record and each column a feature. Neither pandas nor polars is imported here, so
+neither must be installed.
 """
 
 from __future__ import annotations

@@ -157,9 +157,9 @@ def pad_readings(
         num_records: The number N of records.
 
     Returns:
-        (N, L) feature codes in the order of the batch, −1 as padding at the end; (N, L) values in raw units, or label
-        codes; and for each record the texts of labels that the model does not have, by the position of the reading.
-        L is the number of readings of the longest record, at least 1.
+        Three results. First (N, L) feature codes in the order of the batch, −1 as padding at the end. Second (N, L)
+        values in raw units, or label codes. Third, for each record, the texts of labels that the model does not have,
+        by the position of the reading. L is the number of readings of the longest record, at least 1.
     """
     events = np.flatnonzero(~np.isnan(batch.values))
     rows = batch.message_indices[events].astype(np.int64)
@@ -183,8 +183,8 @@ def make_record(row: NDArray[np.float64], schema: Schema) -> dict[str, float | s
     contain their text.
 
     Args:
-        row: (F,) values of the F features in the order of the schema: numbers in raw units (the units of the
-            input), codes of labels (index among the feature's labels), NaN if missing.
+        row: (F,) values of the F features in the order of the schema, NaN if missing. Numbers are in raw units (the
+            units of the input). Labels are codes (index among the feature's labels).
         schema: The features of the model.
     """
     record: dict[str, float | str] = {}
@@ -204,8 +204,8 @@ def to_json_type(value: object) -> object:
     A NumPy scalar becomes a Python scalar, and a datetime becomes text in ISO format.
 
     Returns:
-        The converted value, or `NOT_CONVERTED` for values that need the actual round trip: containers, subclasses of
-        Python types, integers beyond 64 bits, and text that is not valid Unicode.
+        The converted value, or `NOT_CONVERTED` for values that need the actual round trip. These are containers,
+        subclasses of Python types, integers beyond 64 bits, and text that is not valid Unicode.
     """
     value_type = type(value)
     if value is None or value_type is float or value_type is bool:

@@ -24,7 +24,8 @@ class Update:
     """The result of adding one reading to a record: its scores, alerts and rejection.
 
     The four scores `log_likelihood`, `running_log_likelihood`, `score` and `p_value` are NaN if the reading was
-    rejected, if it declares that the feature will not be observed, or if `is_waiting` is true.
+    rejected or if `is_waiting` is true. They are also NaN if the reading declares that the feature will not be
+    observed.
 
     Attributes:
         log_likelihood: Natural logarithm of p(value | earlier readings of the record). It is a density in normalised
@@ -123,8 +124,8 @@ class Scorer:
     def update(self, record: str, feature: str, value: Value, time: float | datetime | None = None) -> Update:
         """Add one reading to a record, and return its scores and alerts.
 
-        A reading that cannot be accepted (an unknown feature, a number that is not finite, a second value of the same
-        feature) changes nothing, and the result states the reason.
+        A reading that cannot be accepted changes nothing, and the result states the reason: an unknown feature, a
+        number that is not finite, or a second value of the same feature.
 
         Args:
             record: The record id; a new id opens a new record.

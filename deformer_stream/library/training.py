@@ -32,9 +32,9 @@ def train(
     """Train a model on normal records, as the command `deformer-train` does, and return it as a `Detector`.
 
     Args:
-        records: The training table: a data frame (pandas, polars or another one that narwhals supports), an Arrow
-            table, a list of dicts, a NumPy array, a path of a file or folder, or a list of paths. The index of a pandas
-            data frame is left out.
+        records: The training table: a data frame, an Arrow table, a list of dicts, a NumPy array, a path of a file or
+            folder, or a list of paths. The data frame may be of pandas, polars or another library that narwhals
+            supports. The index of a pandas data frame is left out.
         out: The model directory to write. An existing model directory is replaced when training has succeeded. None
             for a temporary directory that exists as long as the detector; `Detector.save` writes it to another one.
         columns: The names of the columns of a NumPy matrix; by default x0, x1, and so on.

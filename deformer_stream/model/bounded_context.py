@@ -2,9 +2,9 @@
 
 Attention to all earlier readings of a record with thousands of readings would be slow, and would need much memory. The
 readings of a record are therefore divided into blocks of `ContextLimit.block` readings, in the order of acceptance. The
-context of a reading consists of the earlier readings of its block, and of a selection of the readings before the block:
-the latest `ContextLimit.recent` readings, and the latest reading of each sensor. The selection is made at the beginning
-of a block and stays the same for all of its readings.
+context of a reading consists of the earlier readings of its block, and of a selection of the readings before the block.
+The selection is the latest `ContextLimit.recent` readings, and the latest reading of each sensor. The selection is made
+at the beginning of a block and stays the same for all of its readings.
 
 The conditionals of a record still multiply to a density, by the chain rule: each reading is conditional on some of the
 readings before it. An order-agnostic model is trained to condition on any subset of readings.

@@ -13,8 +13,8 @@ The covariance of two readings of the sensors s and s' at the times t and t' is 
 plus the variance of the sensor's noise if it is the same reading. Each time scale ℓ_q thus has a covariance matrix of
 the sensors. A scale that is much longer than a record stands for what differs from record to record.
 
-A reading is not conditioned on all earlier readings of its context, whose cost would grow with the cube of their
-number, but on a few of them, its neighbors. This is Vecchia's approximation (Vecchia, "Estimation and model
+A reading is not conditioned on all earlier readings of its context, but on a few of them, its neighbors. The cost of
+all would grow with the cube of their number. This is Vecchia's approximation (Vecchia, "Estimation and model
 identification for continuous spatial processes", 1988). The cost of a record then grows linearly with its number of
 readings, if its contexts are bounded.
 

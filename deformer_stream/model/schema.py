@@ -4,10 +4,10 @@ A feature is one measured quantity of a record. It is continuous (its values are
 labels). A reading is one value of one feature. The code of a feature is its index in the schema; arrays use codes in
 place of names.
 
-A feature's identity is what the network gets before it predicts the value: an embedding learned for each feature, the
-feature's coordinates (the row and column of a pixel, the position of a sensor), or both. If a sensor can report several
-times in a record, it has one feature for each time slot of the record's window (`time_slots`). These features share the
-sensor's embedding, and their coordinates express the time.
+A feature's identity is what the network gets before it predicts the value. It is an embedding learned for each feature,
+the feature's coordinates (the row and column of a pixel, the position of a sensor), or both. If a sensor can report
+several times in a record, it has one feature for each time slot of the record's window (`time_slots`). These features
+share the sensor's embedding, and their coordinates express the time.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Schemas in which a sensor can report several times in a record, once in each time slot of the record's window.
 
-The sensor `temp` has a feature for each time slot: the feature `temp+20s` is its reading in the time slot that begins
+The sensor `temp` has a feature for each time slot. The feature `temp+20s` is its reading in the time slot that begins
 20 seconds after the start of the window. The features of a sensor share its kind, its transformation of values, its
-labels and its embedding. Their coordinates differ and express the time. A time slot without a reading is a feature
-that is not observed, so the intervals between readings may vary.
+labels and its embedding. Their coordinates differ and express the time. A time slot without a reading is a feature that
+is not observed, so the intervals between readings may vary.
 """
 
 from __future__ import annotations

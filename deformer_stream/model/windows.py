@@ -40,11 +40,11 @@ class Window:
             the start of the window.
         per_slot: Which value stands for a time slot if a sensor has several readings in it. "first" is the first
             reading in the order of the input. The others combine all finite readings of the slot, when it is over:
-            "last" is the reading with the latest time (of equal times, the last one in the input), "min" and "max" are
-            the smallest and the largest number, and "mean" is the sum of the numbers in float64, added in the order of
-            the input, divided by their count; for positions on a cycle, such as angles, it is the circular mean
-            (`deformer_stream.model.cycles`). The combined reading arrives at the time and the place in the input of
-            the reading that is "last". `Schema.per_slot_by_sensor` says which of the rules applies to which sensor.
+            "last" is the reading with the latest time (of equal times, the last one in the input). "min" and "max" are
+            the smallest and the largest number. "mean" is the sum of the numbers in float64, added in the order of the
+            input, divided by their count. For positions on a cycle, such as angles, it is the circular mean
+            (`deformer_stream.model.cycles`). The combined reading arrives at the time and the place in the input of the
+            reading that is "last". `Schema.per_slot_by_sensor` says which of the rules applies to which sensor.
 
     Raises:
         ValueError: The width or the number of slots is not a positive integer, there are more slots than

@@ -223,7 +223,7 @@ def check_address(host: str, credentials: Credentials) -> None:
 def list_allowed_hosts(host: str, credentials: Credentials, external_url: str | None) -> frozenset[str] | None:
     """Return the host names that a request may name, without ports; None for any name.
 
-    With a login any name is allowed unless `external_url` states it: the cookie of a session is bound to the name under
+    With a login any name is allowed unless `external_url` states it. The cookie of a session is bound to the name under
     which the person has logged in, so that a foreign name has none.
 
     Args:

@@ -1,7 +1,7 @@
 """The loop of the bridge: receive messages, translate them, write events to Kafka, and acknowledge the messages.
 
 A message is acknowledged to its source after Kafka has acknowledged everything that follows from it. So no message is
-lost by the end of this process at any moment; the source delivers messages without acknowledgement again, and their
+lost by the end of this process at any moment. The source delivers messages without acknowledgement again, and their
 events are then twice in the topic. While one batch is written, the next one is received.
 """
 

@@ -12,7 +12,7 @@ So the topic of incidents is the same whether or not the process was killed.
 
 This holds only if the messages are handled again under the same plan. So the saved state names its plan, and a plan
 takes effect in the same commit as a state that names it. If a run begins with another plan, or without the saved state,
-the topic of incidents is read, and the messages that make it agree with the tracker are written (`reconcile`).
+the topic of incidents is read. Then the messages that make it agree with the tracker are written (`reconcile`).
 
 With several models, a partition has a tracker for each (`TrackerSet`), and each has a plan of its own.
 """

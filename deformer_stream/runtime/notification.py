@@ -56,8 +56,8 @@ MAX_SENT_IN_SEQUENCE = 16
 def compute_backoff(num_failures: int, key: str) -> float:
     """Return the seconds to wait after a failed attempt, from half of to all of the exponential time.
 
-    The fraction is a hash of the key and of the number of failures, so that senders do not all try again at the same
-    moment, and tests need no random numbers.
+    The fraction is a hash of the key and of the number of failures. So senders do not all try again at the same moment,
+    and tests need no random numbers.
 
     Args:
         num_failures: Number of failed attempts in sequence, at least 1.

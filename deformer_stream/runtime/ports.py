@@ -184,8 +184,9 @@ class GroupSource(PartitionedSource, Protocol):
 
     Attributes:
         waiting_partitions: Set by the pipeline before each call of another method. Until the pipeline removes a
-            partition from the set, polls return none of its messages, nothing is committed for it, and it is given up
-            without a commit. Messages that earlier polls have returned may still wait in the pipeline.
+            partition from the set, polls return none of its messages and nothing is committed for it. If it is given up
+            before, this happens without a commit. Messages that earlier polls have returned may still wait in the
+            pipeline.
     """
 
     waiting_partitions: frozenset[int]

@@ -56,8 +56,8 @@ REPLAYED_MESSAGES = 1_024
 class Recovery:
     """Restores the engine's partitions from saved state, and collects the state that is saved with each commit.
 
-    The saved state of a partition is a snapshot (its complete state) and the decisions since then (alerts raised,
-    records closed by a time-out or evicted), which its messages do not determine.
+    The saved state of a partition is a snapshot (its complete state) and the decisions since then, which its messages
+    do not determine. Decisions are alerts raised, and records closed by a time-out or evicted.
 
     A source that saves no state, such as a file, has no partitions to restore. Then `collect_state` returns an empty
     dictionary.

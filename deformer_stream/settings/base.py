@@ -269,8 +269,8 @@ FILE_SOURCE: ContextVar[Callable[[type[BaseSettings]], PydanticBaseSettingsSourc
 class Settings(BaseSettings):
     """The base class of the options of a command. A field is an option, and its description is the option's help text.
 
-    A value is taken from the first of these places that has one: the keyword arguments (values of flags), the
-    environment variables, the configuration file, the default of the field.
+    A value is taken from the first place that has one. The places are the keyword arguments (values of flags), the
+    environment variables, the configuration file, and the default of the field.
     """
 
     option_groups: ClassVar[OptionGroups] = SCORING_GROUPS

@@ -108,12 +108,12 @@ class ScoringSettings(_ModelSettings):
     ties: Literal["arrival", "hold"] | None = Field(
         None,
         description="How readings of one record with the same event time are scored. arrival scores each reading when "
-        "it arrives; hold waits for all of them and scores them together, so their order has no effect. Default: as "
+        "it arrives. hold waits for all of them and scores them together, so their order has no effect. Default: as "
         "the model was calibrated.",
     )
     max_ahead: TimeLimit = Field(
         None,
-        description="Reject an event if its time is later than the broker's timestamp by more than this, because such "
+        description="Reject an event if its time is later than the broker's timestamp by more than this. Such "
         "an event would make the later readings of its device late. Without a broker, the clock of this machine is "
         "used. off accepts all times. Default: 1h for events of a broker if records are windows, otherwise off.",
     )
@@ -248,7 +248,7 @@ class ConsumeSettings(ModelSetSettings, KafkaSettings, RegistrySettings, PlantSo
     )
     max_alert_rate: Rate | Literal["off"] = Field(
         1000,
-        description="With --topic, the largest number of alerts per second that this process sends for long; ten times "
+        description="With --topic, the largest number of alerts per second that this process sends for long. Ten times "
         "as many may come in a burst, and 1000 in one poll. Further alerts are held back: they are counted, and "
         "summarised on the alerts topic and in the log, but not sent later. off or 0 sends all alerts.",
     )
@@ -287,7 +287,7 @@ class ConsumeSettings(ModelSetSettings, KafkaSettings, RegistrySettings, PlantSo
     open_records: Literal["finish", "rescore"] = Field(
         "finish",
         description="What happens to open records when a new model is loaded (after SIGHUP or a change of the model "
-        "directory). finish scores them with the old model to their end; rescore scores all their readings again. A "
+        "directory). finish scores them with the old model to their end. rescore scores all their readings again. A "
         "normal record that is scored by two models raises an alert with probability 2 alpha at most, not alpha.",
     )
     commit_interval: Duration = text_default(
@@ -310,7 +310,7 @@ class ConsumeSettings(ModelSetSettings, KafkaSettings, RegistrySettings, PlantSo
     lost_state: Literal["refuse", "rebuild", "forget"] = Field(
         "refuse",
         description="What to do if a snapshot, or a message that it requires, no longer exists. refuse ends with an "
-        "error; rebuild reads the remaining messages again without raising alerts; forget starts without open records.",
+        "error. rebuild reads the remaining messages again without raising alerts. forget starts without open records.",
     )
     missing_topics: Literal["create", "refuse"] = Field(
         "create", description="What to do if a topic for alerts, dead letters or state does not exist."
@@ -452,7 +452,7 @@ class ShardSettings(Settings):
     engine: Literal["local", "ray"] = Field(
         "local",
         description="What runs the processes of --workers. ray uses the cluster of RAY_ADDRESS, or this machine, "
-        "and needs the extra ray; the input, the model and the outputs must have the same paths on all machines.",
+        "and needs the extra ray. The input, the model and the outputs must have the same paths on all machines.",
     )
     shard_by: Literal["records", "files"] = Field(
         "records",
@@ -505,8 +505,8 @@ class ReplaySettings(ModelSetSettings, InputSettings, IncidentRuleSettings, Shar
     output_dir: Path | None = Field(
         None,
         description="Folder for the outputs of a run in shards. Each shard holds whole records and has a folder "
-        "shards/NUMBER with the files that --output, --records, --alerts, --explain, --rejected and --evidence name; "
-        "default: scores.parquet, records.parquet, alerts.jsonl and rejected.jsonl. The same command continues an "
+        "shards/NUMBER with the files that --output, --records, --alerts, --explain, --rejected and --evidence name. "
+        "Default: scores.parquet, records.parquet, alerts.jsonl and rejected.jsonl. The same command continues an "
         "interrupted run and skips finished shards.",
     )
 
@@ -608,7 +608,7 @@ class CalibrateSettings(InputSettings, ShardSettings):
     seen_records: Literal["refuse", "drop", "allow"] = Field(
         "refuse",
         description="What to do if training or the calibration in force has used more of the records than happens by "
-        "chance. refuse ends with an error, drop leaves these records out, and allow uses them, which voids the "
+        "chance. refuse ends with an error. drop leaves these records out. allow uses them, which voids the "
         "guarantee of the false-alarm rate.",
     )
     incidents: TextList = text_default(

@@ -115,7 +115,7 @@ class IncidentsSettings(IncidentRuleSettings, DeliverySettings, KafkaSettings, O
     lost_state: Literal["refuse", "rebuild", "forget"] = Field(
         "refuse",
         description="What to do if the state, or evidence that it requires, no longer exists. refuse ends with an "
-        "error; rebuild reads the remaining evidence again without writing incidents; forget starts without state.",
+        "error. rebuild reads the remaining evidence again without writing incidents. forget starts without state.",
     )
     missing_topics: Literal["create", "refuse"] = Field(
         "create", description="What to do if a topic for incidents, labels or state does not exist."

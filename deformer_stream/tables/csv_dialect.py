@@ -1,6 +1,6 @@
 """The dialect of a CSV file: how its bytes become cells, guessed from the beginning of the file or set by the user.
 
-The guesses are careful: if a property cannot be recognised with certainty, the file is read as a plain CSV file with
+The guesses are careful. If a property cannot be recognised with certainty, the file is read as a plain CSV file: with
 commas, decimal points and the column names in the first line.
 """
 

@@ -1,7 +1,7 @@
 """A table with a schema that yields batches of rows: a Parquet file, a CSV file, or a table in memory.
 
 All differences between the formats end here. Cells that a file holds as text, as a CSV file does, are converted to
-numbers and times when they are read, by one conversion for all formats (`deformer_stream.tables.conversion`).
+numbers and times when they are read. All formats have the same conversion (`deformer_stream.tables.conversion`).
 """
 
 from __future__ import annotations

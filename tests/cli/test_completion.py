@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.test_cli_utils import HEAVY_PACKAGES, run_program
+from tests.entry_points import HEAVY_PACKAGES, run_program
 
 COMPLETE_IN_BASH = """
 source "$SCRIPT"

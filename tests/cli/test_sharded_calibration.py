@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,39 +18,11 @@ from deformer_stream import model_store
 from deformer_stream.calibration import recalibrate
 from deformer_stream.cli import shard_run
 from deformer_stream.runtime import calibration_sink
+from tests.cli.shard_calibrations import SHARDS, compare, list_files
 from tests.cli.shard_examples import draw_readings, write_lines
 from tests.commands import RunCommand, assert_command_failed, make_record_table
 from tests.integration.programs import list_workers
 from tests.irregular_tables import make_long_table, write_irregular_model
-
-SHARDS = ("--shards", "5")
-
-
-def list_files(model: Path) -> dict[str, bytes]:
-    """Return the contents of the files of a model directory."""
-    return {path.name: path.read_bytes() for path in model.iterdir()}
-
-
-def compare(
-    cli: RunCommand,
-    folder: Path,
-    model: Path,
-    inputs: Sequence[Path],
-    *options: object,
-    shard_options: Sequence[object] = SHARDS,
-) -> model_store.Artifact:
-    """Calibrate in one process and in shards, assert that the models are equal, and return the new one."""
-    command = ("calibrate", *inputs, "--model", model, "--alpha", "0.1", *options)
-    whole = cli(*command, "--out", folder / "whole")
-    assert whole.code == 0, whole.err
-    in_shards = cli(*command, "--out", folder / "in-shards", *shard_options)
-    assert in_shards.code == 0, in_shards.err
-    assert in_shards.out == whole.out
-    assert list_files(folder / "in-shards") == list_files(folder / "whole")
-    assert not (folder / ".in-shards.calibration").exists()
-    # The number of records and that of refused readings
-    assert whole.err[whole.err.index("calibrated on") :].partition(";")[0] in in_shards.err
-    return model_store.read(folder / "whole")
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ from deformer_stream.model.windows import PerSlot, Window
 from tests.codec.json_examples import make_messages
 from tests.effort import num_examples
 from tests.engine.random_models import make_model
-from tests.model.test_time_slots import CONFIG
+from tests.model.slot_models import CONFIG
 from tests.models import TRAINING_SUMMARY, make_calibration
 from tests.series import draw_event_series, draw_frequent_events, make_long_table
 from trainer.data import DataOptions, prepare_table

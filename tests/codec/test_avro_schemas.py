@@ -12,8 +12,9 @@ import fastavro
 import pytest
 
 from deformer_stream.codec.avro_schemas import MAX_DECIMAL_BYTES, MAX_VALUES, make_avro_parser
+from deformer_stream.codec.schema_formats import frame
 from deformer_stream.engine.events import RejectionReason
-from tests.codec.test_schema_formats import avro, decode, frame, make_codec, write_avro
+from tests.codec.registered_schemas import avro, decode, make_codec, write_avro
 
 EMPTY: dict[str, Any] = {
     "type": "record",

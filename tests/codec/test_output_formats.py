@@ -39,10 +39,10 @@ from deformer_stream.engine.events import (
 )
 from deformer_stream.errors import ConfigError, InputError, Unavailable
 from deformer_stream.incidents.events import ClosedRows, EvidenceBatch, Incident
+from tests.codec.evidence_examples import alerts as evidence_alerts
+from tests.codec.evidence_examples import assert_equal, make_batch
+from tests.codec.incident_examples import INCIDENTS
 from tests.codec.next_reading_examples import RECORD
-from tests.codec.test_encode_evidence import alerts as evidence_alerts
-from tests.codec.test_encode_evidence import assert_equal, make_batch
-from tests.codec.test_encode_incidents import INCIDENTS
 from tests.contracts.effects import make_alert, make_drift_notice, make_effects
 from tests.incidents.examples import make_incidents
 from tests.schema_registry import fetch_from

@@ -8,7 +8,7 @@ import math
 import os
 import tracemalloc
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from datetime import UTC, date, datetime
 from decimal import Decimal
 from io import BytesIO
@@ -24,11 +24,12 @@ from hypothesis import strategies as st
 
 from deformer_stream.codec import Codec
 from deformer_stream.codec.payloads import Messages
-from deformer_stream.codec.schema_formats import RegisteredSchema, SchemaFormat, SchemaTranslator, frame
-from deformer_stream.engine.events import EventBatch, Rejection, RejectionReason
+from deformer_stream.codec.schema_formats import RegisteredSchema, SchemaFormat, frame
+from deformer_stream.engine.events import RejectionReason
 from deformer_stream.errors import ConfigError, Unavailable
 from tests.codec.arrow_examples import BROKER, SCHEMA, list_readings
-from tests.schema_registry import fetch_from, make_message_class
+from tests.codec.registered_schemas import avro, decode, make_codec, write_avro
+from tests.schema_registry import make_message_class
 
 READING: dict[str, Any] = {
     "type": "record",
@@ -69,31 +70,6 @@ message Pump {
   Readings.Pump values = 2;
 }
 """
-
-
-def write_avro(schema: Mapping[str, Any], document: Mapping[str, Any]) -> bytes:
-    """Return a document in Avro, without a header."""
-    stream = BytesIO()
-    fastavro.schemaless_writer(stream, fastavro.parse_schema(dict(schema)), document)
-    return stream.getvalue()
-
-
-def make_codec(schema_format: SchemaFormat, *schemas: RegisteredSchema, max_bytes: int = 1_048_576) -> Codec:
-    """Return a codec whose registry has these schemas; the first one has the id 1."""
-    return Codec(SCHEMA, translator=SchemaTranslator(schema_format, fetch_from(*schemas), max_bytes))
-
-
-def avro(schema: Mapping[str, Any], **references: str) -> RegisteredSchema:
-    """Return an Avro schema of a registry."""
-    return RegisteredSchema("AVRO", json.dumps(schema), references)
-
-
-def decode(codec: Codec, *payloads: bytes | None) -> tuple[EventBatch, list[Rejection]]:
-    """Return the events and rejections of messages without keys."""
-    n = len(payloads)
-    numbers = np.arange(n)
-    data = Messages("t", [None] * n, list(payloads), np.full(n, BROKER), numbers.astype(np.int32), numbers)
-    return codec.decode(data)
 
 
 value = st.one_of(st.none(), st.booleans(), st.floats(), st.integers(-(2**60), 2**60), st.sampled_from(["run", "off"]))

@@ -23,8 +23,10 @@ from connectors.kafka import (
 )
 from connectors.kafka.client import load_client
 from connectors.kafka.ports import ConsumerOptions, ReceivedMessage
+from deformer_stream.codec.output_formats import OutputReader
 from deformer_stream.codec.payloads import Payload
 from deformer_stream.engine.events import Alert, ClosedRecords, Effects, EventBatch, Rejection, ScoredReadings
+from deformer_stream.errors import Unavailable
 from tests.integration import programs
 
 TIMEOUT_SECONDS = 30.0
@@ -169,3 +171,20 @@ def read_messages(cluster: KafkaCluster, topic: str) -> list[ReceivedMessage]:
     finally:
         consumer.close()
     return sorted(messages, key=lambda message: (message.partition, message.offset))
+
+
+class InterruptedReader(OutputReader):
+    """A reader of values whose schema registry is away at the first and at the third call.
+
+    Attributes:
+        num_values: Number of values that were to be read so far.
+    """
+
+    num_values = 0
+
+    def __call__(self, value: bytes) -> bytes:
+        """Return the value."""
+        self.num_values += 1
+        if self.num_values in (1, 3):
+            raise Unavailable("the schema registry does not respond")
+        return super().__call__(value)

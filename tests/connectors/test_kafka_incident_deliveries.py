@@ -32,8 +32,7 @@ from deformer_stream.runtime.backlog import MAX_NOTED_INCIDENTS
 from deformer_stream.runtime.incident_metrics import DeliveryMetrics
 from deformer_stream.runtime.incident_ports import DeliveryProgress, LoggedIncident
 from deformer_stream.runtime.notification import ReceiverWorker
-from tests.connectors.kafka_helpers import wait_until
-from tests.connectors.test_kafka_incident_topics import InterruptedReader
+from tests.connectors.kafka_helpers import InterruptedReader, wait_until
 from tests.incidents.delivery import ScriptedReceiver
 from tests.incidents.examples import make_incident
 

@@ -21,10 +21,9 @@ from connectors.kafka import (
 from deformer_stream.codec.encode_evidence import decode_evidence, encode_evidence
 from deformer_stream.codec.encode_incidents import encode_incident
 from deformer_stream.codec.feedback_messages import make_label
-from deformer_stream.codec.output_formats import OutputReader
 from deformer_stream.errors import ConfigError, Unavailable
 from deformer_stream.incidents.events import Incident
-from tests.connectors.kafka_helpers import read_messages, wait_until
+from tests.connectors.kafka_helpers import InterruptedReader, read_messages, wait_until
 from tests.incidents.evidence_logs import SECOND, make_log
 from tests.incidents.examples import make_incident
 
@@ -55,23 +54,6 @@ def opened() -> Iterator[Callable[[Any], Any]]:
 
 def send(kafka: SimpleNamespace, topic: str, *incidents: Incident) -> None:
     produce(kafka.cluster, topic, [(incident.id.encode(), encode_incident(incident), None) for incident in incidents])
-
-
-class InterruptedReader(OutputReader):
-    """A reader of values whose schema registry is away at the first and at the third call.
-
-    Attributes:
-        num_values: Number of values that were to be read so far.
-    """
-
-    num_values = 0
-
-    def __call__(self, value: bytes) -> bytes:
-        """Return the value."""
-        self.num_values += 1
-        if self.num_values in (1, 3):
-            raise Unavailable("the schema registry does not respond")
-        return super().__call__(value)
 
 
 def test_outage_of_the_schema_registry_loses_no_message(

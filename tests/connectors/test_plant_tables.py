@@ -18,7 +18,7 @@ from deformer_stream.model.schema import Feature, Schema
 from deformer_stream.model.windows import Window
 from deformer_stream.tables.csv_dialect import CsvOptions
 from deformer_stream.tables.table import TableOptions
-from tests.connectors.test_files import SCHEMA, read_events, write_parquet
+from tests.connectors.data_files import SCHEMA, read_events, write_parquet
 
 SECOND = 1_000_000
 WINDOWS = WindowAssigner(10 * SECOND)

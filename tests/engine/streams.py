@@ -118,3 +118,12 @@ def run_stream(
         start += size
     collected.add(engine.finish())
     return collected
+
+
+def make_events(
+    model: DEformer, record: str, codes: list[int], raw_values: list[float], times: list[int] | None = None
+) -> EventBatch:
+    """Return the readings of a record as a batch of events; NaN declares that the feature will not be observed."""
+    zeros = np.zeros(len(codes), np.int32)
+    moments = np.array(times if times is not None else range(1, len(codes) + 1), np.int64)
+    return EventBatch([record] * len(codes), np.array(codes, np.int32), np.array(raw_values), moments, zeros, zeros)

@@ -27,6 +27,7 @@ from deformer_stream.errors import ConfigError
 from deformer_stream.model.deformer import DEformer
 from deformer_stream.model.reading_times import ReadingTimes
 from tests.engine.random_models import draw_records, normalise_values
+from tests.engine.streams import make_events
 from tests.models import draw_linear_records, make_calibration, make_small_model, train_linear_model
 
 ALPHA = 0.3
@@ -240,15 +241,6 @@ def test_false_alarms_with_a_chosen_order_need_a_calibration_with_the_same_choic
     share = (new.compute_pooled_p_values(score_chosen(old, 2_000, 3)) <= alpha).mean()
     assert share < alpha + 0.03
     assert share > alpha - 0.04
-
-
-def make_events(
-    model: DEformer, record: str, codes: list[int], raw_values: list[float], times: list[int] | None = None
-) -> EventBatch:
-    """Return the readings of a record as a batch of events; NaN declares that the feature will not be observed."""
-    zeros = np.zeros(len(codes), np.int32)
-    moments = np.array(times if times is not None else range(1, len(codes) + 1), np.int64)
-    return EventBatch([record] * len(codes), np.array(codes, np.int32), np.array(raw_values), moments, zeros, zeros)
 
 
 def test_an_engine_ranks_suspicious_silent_records_and_does_not_change(model: DEformer) -> None:

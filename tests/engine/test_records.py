@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 import deformer_stream.engine
 from deformer_stream.engine import idle_queue
 from deformer_stream.engine.events import NO_TIME, CloseReason, EventBatch, RejectionReason, WindowMembership
+from deformer_stream.engine.ingest import ingest
 from deformer_stream.engine.records import MISROUTED_CHECK_INTERVAL, RecordTable
 from deformer_stream.engine.snapshot import export_state, import_state
 from deformer_stream.model.schema import Feature, Schema
@@ -94,7 +95,7 @@ class RecordTableMachine(RuleBasedStateMachine):
 
     def ingest(self, events: list[EventTuple], row_boundaries: NDArray[np.int64] | None = None) -> None:
         """Ingest a batch in the table and in the dictionaries."""
-        accepted, rejections = self.records.ingest(make_batch(events, row_boundaries), self.now)
+        accepted, rejections = ingest(self.records, make_batch(events, row_boundaries), self.now, model_version=0)
         expected, expected_rejections, complete = [], [], []
         for i, (partition, record_id, feature, value) in enumerate(events):
             key = partition, record_id
@@ -251,7 +252,7 @@ def test_vectorized_and_sequential_ingest_leave_the_same_table() -> None:
     tables = []
     for batch in (in_rows, single_events, sequential):
         records = RecordTable(SCHEMA)
-        accepted, rejections = records.ingest(batch, 5, 2)
+        accepted, rejections = ingest(records, batch, 5, model_version=2)
         assert not rejections
         names = ("open_order", "num_readings", "num_declared_missing", "is_open", "last_accepted_at", "partition_ids")
         columns = {name: getattr(records, name)[:100].tolist() for name in (*names, "model_version", "observed_mask")}
@@ -271,7 +272,7 @@ def one_reading_each(ids: list[str], partitions: list[int]) -> EventBatch:
 def test_record_that_is_fed_through_several_partitions_is_counted_as_misrouted() -> None:
     records = RecordTable(SCHEMA)
     ids = [f"r{i // 3}" for i in range(300)]
-    records.ingest(one_reading_each(ids, [i % 3 for i in range(300)]), 0)
+    ingest(records, one_reading_each(ids, [i % 3 for i in range(300)]), 0, model_version=0)
     assert len(records) == 300
     assert 0 < records.num_misrouted <= 300 // MISROUTED_CHECK_INTERVAL
     assert records.misrouted_example is not None
@@ -282,7 +283,7 @@ def test_record_that_is_fed_through_several_partitions_is_counted_as_misrouted()
 
 def test_records_with_one_partition_each_are_not_misrouted() -> None:
     records = RecordTable(SCHEMA)
-    records.ingest(one_reading_each([f"r{i}" for i in range(300)], [i % 3 for i in range(300)]), 0)
+    ingest(records, one_reading_each([f"r{i}" for i in range(300)], [i % 3 for i in range(300)]), 0, model_version=0)
     assert (records.num_misrouted, records.misrouted_example) == (0, None)
 
 
@@ -291,7 +292,7 @@ def test_record_with_one_of_1000_features_takes_few_bytes() -> None:
     schema = Schema(tuple(Feature(f"f{i}", "continuous") for i in range(1000)))
     records = RecordTable(schema)
     num_records = 2**14
-    records.ingest(one_reading_each([f"r{i}" for i in range(num_records)], [0] * num_records), 0)
+    ingest(records, one_reading_each([f"r{i}" for i in range(num_records)], [0] * num_records), 0, model_version=0)
     assert records.num_bytes / num_records < 600
     arrays = [array for owner in (records, records.log) for array in vars(owner).values()]
     allocated = sum(array.nbytes for array in arrays if isinstance(array, np.ndarray))
@@ -311,7 +312,9 @@ def test_pending_records_are_selected_by_the_time_of_their_last_event(
     pending: dict[RecordKey, int] = {}
     for now, (partition, record_id, feature, is_pending, age) in enumerate(steps):
         value = float("nan") if feature == 3 else 0.0
-        accepted, rejections = records.ingest(make_batch([(partition, record_id, feature, value)]), now)
+        accepted, rejections = ingest(
+            records, make_batch([(partition, record_id, feature, value)]), now, model_version=0
+        )
         key = partition, record_id
         if not rejections and len(accepted.record_indices):
             tie_time = np.array([now])

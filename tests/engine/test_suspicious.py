@@ -14,7 +14,7 @@ from deformer_stream.engine import suspicious
 from deformer_stream.engine.engine import Engine, Limits
 from deformer_stream.engine.events import NO_TIME, Effects, EventBatch
 from deformer_stream.model.deformer import DEformer
-from tests.engine.test_next_reading import make_events
+from tests.engine.streams import make_events
 from tests.models import SCHEMA, draw_rows, make_calibration, make_small_model
 
 TIMEOUT = 50

@@ -59,7 +59,7 @@ from deformer_stream.tables.data_files import describe_unknown_scheme, parse_url
 from deformer_stream.tables.filters import parse_where
 from deformer_stream.tables.table import Table
 from tests.codec.sparkplug_messages import SimulatedNode
-from tests.codec.test_state import DECIDED, EXAMPLE
+from tests.codec.state_examples import DECIDED, EXAMPLE
 from tests.fuzz import forgery, hostile, invariants
 from tests.incidents.evidence_logs import SECOND, make_log
 from tests.incidents.examples import make_incident

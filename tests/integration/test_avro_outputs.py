@@ -23,6 +23,7 @@ from deformer_stream.codec.schema_formats import HEADER_BYTES
 from deformer_stream.codec.timestamps import parse_rfc3339
 from deformer_stream.runtime.incident_history import read_existing
 from tests.apicurio import run_apicurio
+from tests.integration.incident_events import NUM_RECORDS, RULE, group_by_id, make_events
 from tests.integration.programs import (
     Cluster,
     RunningConsumer,
@@ -31,7 +32,6 @@ from tests.integration.programs import (
     run,
     run_successfully,
 )
-from tests.integration.test_incidents import NUM_RECORDS, RULE, group_by_id, make_events
 from tests.schema_registry import run_registry
 
 pytestmark = pytest.mark.kafka

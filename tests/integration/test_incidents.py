@@ -25,38 +25,14 @@ from deformer_stream.codec.encode_incidents import decode_incident
 from deformer_stream.incidents.events import Incident
 from tests.chaos.incidents import run_kills
 from tests.incidents.evidence_logs import make_log
+from tests.integration.incident_events import NUM_RECORDS, RULE, group_by_id, make_events
 from tests.integration.programs import Cluster, RunningConsumer, consume_with_kills, run, run_successfully
 from tests.model_folders import draw_messages, encode, name_type, write_folder, write_type
-from tests.models import SCHEMA, draw_rows
 
 pytestmark = pytest.mark.kafka
 
-NUM_RECORDS = 400
-RULE = ("--incident-budget", "20 per d", "--records-per-day", "100", "--fleet", "off")
 LARGE_BUDGET = ("--incident-budget", "70 per d", "--records-per-day", "100", "--fleet", "off")
 """A rule with which the devices of a short log of normal records have incidents."""
-
-
-def make_events() -> list[tuple[bytes, bytes, None]]:
-    """Return the events of complete records of three devices. The readings of a device's records do not interleave.
-
-    The key is the device, so that its records are in one partition.
-    """
-    rows = draw_rows(SCHEMA, NUM_RECORDS, 4)
-    messages: list[tuple[bytes, bytes, None]] = []
-    for number, row in enumerate(rows):
-        record = f"pump-{number % 3}/{number}"
-        values = {name: row.get(name) for name in SCHEMA.names}
-        document = {"record": record, "time": 1_583_750_073 + number, "values": values}
-        messages.append((record.partition("/")[0].encode(), json.dumps(document).encode(), None))
-    return messages
-
-
-def group_by_id(incidents: list[Incident]) -> dict[str, list[Incident]]:
-    messages: dict[str, list[Incident]] = {}
-    for incident in incidents:
-        messages.setdefault(incident.id, []).append(incident)
-    return messages
 
 
 @pytest.mark.parametrize("num_partitions", [1, 3])

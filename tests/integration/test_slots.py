@@ -17,7 +17,7 @@ from deformer_stream.model.time_slots import expand_time_slots
 from deformer_stream.model.windows import PerSlot, Window
 from tests.engine.random_models import make_model
 from tests.integration.programs import Cluster, RunningConsumer
-from tests.model.test_time_slots import CONFIG
+from tests.model.slot_models import CONFIG
 from tests.models import TRAINING_SUMMARY, make_calibration
 from tests.series import draw_event_series, draw_frequent_events
 

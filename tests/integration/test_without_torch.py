@@ -11,7 +11,7 @@ import pytest
 from connectors.kafka import produce
 from tests.commands import list_events, make_record_table
 from tests.integration.programs import Cluster, RunningConsumer
-from tests.test_without_torch import WITHOUT_TORCH, write_model
+from tests.without_torch import WITHOUT_TORCH, write_model
 
 pytestmark = [pytest.mark.kafka, pytest.mark.usefixtures("client_library")]
 

@@ -58,13 +58,12 @@ from deformer_stream.model.schema import Feature, Schema
 from tests.effort import num_examples
 from tests.engine.random_models import draw_records, make_config, make_model, normalise_values, schemas
 from tests.engine.streams import ENOUGH_CACHE_BYTES, Collected, batch_of, run_stream
+from tests.kernels.precisions import PRECISIONS, Precision
 
 pytestmark = pytest.mark.usefixtures("two_threads")
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
-Precision = Literal["float32", "bfloat16"]
-PRECISIONS: tuple[Precision, ...] = ("float32", "bfloat16")
 CONFIG = ModelConfig(d_model=64, layers=2, heads=4, feedforward=96, mixtures=3, hidden=(24,))
 PRIORS: tuple[dict[str, int], ...] = (
     *({}, {"gaussians": 1}, {"gaussians": 11}, {"neighbors": 5, "process_rank": 2, "process_scales": 1}),

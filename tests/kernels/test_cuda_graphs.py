@@ -23,7 +23,7 @@ from tests.effort import num_examples
 from tests.engine.fake_gpu import CapturableOnly, capture_on_cpu, fake_gpu, move_to_fake_gpu
 from tests.engine.random_models import configs, draw_records, make_model, schemas
 from tests.engine.streams import CONFIG, ENOUGH_CACHE_BYTES, SCHEMA, Collected, batch_of, run_stream
-from tests.kernels.test_cpu import PRECISIONS, Precision
+from tests.kernels.precisions import PRECISIONS, Precision
 
 
 def stream_records(

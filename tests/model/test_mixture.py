@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from deformer_stream.model import mixture
 from deformer_stream.model.constants import MAX_CONDITIONING_VALUE
 from deformer_stream.model.mixture import Mixture
-from tests.model.test_gaussian_prior import CONTINUOUS, chain_log_density, joint_log_density, make_random_prior
+from tests.model.gaussian_priors import CONTINUOUS, chain_log_density, joint_log_density, make_random_prior
 from trainer.gaussian_prior import extract_mixture
 
 seeds = st.integers(0, 2**16)

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from deformer_stream import model_store
 from deformer_stream.errors import ArtifactError
-from deformer_stream.model.config import ModelConfig
 from deformer_stream.model.deformer import DEformer
 from deformer_stream.model.schema import Feature, Schema
 from deformer_stream.model.time_slots import collapse_time_slots, describe_records, expand_time_slots, name_time_slot
@@ -23,6 +22,7 @@ from deformer_stream.model.windows import PerSlot, Window, floor_to_window, form
 from deformer_stream.settings.base import Settings, WindowWidth
 from tests import models
 from tests.engine.random_models import draw_records, make_model, normalise_values
+from tests.model.slot_models import CONFIG
 from tests.model_folders import forge_manifest
 
 SECOND = 1_000_000
@@ -36,9 +36,6 @@ SENSORS = Schema(
 MINUTE = Window(60 * SECOND, 4)
 SLOTTED = expand_time_slots(SENSORS, MINUTE, ["site"])
 """A schema in which `temp` and `state` report in each quarter of a minute, and `site` once."""
-CONFIG = ModelConfig(
-    d_model=16, layers=2, heads=2, feedforward=32, mixtures=3, embedding=6, hidden=(16,), identity="both"
-)
 
 
 @given(width=st.integers(1, 10**12), num_slots=st.integers(1, 500), time=st.integers(-(10**15), 10**15))

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from deformer_stream.engine.engine import Engine, Limits
 from deformer_stream.model_store import Artifact
+from deformer_stream.runtime.ports import NO_STATE, CollectState, PartitionState, PollResult
 from tests.models import draw_rows
 
 ALPHA = 0.3
@@ -23,3 +25,39 @@ def make_record_messages(loaded: Artifact) -> list[bytes]:
     rows = draw_rows(loaded.schema, RECORDS, 3)
     messages = [json.dumps({"record": f"r{i}", "values": row}).encode() for i, row in enumerate(rows)]
     return [m for i, message in enumerate(messages) for m in ([message, b"not json"] if i % 7 == 0 else [message])]
+
+
+class ScriptedSource:
+    """A member of a group whose polls are given by a script.
+
+    Args:
+        turns: A function for each poll, which returns its result. When there are none left, the source is exhausted.
+
+    Attributes:
+        assigned_partitions: The partitions that are assigned now; the functions may change it.
+    """
+
+    waiting_partitions: frozenset[int] = frozenset()
+    assigned_partitions: frozenset[int] = frozenset()
+    model_fingerprint = ""
+    has_joined = False
+
+    def __init__(self, turns: list[Callable[[], PollResult]]) -> None:
+        self.turns = turns
+        self.collect_state: CollectState = lambda partitions: NO_STATE
+        self.committed: list[Mapping[int, PartitionState]] = []
+
+    @property
+    def is_exhausted(self) -> bool:
+        return not self.turns
+
+    def poll(self, timeout: float) -> PollResult:
+        return self.turns.pop(0)() if self.turns else PollResult(None)
+
+    def commit(self, states: Mapping[int, PartitionState] = NO_STATE) -> None:
+        self.committed.append(states)
+
+    def get_lag(self) -> dict[tuple[str, int], int]:
+        return {}
+
+    def close(self) -> None: ...

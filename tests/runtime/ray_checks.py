@@ -13,11 +13,11 @@ import pytest
 
 from deformer_stream.errors import InputError
 from deformer_stream.runtime.ray_tasks import RayPool
+from tests.cli.shard_calibrations import compare as compare_calibrations
 from tests.cli.shard_examples import ALPHA, OUTPUTS, compare, draw_readings, list_shards, write_lines
-from tests.cli.test_sharded_calibration import compare as compare_calibrations
 from tests.commands import RunCommand
 from tests.conftest import ROOT
-from tests.runtime.test_worker_pool import count_attempts, prepare_tasks
+from tests.runtime.worker_tasks import count_attempts, prepare_tasks
 
 pytestmark = pytest.mark.filterwarnings("default")  # Ray itself causes warnings
 

@@ -31,7 +31,7 @@ from deformer_stream.runtime.incident_plan import DetectionPlan, make_get_device
 from deformer_stream.runtime.ports import NO_STATE, PartitionState, PollResult, RestoredPartition
 from deformer_stream.runtime.process_metrics import STALL_SECONDS
 from tests.incidents.evidence_logs import SECOND, make_log
-from tests.runtime.test_probes import ScriptedSource
+from tests.runtime.pipelines import ScriptedSource
 
 MODEL = "model-1"
 FAULTS = {0: [(20, 40)], 1: [(22, 30), (60, 75)], 2: [(24, 45)], 3: [(90, 99)]}

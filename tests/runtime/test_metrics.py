@@ -5,8 +5,6 @@ from __future__ import annotations
 import socket
 import sys
 import threading
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -36,6 +34,7 @@ from deformer_stream.runtime.process_metrics import STALL_SECONDS
 from deformer_stream.runtime.timing import WallClock
 from deformer_stream.testing import MemorySink, MemorySource
 from tests.conftest import find_free_port
+from tests.runtime.http_requests import request
 
 NAMES = {
     "events_total": "counter",
@@ -92,16 +91,6 @@ LABELS = {
 def port() -> int:
     """Return a free TCP port."""
     return find_free_port()
-
-
-def request(port: int, path: str) -> tuple[int, str]:
-    """Return status and body of an HTTP request."""
-    try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=20) as answer:
-            return answer.status, answer.read().decode()
-    except urllib.error.HTTPError as error:
-        with error:
-            return error.code, error.read().decode()
 
 
 @contextmanager

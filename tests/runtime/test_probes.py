@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -24,13 +24,13 @@ from deformer_stream.runtime import pipeline as pipeline_module
 from deformer_stream.runtime import recovery as recovery_module
 from deformer_stream.runtime.metrics import Metrics
 from deformer_stream.runtime.pipeline import RECOVERY_SECONDS, Pipeline
-from deformer_stream.runtime.ports import NO_STATE, CollectState, PartitionState, PollResult, RestoredPartition
+from deformer_stream.runtime.ports import PollResult, RestoredPartition
 from deformer_stream.runtime.process_metrics import STALL_SECONDS
 from deformer_stream.testing import ManualClock, MemorySink
 from tests.conftest import find_free_port
 from tests.models import draw_rows
-from tests.runtime.pipelines import make_engine
-from tests.runtime.test_metrics import request
+from tests.runtime.http_requests import request
+from tests.runtime.pipelines import ScriptedSource, make_engine
 
 POLL_INTERVAL = 45.0
 """Seconds without a poll after which a group takes partitions away, with the default settings."""
@@ -73,42 +73,6 @@ def probes_of() -> Iterator[Callable[[Metrics], Probes]]:
     yield start
     for probes in started:
         probes.stop()
-
-
-class ScriptedSource:
-    """A member of a group whose polls are given by a script.
-
-    Args:
-        turns: A function for each poll, which returns its result. When there are none left, the source is exhausted.
-
-    Attributes:
-        assigned_partitions: The partitions that are assigned now; the functions may change it.
-    """
-
-    waiting_partitions: frozenset[int] = frozenset()
-    assigned_partitions: frozenset[int] = frozenset()
-    model_fingerprint = ""
-    has_joined = False
-
-    def __init__(self, turns: list[Callable[[], PollResult]]) -> None:
-        self.turns = turns
-        self.collect_state: CollectState = lambda partitions: NO_STATE
-        self.committed: list[Mapping[int, PartitionState]] = []
-
-    @property
-    def is_exhausted(self) -> bool:
-        return not self.turns
-
-    def poll(self, timeout: float) -> PollResult:
-        return self.turns.pop(0)() if self.turns else PollResult(None)
-
-    def commit(self, states: Mapping[int, PartitionState] = NO_STATE) -> None:
-        self.committed.append(states)
-
-    def get_lag(self) -> dict[tuple[str, int], int]:
-        return {}
-
-    def close(self) -> None: ...
 
 
 class WaitingScriptedSource(ScriptedSource):

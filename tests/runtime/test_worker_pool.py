@@ -3,47 +3,17 @@
 from __future__ import annotations
 
 import os
-import signal
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from deformer_stream.errors import InputError, Unavailable
 from deformer_stream.runtime.worker_pool import TaskError, WorkerPool
-
-Perform = Callable[[int, Callable[[int], None]], object]
-
-
-def prepare_tasks(folder: Path, kind: str) -> Perform:
-    """Return a function that notes each attempt in a file, and then does what `kind` says."""
-
-    def perform(task: int, report: Callable[[int], None]) -> object:
-        attempts = folder / f"{task}.txt"
-        attempts.write_text((attempts.read_text() if attempts.exists() else "") + "x")
-        num_attempts = len(attempts.read_text())
-        if kind == "killed" or (kind == "killed once" and task == 2 and num_attempts == 1):
-            os.kill(os.getpid(), signal.SIGKILL)
-        if kind == "error":
-            raise InputError(f"task {task}: the file cannot be read")
-        if kind == "bug":
-            raise ZeroDivisionError("no rows")
-        if kind == "slow":
-            (folder / f"{task}.pid").write_text(str(os.getpid()))
-            time.sleep(600)
-        report(10 + task)
-        return task * task, os.environ["OMP_NUM_THREADS"]
-
-    return perform
+from tests.runtime.worker_tasks import count_attempts, prepare_tasks
 
 
 def make_pool(folder: Path, kind: str, num_workers: int = 2) -> WorkerPool[object]:
     return WorkerPool(prepare_tasks, (folder, kind), num_workers, lambda task: f"shard {task}")
-
-
-def count_attempts(folder: Path) -> dict[int, int]:
-    return {int(path.stem): len(path.read_text()) for path in folder.glob("*.txt")}
 
 
 def test_each_task_is_performed_once_by_processes_of_one_thread(tmp_path: Path) -> None:

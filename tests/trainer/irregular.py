@@ -9,10 +9,24 @@ import numpy as np
 import pyarrow as pa
 
 from deformer_stream.model.bounded_context import ContextLimit
+from deformer_stream.model.deformer import ModelConfig
 from tests.trainer.tables import write
 from trainer.data import DataOptions
 from trainer.examples import BlockExamples, Blocks
 from trainer.irregular_table import IrregularTable, prepare_irregular_table
+
+CONFIG = ModelConfig(
+    d_model=16,
+    layers=1,
+    heads=2,
+    feedforward=32,
+    mixtures=3,
+    embedding=4,
+    hidden=(8,),
+    neighbors=3,
+    process_rank=2,
+    process_scales=3,
+)
 
 START = 1_600_000_000.0
 

@@ -49,3 +49,7 @@ def prepared(folder: Path, columns: dict[str, Any], **options: Any) -> PreparedT
     work = folder / "work"
     work.mkdir(exist_ok=True)
     return prepare_table([table], DataOptions(**options), work)
+
+
+def numbers(folder: Path, x: np.ndarray, **columns: Any) -> PreparedTable:  # type: ignore[type-arg]
+    return prepared(folder, {f"x{i}": column for i, column in enumerate(x.T)} | columns)

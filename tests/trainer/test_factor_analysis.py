@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 import deformer_stream
 from deformer_stream.model.gaussian_process import GaussianProcessPrior
-from tests.trainer.test_gaussian_prior import numbers
+from tests.trainer.tables import numbers
 from trainer import factor_analysis, gaussian_prior
 from trainer.data import Split
 from trainer.factor_analysis import Factors

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from deformer_stream.model.deformer import DEformer, ModelConfig
-from tests.trainer.tables import correlated, entropy, mixed, prepared
+from tests.trainer.tables import correlated, entropy, mixed, numbers, prepared
 from trainer import checkpoint, gaussian_prior
 from trainer.budget import TimeBudget
 from trainer.data import PreparedTable, Split
@@ -18,10 +18,6 @@ from trainer.evaluate import evaluate_held_out
 from trainer.fit import Interrupted, Recipe, TrainingRun
 
 CONFIG = ModelConfig(d_model=16, layers=1, heads=2, feedforward=32, mixtures=4, hidden=(16,))
-
-
-def numbers(folder: Path, x: np.ndarray, **columns: Any) -> PreparedTable:  # type: ignore[type-arg]
-    return prepared(folder, {f"x{i}": column for i, column in enumerate(x.T)} | columns)
 
 
 def untrained(data: PreparedTable, priors: gaussian_prior.CrossFittedPriors) -> DEformer:

@@ -16,10 +16,10 @@ import pytest
 import torch
 
 from deformer_stream.model.bounded_context import select_contexts
-from deformer_stream.model.deformer import DEformer, ModelConfig
+from deformer_stream.model.deformer import DEformer
 from deformer_stream.model.gaussian_process import GaussianProcessPrior
 from deformer_stream.model.process_conditionals import predict_from_others
-from tests.trainer.irregular import divided, fleet, prepared_irregular
+from tests.trainer.irregular import CONFIG, divided, fleet, prepared_irregular
 from trainer import gaussian_process
 from trainer.data import Split
 from trainer.examples import BlockExamples
@@ -27,19 +27,6 @@ from trainer.gaussian_process import compute_log_prob, draw_targets, find_target
 from trainer.irregular_evaluation import draw_references, evaluate_blocks, predict_last_value, predict_marginal
 from trainer.irregular_table import IrregularTable
 from trainer.sampling import create_generator
-
-CONFIG = ModelConfig(
-    d_model=16,
-    layers=1,
-    heads=2,
-    feedforward=32,
-    mixtures=3,
-    embedding=4,
-    hidden=(8,),
-    neighbors=3,
-    process_rank=2,
-    process_scales=3,
-)
 
 
 @pytest.fixture(autouse=True)

@@ -28,9 +28,8 @@ from deformer_stream.errors import ConfigError
 from deformer_stream.kernels.cpu import attached_kernels, is_supported
 from deformer_stream.model.deformer import DEformer
 from deformer_stream.settings import load_settings
-from tests.trainer.irregular import START, divided, fleet, prepared_irregular
+from tests.trainer.irregular import CONFIG, START, divided, fleet, prepared_irregular
 from tests.trainer.tables import write
-from tests.trainer.test_irregular_examples import CONFIG
 from trainer import cusum_scale, gaussian_process, irregular_job
 from trainer.budget import TimeBudget
 from trainer.cli import command

@@ -21,9 +21,8 @@ from deformer_stream.engine.events import EventBatch, RejectionReason
 from deformer_stream.errors import ConfigError
 from deformer_stream.model.bounded_context import select_contexts
 from deformer_stream.model.deformer import DEformer
-from tests.trainer.irregular import START, divided, fleet, prepared_irregular
+from tests.trainer.irregular import CONFIG, START, divided, fleet, prepared_irregular
 from tests.trainer.tables import correlated, prepared, write
-from tests.trainer.test_irregular_examples import CONFIG
 from trainer import irregular_table
 from trainer.data import DataOptions, Split
 from trainer.irregular_calibration import create_event_batches, score_irregular_records
