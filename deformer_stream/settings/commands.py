@@ -319,7 +319,7 @@ class ConsumeSettings(ModelSetSettings, KafkaSettings, RegistrySettings, PlantSo
         None,
         description="Permanent name of this process in the consumer group, different for each process. After a "
         "restart the process receives its partitions without a rebalance. Without a name, alerts arrive up to a minute "
-        "minute late after a crash.",
+        "late after a crash.",
     )
     session_timeout: Timeout = text_default(
         "45s",
