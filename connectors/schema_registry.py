@@ -21,7 +21,7 @@ from deformer_stream import log
 from deformer_stream.codec.schema_formats import RegisteredSchema
 from deformer_stream.codec.validation import RejectionError
 from deformer_stream.engine.events import RejectionReason
-from deformer_stream.errors import ConfigError, Unavailable
+from deformer_stream.errors import ConfigError, StoppedWaiting, Unavailable
 
 REQUEST_SECONDS = 5.0
 """Seconds after which a request without an answer has failed; it is repeated."""
@@ -80,7 +80,8 @@ class SchemaRegistry:
     Args:
         address: The registry.
         patience: Seconds for which a request is repeated before it has failed.
-        stop: Set when the command must end. A request that fails is then not repeated. None if nothing sets it.
+        stop: Set when the command must end. A request that fails is then not repeated, and raises `StoppedWaiting`.
+            None if nothing sets it.
 
     Attributes:
         on_wait: A function that is called before each repeated request.
@@ -259,7 +260,7 @@ class SchemaRegistry:
 
         Raises:
             ConfigError: The registry refuses the login or the request.
-            Unavailable: The registry does not respond within the patience.
+            Unavailable: The registry does not respond within the patience, or `StoppedWaiting` if the command must end.
         """
         deadline = time.monotonic() + self._patience
         is_logged = False
@@ -280,11 +281,15 @@ class SchemaRegistry:
                 log.get_logger("schema_registry").warning("schema_registry_unavailable", url=self._url, problem=problem)
                 is_logged = True
             self.on_wait()
-            if time.monotonic() > deadline or self.stop.wait(RETRY_SECONDS):
-                raise Unavailable(
-                    f"the schema registry {self._url} does not respond ({problem}): check that it runs, and "
-                    "--schema-registry"
-                )
+            message = (
+                f"the schema registry {self._url} does not respond ({problem}): check that it runs, and "
+                "--schema-registry"
+            )
+            is_late = time.monotonic() > deadline
+            if self.stop.wait(0.0 if is_late else RETRY_SECONDS):
+                raise StoppedWaiting(message)
+            if is_late:
+                raise Unavailable(message)
 
     def _check_status(self, response: httpx.Response, request: str, remedy: str | None, forbidden: str) -> None:
         """Raise `ConfigError` if the same request would be refused again.

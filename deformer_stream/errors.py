@@ -6,6 +6,7 @@
     ├── ArtifactError      (exit code 3)  restore the model directory, or train again
     ├── StateError         (exit code 3)  restore the saved state, or choose how to continue without it
     ├── Unavailable        (exit code 4)  start the service or make it reachable, then run again
+    │   └── StoppedWaiting                the same; the process was to end before the service responded
     └── InvariantViolated  (exit code 1)  report a bug
 
 A message is one line that states what failed, where, and the remedy. A single reading that cannot be accepted does not
@@ -79,6 +80,14 @@ class Unavailable(DeformerError):  # noqa: N818 - named after the condition that
     """
 
     exit_code = 4
+
+
+class StoppedWaiting(Unavailable):
+    """A service did not respond, and the wait for it was not continued because the process is to end.
+
+    Raised by connectors whose calls wait for a service. A caller that can leave its work to the next run ends without
+    an error.
+    """
 
 
 class AlphaOutOfReachWarning(UserWarning):

@@ -84,6 +84,15 @@ def test_compose_starts_commands_with_options_that_they_have(name: str) -> None:
     assert service["read_only"] is True
 
 
+@pytest.mark.parametrize("name", ["consume", "incidents"])
+def test_members_of_groups_have_permanent_names(name: str) -> None:
+    """Otherwise alerts arrive late after a crash, and a restarted process waits for its partitions."""
+    assert "INSTANCE" in load_document("compose.yaml")["services"][SERVICES[name]]["environment"]["DEFORMER_INSTANCE"]
+    template = (CHART / "templates" / f"{name}.yaml").read_text()
+    assert f'list "{name}" "--config=/etc/deformer/config/deformer.toml" "--instance=$(POD_NAME)"' in template
+    assert "kind: StatefulSet" in template, "the names of its pods stay the same"
+
+
 @pytest.mark.parametrize("name", BUILD_BY_COMMAND)
 def test_values_of_the_chart_name_options_that_exist(name: str) -> None:
     options = {str(parameter.name).rstrip("_") for parameter in BUILD_BY_COMMAND[name]().params}

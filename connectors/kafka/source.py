@@ -340,6 +340,21 @@ class KafkaSource:
         for tp in [tp for tp in self._stopped_at if tp.partition not in self.waiting_partitions]:
             self._consumer.start(tp, self._stopped_at.pop(tp))
 
+    def return_messages(self, messages: Messages) -> None:
+        """Take messages back that have no effects, and all later ones of their partitions.
+
+        The next commits do not include them, and the next poll reads them again.
+
+        Args:
+            messages: Messages of the last polls whose effects were not written.
+        """
+        for number in np.unique(messages.partitions).tolist():
+            tp = TopicPartition(self.topic, number)
+            if tp in self._consumer.assignment:
+                first_offset = int(messages.offsets[messages.partitions == number].min())
+                self._consumer.stop([tp])
+                self._stopped_at[tp] = self._polled_positions[tp] = first_offset
+
     def _list_active(self) -> list[TopicPartition]:
         """Return the partitions that are being read."""
         return [tp for tp in self._consumer.assignment if tp not in self._unrestored and tp not in self._stopped_at]

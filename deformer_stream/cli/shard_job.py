@@ -123,13 +123,39 @@ class ShardJob:
 
     def list_unfinished(self) -> list[int]:
         """Return the shards that are not finished."""
-        return [shard for shard in range(self.plan.num_shards) if not self.get_shard_folder(shard).exists()]
+        return _list_missing([self.get_shard_folder(shard) for shard in range(self.plan.num_shards)])
 
     def list_unfinished_parts(self) -> list[int]:
         """Return the parts of the input files that are not partitioned."""
         if self.plan.shard_by == "files":
             return []
-        return [part for part in range(len(self.plan.ranges)) if not self.get_part_folder(part).exists()]
+        return _list_missing([self.get_part_folder(part) for part in range(len(self.plan.ranges))])
+
+
+def _list_missing(folders: Sequence[Path]) -> list[int]:
+    """Return the numbers of the folders that do not exist, in the state in which other machines have left them.
+
+    A client of NFS stores for up to a minute what a folder holds, and that a name does not exist. When a folder is
+    opened, it requests from the server whether the folder has changed. When a status is read, it may not. So the parent
+    is opened, and then each folder by its name.
+
+    Args:
+        folders: Folders with one parent.
+    """
+    missing: list[int] = []
+    for number, folder in enumerate(folders):
+        try:
+            if number == 0:
+                _open(folder.parent)
+            _open(folder)
+        except FileNotFoundError:
+            missing.append(number)
+    return missing
+
+
+def _open(folder: Path) -> None:
+    """Open a folder and close it again."""
+    os.close(os.open(folder, os.O_RDONLY))
 
 
 def choose_outputs(settings: ReplaySettings) -> ReplaySettings:
@@ -375,7 +401,7 @@ def new_folder(folder: Path) -> Iterator[Path]:
                 try:
                     temporary.rename(folder)
                 except OSError:
-                    if not folder.exists():
+                    if _list_missing([folder]):
                         raise
             _sync(folder.parent)
     finally:

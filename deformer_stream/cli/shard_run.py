@@ -7,6 +7,7 @@ command makes its results of them afterwards.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,6 +30,13 @@ from deformer_stream.cli.shard_tasks import Receipt, prepare_partitioning, read_
 from deformer_stream.cli_utils import is_debugging
 from deformer_stream.errors import ConfigError
 from deformer_stream.tables.data_files import describe_unknown_scheme, parse_url
+
+VISIBLE_SECONDS = 75.0
+"""How long this process waits until it sees what processes of other machines have written. A client of NFS may use what
+it has stored about a folder for a minute (`acdirmax`)."""
+
+RETRY_SECONDS, LOG_SECONDS = 0.5, 10.0
+"""Seconds between two attempts to see it, and between two log lines."""
 
 if TYPE_CHECKING:
     import threading
@@ -143,14 +151,13 @@ def run_shards(
         parts = job.list_unfinished_parts()
         num_rows = num_input_rows if len(parts) == len(job.plan.ranges) else None
         _run_tasks(job, "partition", "part", prepare_partitioning, parts, num_rows, stop)
-        _check_written(job, job.list_unfinished_parts(), stop)
+        _wait_until_written(job, job.list_unfinished_parts, stop)
         if job.plan.shard_by == "files":
             num_rows = num_input_rows if not num_skipped else None
         else:
             num_rows = None if stop.is_set() else _count_rows(job, unfinished)
         num_scored = _run_tasks(job, title, "shard", prepare, unfinished, num_rows, stop)
-    remaining = job.list_unfinished()
-    _check_written(job, remaining, stop)
+    remaining = _wait_until_written(job, job.list_unfinished, stop)
     if remaining:
         click.echo(
             f"interrupted: {job.plan.num_shards - len(remaining)} of {job.plan.num_shards} shards are finished; "
@@ -162,22 +169,39 @@ def run_shards(
     return num_scored
 
 
-def _check_written(job: ShardJob, missing: Sequence[int], stop: threading.Event) -> None:
-    """Check that what the processes have written is in the folder of this process.
+def _wait_until_written(job: ShardJob, list_missing: Callable[[], list[int]], stop: threading.Event) -> list[int]:
+    """Wait until this process sees what the processes have written, perhaps on other machines.
 
     Args:
         job: The job, whose tasks have ended.
-        missing: Numbers of the folders that do not exist.
+        list_missing: Returns the numbers of the folders that this process does not see.
         stop: An event that a signal handler sets; some tasks have then not ended.
 
+    Returns:
+        The numbers of the folders that do not exist; none unless `stop` is set.
+
     Raises:
-        ConfigError: Folders are missing.
+        ConfigError: Folders are still missing after `VISIBLE_SECONDS`.
     """
-    if missing and not stop.is_set():
-        raise ConfigError(
-            f"{job.folder} lacks what the processes have written there: choose a folder that is the same one on all "
-            "machines of RAY_ADDRESS, such as one of a shared file system"
-        )
+    began = time.monotonic()
+    next_log = began
+    while (missing := list_missing()) and not stop.is_set():
+        now = time.monotonic()
+        if now - began >= VISIBLE_SECONDS:
+            raise ConfigError(
+                f"{job.folder} lacks what the processes have written there, also after {VISIBLE_SECONDS:.0f} s: choose "
+                "a folder that is the same one on all machines of RAY_ADDRESS, such as one of a shared file system"
+            )
+        if now >= next_log:
+            log.get_logger("shards").warning(
+                "waiting_for_written_folders",
+                folder=str(job.folder),
+                missing=len(missing),
+                seconds_left=round(began + VISIBLE_SECONDS - now),
+            )
+            next_log = now + LOG_SECONDS
+        stop.wait(RETRY_SECONDS)
+    return missing
 
 
 def read_receipts(job: ShardJob) -> list[Receipt]:

@@ -10,20 +10,22 @@ import hashlib
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from decimal import Decimal
+from math import isnan
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
-import pyarrow as pa
 from numpy.typing import NDArray
 
 from deformer_stream.codec.arrow_messages import split_stream
-from deformer_stream.codec.columns import convert_ids, encode_distinct, format_labels, to_float64
+from deformer_stream.codec.columns import decode_dictionary, encode_distinct, is_scalar
 from deformer_stream.codec.encode_outputs import encode_alert
 from deformer_stream.codec.json_messages import ARROW_PREFIX, parse_document
 from deformer_stream.codec.payloads import LongRows, Messages, Payload, UnreadablePayload, WideRows
 from deformer_stream.codec.validation import MAX_TEXT_CHARS, FieldNames, RejectionError, is_unicode, quote
 from deformer_stream.engine.events import ONLY_MODEL, Alert, EventBatch, Rejection, RejectionReason
+from deformer_stream.errors import InputError
 from deformer_stream.model.schema import format_label
 
 if TYPE_CHECKING:
@@ -62,14 +64,18 @@ class ModelChoice:
         """Return the name of the model that a value of the field determines.
 
         Args:
-            value: The value: a text, a whole number or a boolean, which is "true" or "false" as in `--per`. None if the
-                field is missing.
+            value: The value: a text, a number, or a boolean, which is "true" or "false" as in `--per`. A whole number
+                has the same name in each type: 2 and 2.0 are "2". None or NaN if the field is missing.
 
         Raises:
             RejectionError: The value is missing, is none of these, or the pattern does not match it.
         """
         if self._pattern is None and type(value) is str and 0 < len(value) <= MAX_TEXT_CHARS:
             return value
+        if isinstance(value, Decimal | np.floating):
+            value = float(value)
+        if isinstance(value, float) and isnan(value):  # a missing number of a data frame
+            value = None
         if value is None or value == "":
             problem = "missing" if value is None else "empty"
             raise RejectionError(
@@ -267,8 +273,14 @@ class ModelCodecs:
         """
         field = self.choice.field
         if field in data.table.schema.names:
-            column = _format_whole_numbers(data.table.column(field))
-            value_index, values = encode_distinct(convert_ids(column, f"{data.origin}: column {field!r}"))
+            # Without a dictionary, whose values could be decimals.
+            column = decode_dictionary(data.table.column(field))
+            if not is_scalar(column.type):
+                raise InputError(
+                    f"{data.origin}: column {field!r} has the type {column.type}, which names no model; convert the "
+                    "column to text, whole numbers or booleans"
+                )
+            value_index, values = encode_distinct(column)
         elif isinstance(data, WideRows) and field == self.field_names.record:
             values = list(dict.fromkeys(data.record_ids))
             index_by_value = {value: index for index, value in enumerate(values)}
@@ -294,21 +306,6 @@ class ModelCodecs:
             rows = np.sort(np.concatenate(groups))
             parts[name] = data.take(rows), rows
         return parts, rejections
-
-
-def _format_whole_numbers(column: pa.Array) -> pa.Array:
-    """Return booleans, and floats that are whole numbers, as the texts by which `--per` names models.
-
-    Programs store whole numbers as floats if a cell of the column is missing. Other columns are returned unchanged.
-    """
-    if pa.types.is_boolean(column.type):
-        return format_labels(column)
-    if pa.types.is_floating(column.type) or pa.types.is_decimal(column.type):
-        numbers = to_float64(column)
-        numbers = numbers[~np.isnan(numbers)]
-        if np.array_equal(numbers, np.floor(numbers)) and np.isfinite(numbers).all():
-            return format_labels(column)
-    return column
 
 
 def decode_by_model(codec: Codec | ModelCodecs, data: Payload) -> tuple[Mapping[str, EventBatch], list[Rejection]]:

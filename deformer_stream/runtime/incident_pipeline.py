@@ -25,13 +25,15 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+import numpy as np
+
 from deformer_stream import log
 from deformer_stream.codec.encode_evidence import decode_evidence
 from deformer_stream.codec.incident_state import decode_incident_state, encode_incident_state
 from deformer_stream.codec.output_formats import JSON_READER, OutputReader
 from deformer_stream.codec.payloads import Messages
 from deformer_stream.engine.events import ONLY_MODEL
-from deformer_stream.errors import DeformerError, InputError
+from deformer_stream.errors import DeformerError, InputError, StoppedWaiting
 from deformer_stream.incidents.events import EvidenceBatch, Incident
 from deformer_stream.runtime.detection_metrics import DetectionMetrics
 from deformer_stream.runtime.incident_history import ReadHistory, collect_last_messages
@@ -42,6 +44,7 @@ from deformer_stream.runtime.ports import (
     PartitionState,
     PollResult,
     RestoredPartition,
+    RewindableSource,
     StoppableSource,
     WaitingSource,
 )
@@ -206,17 +209,24 @@ class IncidentPipeline:
             Whether to commit at once: an incident was opened or resolved, or the plan has changed.
         """
         is_urgent = False
+        incomplete: frozenset[int] = frozenset()
         if isinstance(polled.data, Messages):
             data = polled.data
             positions = zip(data.partitions.tolist(), data.offsets.tolist(), strict=True)
-            for (number, offset), arrived, payload in zip(positions, data.times.tolist(), data.payloads, strict=True):
+            rows = zip(positions, data.times.tolist(), data.payloads, strict=True)
+            for index, ((number, offset), arrived, payload) in enumerate(rows):
                 partition = self._partition_by_number.get(number)
                 if partition is None:
                     continue
+                try:
+                    batch = self._decode(data.topic, number, offset, payload)
+                except StoppedWaiting as error:  # of the schema registry; only if the run is to end
+                    rest = data.take(np.arange(index, len(data)))
+                    incomplete = self._return_messages(rest, polled.caught_up_partitions, error)
+                    break
                 if offset >= partition.committed_offset:
                     is_urgent |= self._reconcile(number, partition)
                 partition.is_changed = True
-                batch = self._decode(data.topic, number, offset, payload)
                 if batch is None:
                     continue
                 is_urgent |= self._check_model(batch)
@@ -228,11 +238,39 @@ class IncidentPipeline:
                 is_urgent |= self._write(incidents, number)
                 self._warn_of_suspects(batch)
         for number in polled.caught_up_partitions:
-            if number in self._partition_by_number:
+            if number in self._partition_by_number and number not in incomplete:
                 is_urgent |= self._reconcile(number, self._partition_by_number[number])
                 self._partition_by_number[number].is_restoring = False
                 self._log.info("partition_restored", partition=number)
         return is_urgent
+
+    def _return_messages(self, messages: Messages, caught_up: Iterable[int], error: StoppedWaiting) -> frozenset[int]:
+        """Return messages that were not handled to the source, so that the last commit does not include them.
+
+        Args:
+            messages: The messages.
+            caught_up: Partitions whose last message before the committed offset was polled.
+            error: Why they are not handled. It is raised if the source cannot take messages back.
+
+        Returns:
+            The partitions that are not restored, because messages before their committed offset are among these. They
+            are left out of the last commit.
+        """
+        if not isinstance(self._source, RewindableSource):
+            raise error
+        places = zip(messages.partitions.tolist(), messages.offsets.tolist(), strict=True)
+        in_history = {number for number, offset in places if self._is_history(number, offset)}
+        restoring = {number for number, partition in self._partition_by_number.items() if partition.is_restoring}
+        incomplete = frozenset(in_history | (restoring - set(caught_up)))
+        self._source.waiting_partitions = incomplete
+        self._source.return_messages(messages)
+        self._log.warning("decoding_stopped", messages=len(messages), message=str(error))
+        return incomplete
+
+    def _is_history(self, number: int, offset: int) -> bool:
+        """Return whether a previous run has committed the effects of a message of a partition."""
+        partition = self._partition_by_number.get(number)
+        return partition is not None and offset < partition.committed_offset
 
     def _write(self, incidents: Iterable[Incident], partition: int) -> bool:
         """Write messages about incidents, and return whether one of them was opened or resolved."""

@@ -38,7 +38,7 @@ from deformer_stream.codec.payloads import Messages, Payload
 from deformer_stream.engine.engine import Engine, OpenRecordPolicy
 from deformer_stream.engine.engine_set import EngineSet
 from deformer_stream.engine.events import ONLY_MODEL, Effects, EventBatch, Rejection
-from deformer_stream.errors import ConfigError
+from deformer_stream.errors import ConfigError, StoppedWaiting
 from deformer_stream.model_store import Artifact
 from deformer_stream.runtime.alert_rate import AlertLimiter
 from deformer_stream.runtime.alert_share import AlertShareMonitor, AlertShareReport
@@ -52,6 +52,7 @@ from deformer_stream.runtime.ports import (
     PartitionedSource,
     PartitionState,
     PollResult,
+    RewindableSource,
     Sink,
     StoppableSource,
     WaitingSource,
@@ -216,6 +217,8 @@ class Pipeline:
     def run(self, stop: threading.Event) -> Totals:
         """Process events until `stop` is set or the source is exhausted, then commit and return the totals.
 
+        If decoding waits for the schema registry when `stop` is set, the messages of this poll go back to the source.
+
         Args:
             stop: Set from outside to end the run after the current turn of the loop, for example by a signal handler.
         """
@@ -226,8 +229,17 @@ class Pipeline:
         while not stop.is_set() and (self.recovery.waiting_partitions or not self.source.is_exhausted):
             self._replace_model()
             polled = self._poll()
-            data = self._update_partitions(polled)
-            batch_by_model, rejections = self._decode(data)
+            data = polled.data
+            try:
+                data = self._update_partitions(polled)
+                batch_by_model, rejections = self._decode(data)
+            except StoppedWaiting as error:  # of the schema registry; only if `stop` is set
+                if not self._return_messages(data):
+                    raise
+                log.get_logger("runtime").warning(
+                    "decoding_stopped", messages=0 if data is None else len(data), message=str(error)
+                )
+                break
             num_alerts = None if self._alert_limiter is None else self._alert_limiter.count_permitted()
             effects, scoring_seconds = self._handle(batch_by_model, rejections, num_alerts)
             effects = self._limit_alerts(effects, num_alerts)
@@ -266,6 +278,25 @@ class Pipeline:
         There are none if the poll had no data (None).
         """
         return ({}, []) if data is None else decode_by_model(self.codec, data)
+
+    def _return_messages(self, data: Payload | None) -> bool:
+        """Return messages that were not decoded to the source, so that the last commit does not include them.
+
+        Partitions that are being restored are left out of this commit: the next run restores them again.
+
+        Args:
+            data: The messages of the poll, and those that have waited for the end of a restore.
+
+        Returns:
+            Whether the source can take messages back.
+        """
+        source = self._group_source
+        if not isinstance(source, RewindableSource):
+            return False
+        source.waiting_partitions = self.recovery.waiting_partitions | self.recovery.restoring_partitions
+        if isinstance(data, Messages):
+            source.return_messages(data)
+        return True
 
     def _handle(
         self, batch_by_model: Mapping[str, EventBatch], rejections: list[Rejection], num_alerts: int | None

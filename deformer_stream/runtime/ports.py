@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
-    from deformer_stream.codec.payloads import Payload
+    from deformer_stream.codec.payloads import Messages, Payload
     from deformer_stream.engine.events import Effects
 
 
@@ -194,6 +194,20 @@ class GroupSource(PartitionedSource, Protocol):
     @property
     def has_joined(self) -> bool:
         """Whether the group has accepted this process as a member, with or without partitions."""
+
+
+@runtime_checkable
+class RewindableSource(GroupSource, Protocol):
+    """A member of a group to which polled messages can be returned."""
+
+    def return_messages(self, messages: Messages) -> None:
+        """Take messages back that have no effects, and all later ones of their partitions.
+
+        The next commits do not include them. Later polls, or those of the next run, return them again.
+
+        Args:
+            messages: Messages of the last polls whose effects were not written.
+        """
 
 
 @runtime_checkable

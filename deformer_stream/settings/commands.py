@@ -318,7 +318,8 @@ class ConsumeSettings(ModelSetSettings, KafkaSettings, RegistrySettings, PlantSo
     instance: str | None = Field(
         None,
         description="Permanent name of this process in the consumer group, different for each process. After a "
-        "restart the process receives its partitions without a rebalance.",
+        "restart the process receives its partitions without a rebalance. Without a name, alerts arrive up to a minute "
+        "late after a crash.",
     )
     session_timeout: Timeout = text_default(
         "45s",

@@ -8,9 +8,12 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
@@ -295,9 +298,63 @@ def test_outputs_that_are_not_in_the_folder_of_this_process_are_an_error(
             return [(task, {"readings": 1}) for task in tasks]
 
     monkeypatch.setattr(shard_run, "_make_pool", lambda *_: OtherMachine())
+    monkeypatch.setattr(shard_run, "VISIBLE_SECONDS", 0.1)
     result = cli("replay", wide, "--model", model_dir, "--output-dir", tmp_path / "out")
     assert result.code == 2
     assert "the same one on all machines" in result.lines[-1]
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_outputs_that_this_machine_sees_later_than_they_were_written_are_awaited(
+    cli: RunCommand, model_dir: Path, wide: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client of NFS may answer for some seconds that a folder does not exist, which another machine has renamed.
+
+    It asks the server when its parent is opened. Here it answers wrongly some times even then.
+    """
+    monkeypatch.setattr(shard_run, "RETRY_SECONDS", 0.01)
+    folder, stale = tmp_path / "out", dict[str, int]()
+    open_file, exists = os.open, Path.exists
+    opened: list[str] = []
+
+    def is_stale(path: Path) -> bool:
+        """Return whether the file system still hides a folder that exists."""
+        if path.parent.parent != folder or not path.name.isdigit() or not exists(path):
+            return False
+        stale[str(path)] = stale.get(str(path), 0) + 1
+        return stale[str(path)] <= 3
+
+    def open_later(path: Any, flags: int, *more: Any, **options: Any) -> int:
+        if isinstance(path, Path):
+            opened.append(path.name)
+            if is_stale(path):
+                raise FileNotFoundError(path)
+        return open_file(path, flags, *more, **options)
+
+    monkeypatch.setattr(os, "open", open_later)
+    options = ("--model", model_dir, "--output-dir", folder, "--shards", "2")
+    result = cli("replay", wide, *options)
+    assert result.code == 0, result.err
+    assert "waiting_for_written_folders" in result.err
+    assert json.loads((folder / "summary.json").read_text())["records"] == pq.read_metadata(wide).num_rows
+    # The parent is opened each time, before its folders.
+    order = [name for name in opened if name in ("shards", "00000")]
+    assert ("shards", "00000") in pairwise(order)
+
+
+def test_the_wait_for_outputs_ends_when_the_command_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stop, job = threading.Event(), SimpleNamespace(folder=tmp_path)
+    calls: list[None] = []
+
+    def list_missing() -> list[int]:
+        calls.append(None)
+        if len(calls) == 3:
+            stop.set()
+        return [4]
+
+    monkeypatch.setattr(shard_run, "RETRY_SECONDS", 0.0)
+    assert shard_run._wait_until_written(job, list_missing, stop) == [4]  # type: ignore[arg-type]
+    assert len(calls) == 3
 
 
 def run_program(

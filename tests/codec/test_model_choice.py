@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+from io import BytesIO
 from typing import Any
 
+import fastavro
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -14,10 +16,13 @@ import pytest
 from deformer_stream.codec import Codec, FieldNames, arrow_messages
 from deformer_stream.codec.model_choice import ModelChoice, ModelCodecs, compute_set_fingerprint
 from deformer_stream.codec.payloads import LongRows, Messages, Payload, UnreadablePayload, WideRows
+from deformer_stream.codec.schema_formats import RegisteredSchema, SchemaTranslator, frame
 from deformer_stream.engine.events import NO_TIME, EventBatch, Rejection, RejectionReason
 from deformer_stream.errors import InputError
 from deformer_stream.model.schema import Feature, Schema
+from deformer_stream.tables.parts import encode_values
 from tests.codec.arrow_examples import make_stream, make_views
+from tests.schema_registry import fetch_from
 
 PUMP = Schema((Feature("flow", "continuous"), Feature("power", "continuous")))
 FAN = Schema((Feature("power", "continuous"), Feature("speed", "continuous")))
@@ -256,9 +261,110 @@ def test_models_of_numbers_and_booleans_have_the_names_of_training() -> None:
         assert [event[:2] for event in events] == [(0, names[0]), (2, names[1])]
 
 
-def test_column_of_numbers_that_are_not_whole_is_refused() -> None:
-    table = pa.RecordBatch.from_pydict({"type": [1.5], "record": ["a"], "feature": ["power"], "value": ["1"]})
-    with pytest.raises(InputError, match="column 'type' has the type double"):
+NUMBERS = [1.0, 2.0, 2.5, -0.0, None, float("nan"), float("inf"), 1e20]
+"""Values of a field of floats. A whole number names a model, and the others are rejected."""
+
+NUMBER_NAMES = ["1", "2", "wrong_type", "0", "missing_field", "missing_field", "wrong_type", "100000000000000000000"]
+"""The name of the model of each number, or the reason of its rejection."""
+
+
+def make_number_codecs() -> ModelCodecs:
+    codec = Codec(PUMP, model_field="type")
+    return ModelCodecs(ModelChoice("type"), {name: codec for name in NUMBER_NAMES if name.isdigit()}, FieldNames())
+
+
+def name_numbers(columns: dict[str, Any], batch_rows: int) -> list[str]:
+    """Return the model of each row of a long table, or the reason of its rejection, if it is read in batches."""
+    codecs, names = make_number_codecs(), {}
+    table = pa.RecordBatch.from_pydict(columns)
+    for start in range(0, len(table), batch_rows):
+        events, rejections = decode(codecs, LongRows("t.parquet", table.slice(start, batch_rows), start))
+        names |= {start + event[0]: event[1] for event in events}
+        names |= {start + r.message_index: str(r.reason) for r in rejections}
+    return [names[row] for row in range(len(table))]
+
+
+@pytest.mark.parametrize("batch_rows", [1, 2, 3, 8])
+@pytest.mark.parametrize("storage", ["double", "dictionary"])
+def test_name_of_a_number_in_a_table_does_not_depend_on_the_other_rows_of_its_batch(
+    storage: str, batch_rows: int
+) -> None:
+    """A batch of whole numbers was accepted, and one with another number ended the run."""
+    column = pa.array(NUMBERS, pa.float64())
+    n = len(NUMBERS)
+    columns: dict[str, Any] = {
+        "type": column if storage == "double" else column.dictionary_encode(),
+        "record": [str(i) for i in range(n)],
+        "feature": ["power"] * n,
+        "value": ["1"] * n,
+    }
+    assert name_numbers(columns, batch_rows) == NUMBER_NAMES
+
+
+@pytest.mark.parametrize("column_type", [pa.float16(), pa.float32(), pa.float64(), pa.decimal128(9, 2)])
+@pytest.mark.parametrize("is_dictionary", [False, True])
+def test_numbers_of_all_types_name_the_same_models(column_type: pa.DataType, is_dictionary: bool) -> None:
+    types = pa.array([1.0, 2.0, 2.5, None]).cast(column_type)
+    if is_dictionary:
+        types = pa.DictionaryArray.from_arrays(pa.array([0, 1, 2, None]), types)
+    columns = {"type": types, "record": list("abcd"), "feature": ["power"] * 4, "value": ["1"] * 4}
+    expected = ["1", "2", "wrong_type", "missing_field"]
+    assert name_numbers(columns, 4) == expected
+    batch = pa.RecordBatch.from_pydict(columns)
+    rows = [dict(zip(batch.schema.names, batch.slice(i, 1).columns, strict=True)) for i in range(4)]
+    events, rejections = decode(make_number_codecs(), make_messages(*(make_stream(row) for row in rows)))
+    assert [name for _, name, *_ in events] + [str(r.reason) for r in rejections] == expected
+
+
+def test_numbers_name_the_same_models_in_messages_of_all_formats() -> None:
+    def make_columns(number: float | None) -> dict[str, Any]:
+        return {"type": pa.array([number], pa.float64()), "record": ["a"], "feature": ["power"], "value": [1.0]}
+
+    schema = fastavro.parse_schema(
+        {
+            "type": "record",
+            "name": "Reading",
+            "fields": [
+                *({"name": name, "type": "string"} for name in ("record", "feature")),
+                {"name": "type", "type": ["null", "double"]},
+                {"name": "value", "type": "double"},
+            ],
+        }
+    )
+
+    def write_avro(number: float | None) -> bytes:
+        content = BytesIO()
+        fastavro.schemaless_writer(content, schema, {"record": "a", "feature": "power", "type": number, "value": 1.0})
+        return frame(1, content.getvalue())
+
+    documents = [{"type": number, "record": "a", "feature": "power", "value": 1} for number in NUMBERS]
+    payloads: dict[str, list[bytes]] = {
+        "json": [json.dumps(document).encode() for document in documents],
+        "arrow": [make_stream(make_columns(number)) for number in NUMBERS],
+        "avro": [write_avro(number) for number in NUMBERS],
+    }
+    registered = RegisteredSchema("AVRO", json.dumps(schema), {})
+    for name, messages in payloads.items():
+        codecs = make_number_codecs()
+        if name == "avro":
+            translator = SchemaTranslator("avro", fetch_from(registered), 2**20)
+            codecs = ModelCodecs(codecs.choice, codecs.codec_by_model, FieldNames(), translator=translator)
+        events, rejections = decode(codecs, make_messages(*messages))
+        found = {event[0]: event[1] for event in events} | {r.message_index: str(r.reason) for r in rejections}
+        assert [found[i] for i in range(len(NUMBERS))] == NUMBER_NAMES, name
+
+
+def test_names_of_whole_numbers_are_those_of_training() -> None:
+    indexes, texts = encode_values(pa.array(NUMBERS, pa.float64()))
+    of_training = [texts[i] if i >= 0 else "missing_field" for i in indexes]
+    whole = [i for i, name in enumerate(NUMBER_NAMES) if name != "wrong_type"]
+    assert [of_training[i] for i in whole] == [NUMBER_NAMES[i] for i in whole]
+
+
+@pytest.mark.parametrize("column", [pa.array([b"pump"]), pa.array([["pump"]]), pa.array([0], pa.timestamp("us"))])
+def test_column_of_a_type_that_names_no_model_is_refused(column: pa.Array) -> None:
+    table = pa.RecordBatch.from_pydict({"type": column, "record": ["a"], "feature": ["power"], "value": ["1"]})
+    with pytest.raises(InputError, match=r"column 'type' has the type .*, which names no model"):
         make_codecs().decode(LongRows("t.csv", table, 0))
 
 

@@ -15,6 +15,7 @@ from connectors.kafka.client import load_client
 from connectors.kafka.ports import CommittedOffset, OutgoingMessage, TopicPartition
 from connectors.kafka.source import STARTS_PER_STEP, KafkaSource
 from connectors.kafka.state import StateReader
+from deformer_stream.codec.payloads import Messages
 from deformer_stream.errors import ConfigError, Unavailable
 from deformer_stream.runtime.ports import PartitionState
 from tests.connectors.kafka_groups import Group
@@ -367,6 +368,39 @@ def test_waiting_partitions_are_neither_read_nor_committed(
     assert [offset for offset, _, _ in reader.messages_by_partition[0]] == list(
         range(len(reader.messages_by_partition[0]))
     )
+
+
+@BOTH_CLIENTS
+def test_returned_messages_are_not_committed_and_are_read_again(group: Callable[..., Group]) -> None:
+    world = group(2)
+    reader = world.add_reader()
+    reader.poll_until_assigned(0, 1)
+    produce(world.cluster, world.topic, make_messages(40, keys=20))
+    reader.read(40)
+    reader.source.commit({p: PartitionState(snapshot=b"first") for p in range(2)})
+    before = world.read_positions()
+    produce(world.cluster, world.topic, make_messages(20, keys=20))
+    returned: list[Messages] = []
+
+    def has_returned() -> bool:
+        data = reader.source.poll(0.2).data
+        if isinstance(data, Messages):
+            reader.source.return_messages(data)
+            returned.append(data)
+        return bool(returned)
+
+    wait_until(has_returned, "messages")
+    first_offsets = {
+        p: int(returned[0].offsets[returned[0].partitions == p].min()) for p in set(returned[0].partitions)
+    }
+    reader.source.commit({p: PartitionState(snapshot=b"second") for p in range(2)})
+    assert world.read_positions() == before
+    assert {p: before[p] for p in first_offsets} == first_offsets
+    reader.read(60)
+    for rows in reader.messages_by_partition.values():
+        assert [offset for offset, _, _ in rows] == list(range(len(rows)))
+    reader.source.commit()
+    assert sum(world.read_positions().values()) == 60
 
 
 def test_spare_member_has_joined_without_partitions(group: Callable[..., Group]) -> None:

@@ -17,7 +17,7 @@ from connectors.schema_registry import RegistryAddress, SchemaRegistry
 from deformer_stream.codec.output_formats import OutputSchema, load_schema
 from deformer_stream.codec.validation import RejectionError
 from deformer_stream.engine.events import RejectionReason
-from deformer_stream.errors import ConfigError, Unavailable
+from deformer_stream.errors import ConfigError, StoppedWaiting, Unavailable
 from tests.apicurio import run_apicurio
 from tests.conftest import find_free_port
 from tests.connectors.receiving_server import Answer, ReceivingServer
@@ -253,8 +253,9 @@ def test_requests_are_repeated_while_the_registry_is_unavailable(
 def test_registry_that_does_not_respond_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("connectors.schema_registry.RETRY_SECONDS", 0.01)
     client = SchemaRegistry(RegistryAddress(f"http://127.0.0.1:{find_free_port()}"), 0.05)
-    with pytest.raises(Unavailable, match=r"does not respond \(ConnectError\)"):
+    with pytest.raises(Unavailable, match=r"does not respond \(ConnectError\)") as error:
         client.fetch(1)
+    assert not isinstance(error.value, StoppedWaiting)
     client.close()
 
 
@@ -263,7 +264,7 @@ def test_request_is_not_repeated_once_the_command_must_end(fake: FakeRegistry) -
     client = SchemaRegistry(RegistryAddress(fake.url), 3600.0, stop)
     client.on_wait = stop.set
     fake.num_unavailable = 1000
-    with pytest.raises(Unavailable, match="does not respond"):
+    with pytest.raises(StoppedWaiting, match="does not respond"):
         client.fetch(1)
     assert len(fake.requests) == 1
     client.close()

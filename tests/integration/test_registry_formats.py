@@ -153,3 +153,50 @@ def test_consumer_waits_for_a_registry_that_is_unavailable(
     ended = run("deformer-stream", "consume", *options, "--patience", "2s")
     assert ended.returncode == 4
     assert "schema registry" in list_error_lines(ended.stderr)[-1]
+
+
+@pytest.mark.parametrize("delivery", ["exactly-once", "at-least-once"])
+def test_consumer_that_is_ended_while_it_waits_for_a_registry_leaves_the_messages_to_the_next_run(
+    cluster: Cluster, topic: Callable[..., str], model_dir: Path, tmp_path: Path, delivery: str
+) -> None:
+    """The events before are committed, and those after are scored once, whatever SIGTERM interrupts."""
+    name, alerts = topic(1), topic(1, "alerts")
+    documents = [{"record": f"r{i}", "values": row} for i, row in enumerate(draw_rows(SCHEMA, 30, 4))]
+    (old, _), (new, _) = (write_avro(documents[0], is_evolved) for is_evolved in (False, True))
+    options = (
+        *("--topic", name, "--group", name, "--bootstrap-servers", cluster.bootstrap, "--model", model_dir),
+        *("--format", "avro", "--alerts", "", "--alerts-topic", alerts, "--delivery", delivery),
+        *("--alpha", "0.5", "--explanations", "off", "--record-timeout", "1d"),
+    )
+
+    def send(part: list[dict[str, Any]], schema_id: int, is_evolved: bool) -> None:
+        contents = [write_avro(document, is_evolved)[1] for document in part]
+        messages = [
+            (document["record"].encode(), frame(schema_id, content), None)
+            for document, content in zip(part, contents, strict=True)
+        ]
+        produce(cluster.brokers, name, messages, partitions=1)
+
+    with run_registry() as registry:
+        old_id, new_id = registry.add(old), registry.add(new)
+        options += ("--schema-registry", registry.url)
+        with RunningConsumer(tmp_path / "first", *options) as consumer:
+            send(documents[:20], old_id, False)
+            consumer.wait_for(cluster.is_consumed(name, name), "the first events")
+            registry.num_unavailable = 10**9
+            send(documents[20:25], old_id, False)
+            send(documents[25:], new_id, True)
+            consumer.wait_for(lambda: "schema_registry_unavailable" in consumer.read_log(), "the wait for the registry")
+            first = consumer.stop()
+        (stopped,) = consumer.list_log_events("decoding_stopped")
+        committed = cluster.read_committed_offsets(name)[0]
+        registry.num_unavailable = 0
+        with RunningConsumer(tmp_path / "second", *options) as consumer:
+            consumer.wait_for(cluster.is_consumed(name, name), "all events")
+            second = consumer.stop()
+    assert 0 < stopped["messages"] <= 10
+    assert committed < cluster.read_end_offsets(name)[0]
+    assert first["events"] + second["events"] == sum(len(document["values"]) for document in documents)
+    assert first["rejected"] == second["rejected"] == {}
+    ids = [json.loads(message.value)["id"] for message in cluster.read_topic(alerts)]
+    assert len(ids) == len(set(ids)) == first["alerts"] + second["alerts"] > 5

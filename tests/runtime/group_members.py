@@ -7,13 +7,15 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
 from deformer_stream.codec import Codec
 from deformer_stream.codec.payloads import Messages, Payload
 from deformer_stream.engine.engine import Engine, Limits
-from deformer_stream.engine.events import Effects
+from deformer_stream.engine.events import Effects, EventBatch, Rejection
+from deformer_stream.errors import StoppedWaiting
 from deformer_stream.incidents.make_evidence import make_evidence
 from deformer_stream.model_store import Artifact
 from deformer_stream.runtime.metrics import Metrics
@@ -166,6 +168,7 @@ class GroupMember:
         """Apply a commit to the cluster."""
         for p, position in positions.items():
             kept = self.world.kept[p]
+            assert position >= kept.position
             kept.position = position
             new = saved.get(p, PartitionState())
             if new.snapshot is not None:
@@ -245,6 +248,42 @@ class WaitingGroupMember(AsyncGroupMember):
         return {p: position for p, position in positions.items() if p not in self.waiting_partitions}, saved, pending
 
 
+class RewindableGroupMember(WaitingGroupMember):
+    """A member that takes messages back.
+
+    Attributes:
+        num_returned: Number of messages that it has taken back.
+    """
+
+    num_returned = 0
+
+    def return_messages(self, messages: Messages) -> None:
+        self.num_returned += len(messages)
+        for p in set(messages.partitions.tolist()):
+            self._next[p] = int(messages.offsets[messages.partitions == p].min())
+
+
+class WaitingCodec:
+    """A codec that at random waits for a service until the process must end.
+
+    Args:
+        codec: Decodes the messages.
+        stop: Set before it waits.
+        seed: Seed of its random decisions.
+        share: Probability that it waits.
+    """
+
+    def __init__(self, codec: Codec, stop: threading.Event, seed: int, share: float) -> None:
+        self._codec, self._stop, self._share = codec, stop, share
+        self._rng = np.random.default_rng(seed)
+
+    def decode(self, data: Payload) -> tuple[EventBatch, list[Rejection]]:
+        if self._rng.random() < self._share:
+            self._stop.set()
+            raise StoppedWaiting("the registry does not respond")
+        return self._codec.decode(data)
+
+
 def make_cluster(loaded: Artifact, seed: int, records: int = 40) -> Cluster:
     """Return a cluster with interleaved readings.
 
@@ -275,6 +314,7 @@ def run_member(
     snapshot_interval: float,
     kind: type[GroupMember] = GroupMember,
     change_model: float = 0.0,
+    waits: float = 0.0,
 ) -> GroupMember:
     """Run one member until the end of the input or its crash.
 
@@ -289,6 +329,7 @@ def run_member(
         kind: The class of the member.
         change_model: Probability that a poll comes with a new model: one with the same weights, and so with the same
             scores, but with another fingerprint, so that open records are scored again.
+        waits: Probability that decoding waits until the process must end.
 
     Returns:
         The member.
@@ -300,11 +341,15 @@ def run_member(
             return None
         return replace(loaded, fingerprint=f"model-{rng.integers(2**40)}")
 
-    model = take_new_model() or loaded
+    model, stop = take_new_model() or loaded, threading.Event()
+
+    def make_codec(artifact: Artifact) -> Any:
+        return WaitingCodec(Codec(artifact.schema), stop, seed, waits)
+
     engine = Engine(model.model, model.calibration, model.fingerprint, ALPHA, Limits(), drift=DRIFT, effort="off")
     pipeline = Pipeline(
         member,
-        Codec(loaded.schema),
+        make_codec(loaded),
         engine,
         [member],
         ManualClock(),
@@ -314,9 +359,9 @@ def run_member(
         snapshot_interval=snapshot_interval,
         open_records="rescore",
         take_new_model=take_new_model,
-        make_codec=lambda artifact: Codec(artifact.schema),
+        make_codec=make_codec,
         saves_event_times=True,
     )
     with suppress(CrashError):
-        pipeline.run(threading.Event())
+        pipeline.run(stop)
     return member

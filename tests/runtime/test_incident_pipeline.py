@@ -20,7 +20,7 @@ from deformer_stream.codec.incident_state import decode_incident_state
 from deformer_stream.codec.payloads import Messages
 from deformer_stream.codec.state_header import HEADER
 from deformer_stream.engine.events import NO_TIME, ONLY_MODEL
-from deformer_stream.errors import ConfigError, StateError
+from deformer_stream.errors import ConfigError, StateError, StoppedWaiting
 from deformer_stream.incidents.events import EvidenceBatch, Incident
 from deformer_stream.incidents.fleet import FleetRule
 from deformer_stream.incidents.tracker import IncidentTracker, TrackerOptions
@@ -89,6 +89,9 @@ class Broker:
 class BrokerSource:
     """A source and a writer whose commits take effect completely or not at all, as with Kafka's transactions."""
 
+    waiting_partitions: frozenset[int] = frozenset()
+    has_joined = True
+
     def __init__(self, broker: Broker, reach: Callable[[str], None], stop: threading.Event, seed: int) -> None:
         self.broker, self.reach, self.stop = broker, reach, stop
         self.rng = np.random.default_rng(seed)
@@ -145,15 +148,22 @@ class BrokerSource:
         self.catching_up -= done
         return tuple(sorted(done))
 
+    def return_messages(self, messages: Messages) -> None:
+        for partition in set(messages.partitions.tolist()):
+            self.positions[partition] = int(messages.offsets[messages.partitions == partition].min())
+
     def write(self, incident: Incident, partition: int) -> None:
         self.reach("write")
         self.pending.append((partition, incident))
 
     def commit(self, states: Mapping[int, PartitionState] = NO_STATE) -> None:
         self.reach("commit")
-        assert not self.catching_up & set(states), "state of a partition that is being restored"
+        not_committed = self.catching_up | self.waiting_partitions
+        assert not not_committed & set(states), "state of a partition that is being restored"
+        assert not not_committed & {partition for partition, _ in self.pending}
         for partition, position in self.positions.items():
-            if partition not in self.catching_up:
+            if partition not in not_committed:
+                assert position >= self.broker.offsets.get(partition, 0)
                 self.broker.offsets[partition] = position
         for partition, state in states.items():
             assert state.snapshot is not None
@@ -186,6 +196,7 @@ def run_once(
     load_plan: Callable[[], DetectionPlan] = make_plan,
     load_named: Callable[[str], DetectionPlan] | None = None,
     names: Sequence[str] = (ONLY_MODEL,),
+    is_told_to_end: bool = False,
     **options: float,
 ) -> DetectionMetrics:
     """Run the loop to the end of the evidence, or to its simulated end at the n-th call of a step.
@@ -199,6 +210,7 @@ def run_once(
         load_plan: Returns the plan of the only model.
         load_named: Returns the plan of one of several models.
         names: The names of the models when the loop begins.
+        is_told_to_end: Whether the step waits for a service and the process is told to end, in place of a kill.
         options: Arguments of `IncidentPipeline`.
     """
     left = num_calls
@@ -206,6 +218,9 @@ def run_once(
     def reach(reached: str) -> None:
         nonlocal left
         if reached == step:
+            if left == 0 and is_told_to_end:
+                stop.set()
+                raise StoppedWaiting(step)
             if left == 0:
                 raise KilledError(step)
             left -= 1
@@ -273,6 +288,35 @@ def test_end_at_any_step_changes_no_message(
             run_once(broker, num_calls + 1)
         assert group_by_id(broker) == expected, num_calls
         assert was_killed or num_calls > 5
+
+
+def test_end_while_decoding_waits_for_a_service_changes_no_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every second process is killed after commits without its state, so the next one decodes its history again."""
+    batches = list(make_log(MODEL, num_devices=4, num_records=120, faults=FAULTS, records_per_batch=1))
+    expected = make_broker(batches, num_partitions=3)
+    run_once(expected)
+    for seed in range(5):
+        broker, positions, rng = make_broker(batches, num_partitions=3), [0], np.random.default_rng(seed)
+        for turn in range(0, 40, 2):
+            run_once(broker, seed + turn, "decode", int(rng.integers(0, 12)), monkeypatch, is_told_to_end=True)
+            positions.append(sum(broker.offsets.values()))
+            with suppress(KilledError):
+                run_once(broker, seed, "committed", 2, commit_interval=1.0, snapshot_interval=15.0)
+            positions.append(sum(broker.offsets.values()))
+        assert positions == sorted(positions)
+        assert positions[-1] > len(batches) / 4, "what was handled is committed"
+        run_once(broker, seed)
+        assert group_by_id(broker) == group_by_id(expected)
+        assert len(broker.written) == len(expected.written) > 10
+
+
+def test_source_that_takes_no_messages_back_ends_with_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the last commit would include messages that were not handled."""
+    broker = make_broker()
+    monkeypatch.delattr(BrokerSource, "return_messages")
+    with pytest.raises(StoppedWaiting):
+        run_once(broker, 0, "decode", 3, monkeypatch, is_told_to_end=True)
+    assert not any(broker.offsets.values())
 
 
 def test_twenty_ends_in_a_row_change_no_message(

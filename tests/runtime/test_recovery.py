@@ -12,13 +12,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from structlog.testing import capture_logs
 
 from deformer_stream.codec import Codec
 from deformer_stream.codec.payloads import Messages
 from deformer_stream.codec.state import decode_snapshot
 from deformer_stream.engine.engine import Engine, Limits
-from deformer_stream.engine.events import NO_TIME
-from deformer_stream.errors import StateError
+from deformer_stream.engine.events import NO_TIME, EventBatch, Rejection
+from deformer_stream.errors import StateError, StoppedWaiting
 from deformer_stream.model_store import Artifact
 from deformer_stream.runtime import pipeline as pipeline_module
 from deformer_stream.runtime import process
@@ -34,6 +35,7 @@ from tests.runtime.group_members import (
     PARTITIONS,
     AsyncGroupMember,
     GroupMember,
+    RewindableGroupMember,
     WaitingGroupMember,
     make_cluster,
     run_member,
@@ -66,6 +68,68 @@ def test_many_runs_commit_the_same_as_one_run(
     assert Counter(interrupted.notices) == Counter(uninterrupted.notices)
     assert len(uninterrupted.evidence) > 10
     assert Counter(interrupted.evidence) == Counter(uninterrupted.evidence)
+
+
+@pytest.mark.parametrize("snapshot_interval", [0.0, 0.03, 100.0])
+@pytest.mark.parametrize("seed", range(num_examples(4)))
+def test_runs_that_end_while_they_wait_for_a_service_commit_the_same_as_one_run(
+    loaded: Artifact, seed: int, snapshot_interval: float
+) -> None:
+    """Decoding waits for the schema registry, also of messages of the history and of those that follow it."""
+    uninterrupted, interrupted = (make_cluster(loaded, seed % 5, records=25) for _ in range(2))
+    run_member(uninterrupted, loaded, set(range(PARTITIONS)), 0, 0.0, 0.0, 100.0)
+    num_runs = num_returned = 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(recovery_module, "REPLAYED_MESSAGES", 1 + seed % 7)
+        patch.setattr(pipeline_module, "RECOVERY_SECONDS", 0.0)
+        while not interrupted.done:
+            rest = {p for p, kept in interrupted.kept.items() if kept.position < len(interrupted.events[p])}
+            member = run_member(
+                *(interrupted, loaded, rest, seed + num_runs, 0.005, 0.01, snapshot_interval, RewindableGroupMember),
+                waits=0.15,
+            )
+            assert isinstance(member, RewindableGroupMember)
+            num_runs, num_returned = num_runs + 1, num_returned + member.num_returned
+            assert num_runs < 1000
+    assert num_returned > 0
+    assert Counter(interrupted.alerts) == Counter(uninterrupted.alerts)
+    assert Counter(interrupted.letters) == Counter(uninterrupted.letters)
+    assert Counter(interrupted.notices) == Counter(uninterrupted.notices)
+    assert Counter(interrupted.evidence) == Counter(uninterrupted.evidence)
+
+
+def test_run_that_ends_while_it_waits_for_a_service_commits_what_was_processed(loaded: Artifact) -> None:
+    world = make_cluster(loaded, 1)
+    member, stop = RewindableGroupMember(world, {0}, 0, 0.0, 0.0), threading.Event()
+    decoded: list[int] = []
+
+    class StoppingCodec:
+        def decode(self, data: Messages) -> tuple[EventBatch, list[Rejection]]:
+            if len(decoded) == 3:
+                stop.set()
+                raise StoppedWaiting("the registry does not respond")
+            decoded.append(len(data))
+            return Codec(loaded.schema).decode(data)
+
+    codec: Any = StoppingCodec()
+    engine = Engine(loaded.model, loaded.calibration, loaded.fingerprint, ALPHA, Limits())
+    options: dict[str, Any] = {"is_finite": False, "commit_interval": 100.0}
+    with capture_logs() as logs:
+        totals = Pipeline(member, codec, engine, [member], ManualClock(), Metrics(), **options).run(stop)
+    kept = world.kept[0]
+    assert kept.position == kept.taken == sum(decoded) > 0
+    assert kept.snapshot is not None
+    assert totals.events + sum(totals.rejected.values()) == sum(decoded)
+    (line,) = (line for line in logs if line["event"] == "decoding_stopped")
+    assert line["messages"] == member.num_returned > 0
+
+
+def test_source_that_takes_no_messages_back_ends_with_the_error(loaded: Artifact) -> None:
+    """Otherwise the last commit would include messages that were not processed."""
+    world = make_cluster(loaded, 1)
+    with pytest.raises(StoppedWaiting):
+        run_member(world, loaded, {0}, 0, 0.0, 0.0, 100.0, WaitingGroupMember, waits=1.0)
+    assert world.kept[0].position == 0
 
 
 @settings(max_examples=num_examples(15))
