@@ -5,6 +5,7 @@ A test fails if something it needs is not installed; it is never skipped.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import itertools
 import json
@@ -51,6 +52,22 @@ if "DEFORMER_TEST_KERNELS" in os.environ:
     library.FOLDER = Path(os.environ["DEFORMER_TEST_KERNELS"]).resolve(strict=True)
 
 ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection() -> Iterator[None]:
+    """Collect the tests without a search for garbage, and exclude what the collection has created from later searches.
+
+    The collection imports every library and creates millions of objects that stay. `consume` searches for garbage when
+    it starts. It would search all of these objects each time that a test runs it in this process.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+        gc.unfreeze = lambda: None  # a command calls it at its end
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
