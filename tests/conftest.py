@@ -5,6 +5,7 @@ A test fails if something it needs is not installed; it is never skipped.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import itertools
 import json
@@ -53,6 +54,22 @@ if "DEFORMER_TEST_KERNELS" in os.environ:
 ROOT = Path(__file__).resolve().parents[1]
 
 
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection() -> Iterator[None]:
+    """Collect the tests without a search for garbage, and exclude what the collection has created from later searches.
+
+    The collection imports every library and creates millions of objects that stay. `consume` searches for garbage when
+    it starts. It would search all of these objects each time that a test runs it in this process.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+        gc.unfreeze = lambda: None  # a command calls it at its end
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Spread the files with tests of Kafka evenly over a run of several processes (`make test`).
 
@@ -84,6 +101,8 @@ def load_broker_script() -> ModuleType:
 
 
 CLIENT_LIBRARIES: tuple[ClientLibrary, ...] = ("kafka-python", "librdkafka")
+CLIENT_VARIABLE = "DEFORMER_TEST_CLIENT"
+"""The environment variable that names the client library of a test."""
 
 
 def get_client_library() -> ClientLibrary:
@@ -91,7 +110,7 @@ def get_client_library() -> ClientLibrary:
 
     It is that of the environment variable DEFORMER_TEST_CLIENT, which the fixture `client_library` sets.
     """
-    name = os.environ.get("DEFORMER_TEST_CLIENT", CLIENT_LIBRARIES[0])
+    name = os.environ.get(CLIENT_VARIABLE, CLIENT_LIBRARIES[0])
     return next(library for library in CLIENT_LIBRARIES if library == name)
 
 
@@ -105,7 +124,7 @@ def make_cluster(bootstrap: str) -> KafkaCluster:
 @pytest.fixture(params=CLIENT_LIBRARIES)
 def client_library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ClientLibrary:
     """Run a test with each client library in turn, in this process and in the programs that it starts."""
-    monkeypatch.setenv("DEFORMER_TEST_CLIENT", request.param)
+    monkeypatch.setenv(CLIENT_VARIABLE, request.param)
     return get_client_library()
 
 
@@ -246,7 +265,7 @@ def cli(
 
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     library = get_client_library()
-    for name in [name for name in os.environ if name.startswith("DEFORMER_")]:
+    for name in [name for name in os.environ if name.startswith("DEFORMER_") and name != CLIENT_VARIABLE]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("DEFORMER_CLIENT", library)
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
@@ -32,15 +32,11 @@ from tests.model.irregular_models import SCHEMA, make_config
 from tests.trainer.irregular import fleet, prepared_irregular
 from trainer.irregular_calibration import score_irregular_records
 
-
-def run(arguments: list[str]) -> subprocess.CompletedProcess[str]:
-    """Run `deformer-stream` with these arguments in a process of its own."""
-    command = [sys.executable, "-m", "deformer_stream.cli.main", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+Cli = Callable[..., SimpleNamespace]
 
 
 @pytest.mark.parametrize("has_windows", [False, True])
-def test_replay_writes_a_score_for_each_accepted_reading(tmp_path: Path, has_windows: bool) -> None:
+def test_replay_writes_a_score_for_each_accepted_reading(tmp_path: Path, has_windows: bool, cli: Cli) -> None:
     model = write_irregular_model(tmp_path / "m", Window(600_000_000, 1) if has_windows else None)
     table = make_long_table(120, "device" if has_windows else "record")
     pq.write_table(table, tmp_path / "in.parquet")
@@ -48,7 +44,7 @@ def test_replay_writes_a_score_for_each_accepted_reading(tmp_path: Path, has_win
     names = ("output", "records", "alerts", "explain")
     options = [f"--{name}={path}" for name, path in zip(names, outputs, strict=True)]
     arguments = ["replay", str(tmp_path / "in.parquet"), "--model", str(model), "--layout", "long", *options]
-    assert run(arguments).returncode == 0
+    assert cli(*arguments).code == 0
     scores, records = (pq.read_table(path).to_pylist() for path in outputs[:2])
     assert len(scores) == 120  # all but the redelivery
     assert sum(record["events"] for record in records) == 120
@@ -77,7 +73,7 @@ def test_replay_writes_a_score_for_each_accepted_reading(tmp_path: Path, has_win
         assert reason["attribution"] is not None
 
 
-def test_rows_of_a_wide_table_are_readings_of_one_time(tmp_path: Path) -> None:
+def test_rows_of_a_wide_table_are_readings_of_one_time(tmp_path: Path, cli: Cli) -> None:
     model = write_irregular_model(tmp_path / "m")
     rows = [
         {"record": f"r{i % 2}", "time": float(START + i), "sensor0": 0.1 * i, "sensor1": None if i % 3 else 1.0}
@@ -86,14 +82,14 @@ def test_rows_of_a_wide_table_are_readings_of_one_time(tmp_path: Path) -> None:
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "in.parquet")
     options = ["--layout", "wide", "--record-column", "record", "--time-column", "time"]
     options += ["--output", str(tmp_path / "scores.parquet")]
-    result = run(["replay", str(tmp_path / "in.parquet"), "--model", str(model), *options])
-    assert result.returncode == 0, result.stderr
+    result = cli("replay", str(tmp_path / "in.parquet"), "--model", str(model), *options)
+    assert result.code == 0, result.err
     features = [row["feature"] for row in pq.read_table(tmp_path / "scores.parquet").to_pylist()]
     # A null is no declaration that the sensor will not report any more.
     assert (features.count("sensor0"), features.count("sensor1")) == (12, 4)
 
 
-def test_calibrate_makes_a_calibration_from_irregular_readings(tmp_path: Path) -> None:
+def test_calibrate_makes_a_calibration_from_irregular_readings(tmp_path: Path, cli: Cli) -> None:
     model = write_irregular_model(tmp_path / "m")
     pq.write_table(make_long_table(120, "record"), tmp_path / "in.parquet")
     arguments = [
@@ -105,12 +101,12 @@ def test_calibrate_makes_a_calibration_from_irregular_readings(tmp_path: Path) -
         "--out",
         str(tmp_path / "new"),
     ]
-    result = run(["calibrate", *arguments])
-    assert result.returncode == 0, result.stderr
+    result = cli("calibrate", *arguments)
+    assert result.code == 0, result.err
     assert len(deformer_stream.load(tmp_path / "new").artifact.calibration.scores) == 3
 
 
-def test_training_replay_calibrate_and_produce_agree_on_a_long_table_with_nulls(tmp_path: Path) -> None:
+def test_training_replay_calibrate_and_produce_agree_on_a_long_table_with_nulls(tmp_path: Path, cli: Cli) -> None:
     """A row without a value is no reading, so the later readings of its sensor are scored everywhere."""
     import torch
 
@@ -128,8 +124,8 @@ def test_training_replay_calibrate_and_produce_agree_on_a_long_table_with_nulls(
     names = list(dict.fromkeys(columns["record"]))
 
     options = ["--model", str(tmp_path / "m"), "--layout", "long"]
-    result = run(["replay", str(path), *options, "--output", str(tmp_path / "scores.parquet")])
-    assert result.returncode == 0, result.stderr
+    result = cli("replay", str(path), *options, "--output", str(tmp_path / "scores.parquet"))
+    assert result.code == 0, result.err
     rows = pq.read_table(tmp_path / "scores.parquet").to_pylist()
     assert len(rows) == int((~is_null).sum())
     replayed = dict.fromkeys(names, 0.0)
@@ -137,8 +133,8 @@ def test_training_replay_calibrate_and_produce_agree_on_a_long_table_with_nulls(
         replayed[row["record"]] = max(replayed[row["record"]], row["score"])
     np.testing.assert_allclose(list(replayed.values()), expected, rtol=1e-3, atol=1e-3)
 
-    result = run(["calibrate", str(path), *options, "--out", str(tmp_path / "new")])
-    assert result.returncode == 0, result.stderr
+    result = cli("calibrate", str(path), *options, "--out", str(tmp_path / "new"))
+    assert result.code == 0, result.err
     scores = deformer_stream.load(tmp_path / "new").artifact.calibration.scores
     np.testing.assert_allclose(np.sort(scores), np.sort(expected), rtol=1e-3, atol=1e-3)
 
@@ -206,23 +202,25 @@ def test_records_without_times_are_refused(tmp_path: Path) -> None:
     [(["--order", "random"], "--order random"), (["--ties", "hold"], "ties")],
     ids=["order", "ties"],
 )
-def test_options_without_meaning_are_refused(tmp_path: Path, command: str, options: list[str], named: str) -> None:
+def test_options_without_meaning_are_refused(
+    tmp_path: Path, command: str, options: list[str], named: str, cli: Cli
+) -> None:
     model = write_irregular_model(tmp_path / "m")
     pq.write_table(make_long_table(30, "record"), tmp_path / "in.parquet")
     out = ["--out", str(tmp_path / "new")] if command == "calibrate" else []
-    result = run([command, str(tmp_path / "in.parquet"), "--model", str(model), *options, *out])
-    assert result.returncode == 2
-    line = result.stderr.strip().splitlines()[-1]
+    result = cli(command, str(tmp_path / "in.parquet"), "--model", str(model), *options, *out)
+    assert result.code == 2
+    line = result.lines[-1]
     assert named in line
     assert "irregular" in line
     assert not (tmp_path / "new").exists()
 
 
 @pytest.mark.parametrize("command", ["impute", "sample", "replay"])
-def test_commands_refuse_complete_records(tmp_path: Path, command: str) -> None:
+def test_commands_refuse_complete_records(tmp_path: Path, command: str, cli: Cli) -> None:
     model = write_irregular_model(tmp_path / "m")
     pq.write_table(pa.table({"sensor0": [0.5, None], "sensor1": [1.0, 2.0]}), tmp_path / "wide.parquet")
     inputs = ["--count", "2"] if command == "sample" else [str(tmp_path / "wide.parquet")]
-    result = run([command, *inputs, "--model", str(model), "--output", str(tmp_path / "out.parquet")])
-    assert result.returncode == (2 if command == "sample" else 3)
-    assert "irregular readings" in result.stderr.strip().splitlines()[-1]
+    result = cli(command, *inputs, "--model", str(model), "--output", str(tmp_path / "out.parquet"))
+    assert result.code == (2 if command == "sample" else 3)
+    assert "irregular readings" in result.lines[-1]

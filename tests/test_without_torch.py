@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from deformer_stream import model_store
-from tests.commands import list_events, make_record_table
+from deformer_stream.kernels import cpu
+from tests.commands import RunCommand, list_events, make_record_table
 from tests.without_torch import WITHOUT_TORCH, write_model
 
 pytestmark = pytest.mark.slow
@@ -22,9 +24,9 @@ from deformer_stream.cli.main import main
 sys.exit(main())
 """
 SCORE = """
-import json, numpy as np, deformer_stream
+import json, pathlib, numpy as np, deformer_stream
 detector = deformer_stream.load(sys.argv[1])
-events = json.load(open(sys.argv[2]))
+events = json.loads(pathlib.Path(sys.argv[2]).read_text())
 scorer = detector.scorer(alpha=[0.5, 0.01])
 updates = [scorer.update(e["record"], e["feature"], e["value"], e["time"]) for e in events]
 rows = {}
@@ -51,6 +53,19 @@ def run_python(code: str, *arguments: str | Path, has_torch: bool, code_expected
     return done.stdout if code_expected == 0 else done.stderr
 
 
+@pytest.fixture
+def run_here(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """Return a function that runs Python code in this process, which has imported PyTorch, and returns its output."""
+
+    def run(code: str, *arguments: str | Path) -> str:
+        monkeypatch.setattr(sys, "argv", ["-c", *map(str, arguments)])
+        capsys.readouterr()
+        exec(code, {"sys": sys})  # noqa: S102 - ours
+        return capsys.readouterr().out
+
+    return run
+
+
 @pytest.fixture(
     params=[{"gaussians": 3, "exemplars": 4, "prior_weight": 0.7}, {"memory": "all", "precision": "bfloat16"}]
 )
@@ -58,10 +73,12 @@ def model(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
     return write_model(tmp_path, **request.param)
 
 
-def test_library_scores_and_explains_with_the_same_bits(model: Path, tmp_path: Path) -> None:
+def test_library_scores_and_explains_with_the_same_bits(
+    model: Path, tmp_path: Path, run_here: Callable[..., str]
+) -> None:
     events = tmp_path / "events.json"
     events.write_text(json.dumps(list_events(make_record_table())))
-    with_torch = json.loads(run_python("import torch\n" + SCORE, model, events, has_torch=True))
+    with_torch = json.loads(run_here(SCORE, model, events))
     without_torch = json.loads(run_python(SCORE, model, events, has_torch=False))
     assert (with_torch.pop("torch"), without_torch.pop("torch")) == (True, False)
     assert with_torch["alerts"], "the test needs alerts"
@@ -70,21 +87,37 @@ def test_library_scores_and_explains_with_the_same_bits(model: Path, tmp_path: P
     assert not json.loads(run_python(SCORE, model, events, has_torch=True))["torch"]
 
 
-def test_scores_are_those_of_pytorch(model: Path, tmp_path: Path) -> None:
+def test_scores_are_those_of_pytorch(
+    model: Path, tmp_path: Path, run_here: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The reference runs without the compiled kernels."""
     events = tmp_path / "events.json"
     events.write_text(json.dumps(list_events(make_record_table())[:200]))
     compiled = json.loads(run_python(SCORE, model, events, has_torch=False))["updates"]
-    off = "import torch\nfrom deformer_stream.kernels import cpu\ncpu.is_supported = lambda model: False\n"
-    off += "from deformer_stream import model_store\nmodel_store.is_supported = lambda model: False\n"
-    reference = json.loads(run_python(off + SCORE, model, events, has_torch=True))["updates"]
+    for module in (cpu, model_store):
+        monkeypatch.setattr(module, "is_supported", lambda model: False)
+    reference = json.loads(run_here(SCORE, model, events))["updates"]
     is_low_precision = "bfloat16" in (model / "manifest.json").read_text()
     compared = zip(np.array(compiled).T[:3], np.array(reference).T[:3], strict=True)
     for got, expected in compared:
         np.testing.assert_allclose(got, expected, rtol=0.05 if is_low_precision else 1e-3, atol=5e-3)
 
 
-def test_replay_and_consume_write_the_same_bits(model: Path, tmp_path: Path) -> None:
+@pytest.fixture
+def run_command(cli: RunCommand) -> Callable[..., None]:
+    """Return a function that runs a command in this process, or in one without PyTorch; it must succeed."""
+
+    def run(*words: object, has_torch: bool) -> None:
+        if has_torch:
+            ended = cli(*words)
+            assert ended.code == 0, ended.err
+        else:
+            run_python(RUN_COMMAND, *map(str, words), has_torch=False)
+
+    return run
+
+
+def test_replay_and_consume_write_the_same_bits(model: Path, tmp_path: Path, run_command: Callable[..., None]) -> None:
     events = tmp_path / "events.jsonl"
     events.write_text("".join(json.dumps(event) + "\n" for event in list_events(make_record_table())))
     results = []
@@ -94,23 +127,23 @@ def test_replay_and_consume_write_the_same_bits(model: Path, tmp_path: Path) -> 
         outputs = "--output", folder / "scores.parquet", "--records", folder / "records.parquet"
         alerts = "--alpha", "0.5,0.05", "--alerts", folder / "alerts.jsonl"
         replay = "replay", events, "--model", model, *outputs, *alerts
-        run_python(RUN_COMMAND, *replay, has_torch=has_torch)
+        run_command(*replay, has_torch=has_torch)
         consumed = folder / "consumed.jsonl"
         consume = "consume", "--source", events, "--model", model, "--alpha", "0.5,0.05", "--alerts", consumed
-        run_python(RUN_COMMAND, *consume, "--drift", "5", has_torch=has_torch)
+        run_command(*consume, "--drift", "5", has_torch=has_torch)
         tables = [pq.read_table(folder / name).to_pylist() for name in ("scores.parquet", "records.parquet")]
         results.append((repr(tables), (folder / "alerts.jsonl").read_text(), consumed.read_text()))
     assert results[0][1], "the test needs alerts"
     assert results[0] == results[1]
 
 
-def test_calibrate_writes_the_same_model(model: Path, tmp_path: Path) -> None:
+def test_calibrate_writes_the_same_model(model: Path, tmp_path: Path, run_command: Callable[..., None]) -> None:
     table = tmp_path / "normal.parquet"
     pq.write_table(make_record_table(), table)
     manifests = []
     for has_torch in (True, False):
         out = tmp_path / ("with" if has_torch else "without")
-        run_python(RUN_COMMAND, "calibrate", table, "--model", model, "--out", out, has_torch=has_torch)
+        run_command("calibrate", table, "--model", model, "--out", out, has_torch=has_torch)
         manifests.append(model_store.read_manifest(out))
     assert manifests[0] == manifests[1]
     assert manifests[0]["calibration"]["surprise"], "the means of the features are scored, too"

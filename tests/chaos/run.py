@@ -4,6 +4,7 @@ events.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import signal
@@ -29,6 +30,8 @@ from tests.models import SCHEMA, draw_rows, write_model
 
 ALPHA = 0.3
 TIMEOUT_SECONDS = 600.0
+STEP_SECONDS = 120.0
+"""Time that a process has to kill itself at a step."""
 INVALID_SHARE = 0.005
 """Share of events that are not JSON, so that dead letters are compared too."""
 
@@ -169,6 +172,7 @@ class Disturbance:
         self.world, self.group = world, mode
         self.options = world.make_options(get_topic(mode), mode, mode)
         self.num_started = 0
+        self.has_sent_all = threading.Event()
         self.counts: Counter[str] = Counter()
         self.steps: Counter[str] = Counter()
         others = NO_TRANSACTIONS if mode == "exactly-once" else TRANSACTIONS
@@ -207,14 +211,29 @@ class Disturbance:
         if self.steps_left:
             step = self.steps_left.pop()
             member = self.members[seat] = self.start(seat, (step, rng.randint(1, 10)))
-            try:
-                assert member.process.wait(120) == -signal.SIGKILL, member.read_log()[-2000:]
+            if self.wait_for_end(member):
+                assert member.process.returncode == -signal.SIGKILL, member.read_log()[-2000:]
                 self.counts["kills"] += 1
                 self.steps[step] += 1
-            except subprocess.TimeoutExpired:  # the process has not executed the step often enough
+            else:  # the process has not executed the step often enough
                 print(f"chaos: {step} not reached", file=sys.stderr, flush=True)
                 self.kill_process(member)
         self.members[seat] = self.start(seat)
+
+    def wait_for_end(self, member: RunningConsumer) -> bool:
+        """Wait until a process has ended; return False if all events are consumed before, or after two minutes."""
+        deadline = time.monotonic() + STEP_SECONDS
+        while time.monotonic() < deadline:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                member.process.wait(1.0)
+                return True
+            if self.has_consumed_all():
+                return False
+        return False
+
+    def has_consumed_all(self) -> bool:
+        """Return whether all events were sent, and the group has committed the offset after the last one."""
+        return self.has_sent_all.is_set() and self.world.cluster.is_consumed(get_topic(self.group), self.group)()
 
     def kill_process(self, member: RunningConsumer) -> None:
         """Kill a process and count it."""
@@ -379,6 +398,7 @@ def run_disturbed(world: World, mode: str) -> dict[str, Any]:
     try:
         with ThreadPoolExecutor(1) as pool:
             sending = pool.submit(send, world, get_topic(mode))
+            sending.add_done_callback(lambda _: disturbance.has_sent_all.set())
             disturbance.run()
             sending.result()
         wait_until(world.cluster.is_consumed(get_topic(mode), mode), "all events", TIMEOUT_SECONDS)

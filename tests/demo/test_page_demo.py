@@ -26,6 +26,8 @@ from deformer_stream.demo.operation import (
 )
 from deformer_stream.demo.simulate import FEATURES, MAX_DELAY, MEANING_BY_FAULT
 from deformer_stream.page.store import IncidentStore
+from trainer.job import train
+from trainer.settings import TrainConfig
 
 START = 1_783_750_073_000_000
 
@@ -100,8 +102,17 @@ def test_the_progress_of_a_task_is_shown_and_ends() -> None:
 def test_a_short_run_shows_incidents_and_suspicious_records_and_takes_labels(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The whole demo with a short training. It ends when the page has shown both, and stored a label."""
+    """The whole demo with a training of few steps. It ends when the page has shown both, and stored a label."""
     stop, found = threading.Event(), {}
+    monkeypatch.setattr(page_demo, "NUM_TRAINING_RECORDS", 800)
+
+    def train_few_steps(console: Console, table: Path, model: Path, seed: int, train_time: str) -> int:
+        """Train in this process, with a number of steps that does not depend on the speed of the machine."""
+        assert train_time == "20s"
+        train([table], TrainConfig(out=model, preset="tiny", epochs=4, exclude="record,time", seed=seed))
+        return 0
+
+    monkeypatch.setattr(page_demo, "run_trainer", train_few_steps)
 
     def look(console: Console, *arguments: object) -> None:
         """Look at the page beside the pipeline, as a person with a browser would."""

@@ -9,7 +9,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -33,11 +33,6 @@ from tests.series import draw_event_series, make_long_table
 
 DOCS = ROOT / "docs"
 PAGES = sorted([ROOT / "README.md", *DOCS.rglob("*.md")])
-PROGRAMS = {
-    "deformer-train": ["-m", "trainer.cli"],
-    "deformer-stream": ["-m", "deformer_stream.cli"],
-    "python": [],
-}
 LONG_ALERT = {"id", "record", "p_value", "contributions", "source"}
 
 
@@ -181,11 +176,23 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run(words: list[str], folder: Path, timeout: float = 300) -> subprocess.CompletedProcess[str]:
-    """Run a command of the documentation; training for minutes becomes one epoch of the smallest preset."""
-    words = shlex.split(re.sub(r"--max-time \d+m", "--preset tiny --epochs 1", shlex.join(words)))
-    command = [sys.executable, *PROGRAMS[words[0]], *words[1:]]
-    return subprocess.run(command, cwd=folder, text=True, capture_output=True, check=False, timeout=timeout)
+Cli = Callable[..., SimpleNamespace]
+
+
+@pytest.fixture
+def run(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> Callable[[list[str], Path], None]:
+    """Return a function that runs a command of the documentation in a folder, in this process; it must succeed.
+
+    Training for minutes becomes one epoch of the smallest preset.
+    """
+
+    def run_command(words: list[str], folder: Path) -> None:
+        program, *options = shlex.split(re.sub(r"--max-time \d+m", "--preset tiny --epochs 1", shlex.join(words)))
+        monkeypatch.chdir(folder)
+        done = cli(*options, program=program)
+        assert done.code == 0, done.err
+
+    return run_command
 
 
 def offline(page: Path) -> Iterator[list[str]]:
@@ -197,19 +204,21 @@ def offline(page: Path) -> Iterator[list[str]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["README.md", "docs/tutorial.md", "docs/how-to/windows-and-series.md"])
-def test_commands_and_examples_run(name: str, folder: Path, tmp_path: Path) -> None:
+def test_commands_and_examples_run(
+    name: str, folder: Path, tmp_path: Path, run: Callable[[list[str], Path], None]
+) -> None:
     page = ROOT / name
     # Each page has a folder of its own, because `init` writes a configuration that later commands would read.
     folder = Path(shutil.copytree(folder, tmp_path / "page"))
     ran = 0
     for words in offline(page):
-        done = run(words, folder)
-        assert done.returncode == 0, done.stderr
+        run(words, folder)
         ran += 1
     assert ran
     for example in blocks(page, "python"):
         (folder / "example.py").write_text(example)
-        done = run(["python", "example.py"], folder)
+        command = [sys.executable, "example.py"]
+        done = subprocess.run(command, cwd=folder, text=True, capture_output=True, check=False, timeout=300)
         assert done.returncode == 0, done.stderr
         assert "p-value" in done.stdout
         assert "Imputation(value=" in done.stdout
@@ -217,16 +226,16 @@ def test_commands_and_examples_run(name: str, folder: Path, tmp_path: Path) -> N
 
 @pytest.mark.slow
 @pytest.mark.kafka
-def test_the_tutorial_runs_on_a_live_topic(folder: Path, kafka: SimpleNamespace) -> None:
+def test_the_tutorial_runs_on_a_live_topic(
+    folder: Path, kafka: SimpleNamespace, run: Callable[[list[str], Path], None]
+) -> None:
     """Run the tutorial's `produce` and `consume` against a real broker, and end `consume` as Ctrl-C does."""
     live = [words for words in commands(DOCS / "tutorial.md") if words[1] in ("produce", "consume")]
     produce, consume = ([word.replace("localhost:9092", kafka.bootstrap) for word in words] for words in live)
     if not (folder / "model").exists():
-        trained = run(["deformer-train", "normal.parquet", "--out", "model", "--max-time", "1m"], folder)
-        assert trained.returncode == 0, trained.stderr
-    sent = run(produce, folder)
-    assert sent.returncode == 0, sent.stderr
-    command = [sys.executable, *PROGRAMS["deformer-stream"], *consume[1:]]
+        run(["deformer-train", "normal.parquet", "--out", "model", "--max-time", "1m"], folder)
+    run(produce, folder)
+    command = [sys.executable, "-m", "deformer_stream.cli", *consume[1:]]
     with subprocess.Popen(command, cwd=folder, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None
         first = process.stdout.readline()

@@ -14,6 +14,8 @@ from types import SimpleNamespace
 import pytest
 
 from tests.first_hours.plant_data import record_pump_station
+from trainer.job import train
+from trainer.settings import TrainConfig
 
 PROGRAMS = {"deformer-train": "trainer.cli", "deformer-stream": "deformer_stream.cli"}
 """By the name of each program, the module that runs it."""
@@ -85,7 +87,7 @@ def station(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with `normal.csv` of the pump station and the directory `model` that was trained on it."""
     folder = tmp_path_factory.mktemp("station")
     record_pump_station(1500).to_csv(folder / "normal.csv", index=False)
-    run_in_process("deformer-train normal.csv --out model --preset tiny --epochs 1", folder)
+    train([folder / "normal.csv"], TrainConfig(out=folder / "model", preset="tiny", epochs=1))
     return folder
 
 

@@ -86,9 +86,20 @@ def click(incidents: Sequence[Incident], num_false: int = 10) -> list[FeedbackLa
     return labels
 
 
-def propose_from(fleet: Fleet, detection: DetectionPlan, **options: object) -> Proposal:
-    labels = click(find_incidents(fleet, detection))
-    return propose(fleet.read, detection, labels, ProposalOptions(**options))  # type: ignore[arg-type]
+@pytest.fixture(scope="module")
+def labels(fleet: Fleet, detection: DetectionPlan) -> list[FeedbackLabel]:
+    """Return the labels of a person who has seen the incidents of the fleet."""
+    return click(find_incidents(fleet, detection))
+
+
+@pytest.fixture(scope="module")
+def proposal(fleet: Fleet, detection: DetectionPlan, labels: list[FeedbackLabel]) -> Proposal:
+    """Return the candidate that is made of these labels."""
+    return propose(fleet.read, detection, labels, ProposalOptions())
+
+
+def propose_from(fleet: Fleet, detection: DetectionPlan) -> Proposal:
+    return propose(fleet.read, detection, click(find_incidents(fleet, detection)), ProposalOptions())
 
 
 @pytest.mark.parametrize("seed", [5, 6, 7])
@@ -115,8 +126,9 @@ def test_ten_clicks_remove_the_kind_and_no_fault(detection: DetectionPlan, seed:
     assert proposal.rate_candidate.expected_low <= num_false <= proposal.rate_candidate.expected_high
 
 
-def test_the_result_depends_only_on_the_log_and_the_labels(detection: DetectionPlan, fleet: Fleet) -> None:
-    labels = click(find_incidents(fleet, detection))
+def test_the_result_depends_only_on_the_log_and_the_labels(
+    detection: DetectionPlan, fleet: Fleet, labels: list[FeedbackLabel]
+) -> None:
     first = propose(fleet.read, detection, labels, ProposalOptions())
     second = propose(fleet.read, detection, labels[::-1], ProposalOptions())
     assert first == second
@@ -149,8 +161,9 @@ def test_a_pattern_that_would_lose_a_confirmed_fault_is_left_out(detection: Dete
     assert not proposal.difference.lost
 
 
-def test_a_larger_fault_with_the_suspects_of_the_pattern_is_found_later(detection: DetectionPlan, fleet: Fleet) -> None:
-    proposal = propose_from(fleet, detection)
+def test_a_larger_fault_with_the_suspects_of_the_pattern_is_found_later(
+    detection: DetectionPlan, fleet: Fleet, proposal: Proposal
+) -> None:
     (outcome,) = proposal.patterns
     assert outcome.records_to_open is not None
     assert 5 < outcome.records_to_open < 40
@@ -194,8 +207,9 @@ def test_known_maintenance_is_counted_and_left_out(
     assert proposal.segments[0].num_segments == plain.segments[0].num_segments - 1
 
 
-def test_segments_are_made_without_confirmed_faults(detection: DetectionPlan, fleet: Fleet) -> None:
-    labels = click(find_incidents(fleet, detection))
+def test_segments_are_made_without_confirmed_faults(
+    detection: DetectionPlan, fleet: Fleet, labels: list[FeedbackLabel]
+) -> None:
     num_faults = sum(label.label == "true" for label in labels)
     options = ProposalOptions(changes=("patterns", "segments"))
     proposal = propose(fleet.read, detection, labels, options, replan=make_detection)
@@ -207,8 +221,9 @@ def test_segments_are_made_without_confirmed_faults(detection: DetectionPlan, fl
     assert not proposal.difference.lost
 
 
-def test_a_calibration_of_records_leaves_out_only_what_was_confirmed(detection: DetectionPlan, fleet: Fleet) -> None:
-    labels = click(find_incidents(fleet, detection))
+def test_a_calibration_of_records_leaves_out_only_what_was_confirmed(
+    detection: DetectionPlan, fleet: Fleet, labels: list[FeedbackLabel]
+) -> None:
     given: dict[str, np.ndarray[tuple[int], np.dtype[np.float64]]] = {}
 
     def recalibrate(
@@ -231,9 +246,8 @@ def test_a_calibration_of_records_leaves_out_only_what_was_confirmed(detection: 
     np.testing.assert_array_equal(again.calibration.scores, proposal.calibration.scores)
 
 
-def test_records_for_review(detection: DetectionPlan, fleet: Fleet) -> None:
+def test_records_for_review(detection: DetectionPlan, fleet: Fleet, labels: list[FeedbackLabel]) -> None:
     """The largest unlabelled alerts and a random sample of silent records; answers count and are not asked again."""
-    labels = click(find_incidents(fleet, detection))
     review = propose(fleet.read, detection, labels, ProposalOptions(num_review=8)).review
     assert len(review.largest) == len(review.silent) == 8
     scores = [entry.score for entry in review.largest]
@@ -252,27 +266,31 @@ def test_records_for_review(detection: DetectionPlan, fleet: Fleet) -> None:
     assert propose(fleet.read, detection, labels, ProposalOptions(num_review=0)).review.largest == ()
 
 
-def test_the_span_bounds_what_is_compared(detection: DetectionPlan, fleet: Fleet) -> None:
-    whole = propose_from(fleet, detection)
-    half = propose_from(fleet, detection, since=START + 20 * DAY)
-    quarter = propose_from(fleet, detection, since=START + 20 * DAY, until=START + 30 * DAY)
+def test_the_span_bounds_what_is_compared(
+    detection: DetectionPlan, fleet: Fleet, proposal: Proposal, labels: list[FeedbackLabel]
+) -> None:
+    whole = proposal
+    half = propose(fleet.read, detection, labels, ProposalOptions(since=START + 20 * DAY))
+    quarter = propose(fleet.read, detection, labels, ProposalOptions(since=START + 20 * DAY, until=START + 30 * DAY))
     assert whole.log.device_hours == NUM_DEVICES * NUM_DAYS * 24
     assert half.log.device_hours == NUM_DEVICES * 20 * 24
     assert quarter.log.num_records == NUM_DEVICES * 10 * 144
     assert 0 < len(half.difference.removed) < len(whole.difference.removed)
     assert half.plan.patterns == whole.plan.patterns, "patterns are made of the whole log"
     with pytest.raises(InputError, match="no record in the span"):
-        propose_from(fleet, detection, since=START + 400 * DAY)
+        propose(fleet.read, detection, labels, ProposalOptions(since=START + 400 * DAY))
 
 
-def test_records_of_other_models_and_unknown_incidents_are_stated(detection: DetectionPlan, fleet: Fleet) -> None:
-    labels = [*click(find_incidents(fleet, detection)), make_label("true", 5, incident="0" * 32)]
+def test_records_of_other_models_and_unknown_incidents_are_stated(
+    detection: DetectionPlan, fleet: Fleet, labels: list[FeedbackLabel]
+) -> None:
+    known = [*labels, make_label("true", 5, incident="0" * 32)]
 
     def read_both() -> object:
         yield from fleet.read()
         yield replace(fleet.batches[0], model="other")
 
-    proposal = propose(read_both, detection, labels, ProposalOptions())  # type: ignore[arg-type]
+    proposal = propose(read_both, detection, known, ProposalOptions())  # type: ignore[arg-type]
     assert proposal.num_unknown_labels == 1
     assert proposal.log.num_other_model == NUM_DEVICES
     assert any("other models" in warning for warning in proposal.warnings)
@@ -281,8 +299,10 @@ def test_records_of_other_models_and_unknown_incidents_are_stated(detection: Det
         propose(fleet.read, replace(detection, model="other"), labels, ProposalOptions())
 
 
-def test_an_approved_pattern_stays_when_its_evidence_is_gone(detection: DetectionPlan, fleet: Fleet) -> None:
-    first = propose_from(fleet, detection)
+def test_an_approved_pattern_stays_when_its_evidence_is_gone(
+    detection: DetectionPlan, fleet: Fleet, proposal: Proposal
+) -> None:
+    first = proposal
     later = make_fleet(60, first_day=NUM_DAYS)
     second = propose(later.read, first.plan, [], ProposalOptions())
     assert len(second.plan.patterns) == 1
@@ -384,7 +404,9 @@ def test_patterns_open_no_incident_on_another_device_day(detection: DetectionPla
     assert len(then) < len(without)
 
 
-def test_no_incident_opens_if_p_values_cannot_be_small_enough(detection: DetectionPlan, fleet: Fleet) -> None:
-    (pattern,) = propose_from(fleet, detection).plan.patterns
+def test_no_incident_opens_if_p_values_cannot_be_small_enough(
+    detection: DetectionPlan, fleet: Fleet, proposal: Proposal
+) -> None:
+    (pattern,) = proposal.plan.patterns
     few = replace(pattern, score_by_incident=dict(list(pattern.score_by_incident.items())[:1]))
     assert count_records_to_open(detection, few) is None

@@ -29,12 +29,12 @@ from tests.integration.programs import (
     RunningConsumer,
     consume_with_kills,
     list_error_lines,
-    run,
-    run_successfully,
 )
 from tests.schema_registry import run_registry
 
 pytestmark = pytest.mark.kafka
+
+Cli = Callable[..., SimpleNamespace]
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +72,7 @@ def to_avro_form(document: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_avro_topics_say_what_json_says_and_own_programs_read_them(
-    cluster: Cluster, topic: Callable[..., str], model_dir: Path, tmp_path: Path, apicurio: str
+    cluster: Cluster, topic: Callable[..., str], model_dir: Path, tmp_path: Path, apicurio: str, cli: Cli
 ) -> None:
     name, events = topic(2), make_events()
     kafka = ("--topic", name, "--bootstrap-servers", cluster.bootstrap)
@@ -115,24 +115,27 @@ def test_avro_topics_say_what_json_says_and_own_programs_read_them(
     lines = evidence.read_bytes().splitlines()
     assert sum(len(decode_evidence(line).closed) for line in lines) == NUM_RECORDS
     found = tmp_path / "incidents.jsonl"
-    run_successfully("deformer-stream", "replay", evidence, "--model", model_dir, "--incidents", found, *RULE)
+    ended = cli("replay", evidence, "--model", model_dir, "--incidents", found, *RULE)
+    assert ended.code == 0, ended.err
     offline = group_by_id([decode_incident(line) for line in found.read_bytes().splitlines()])
     assert {key: states[: len(live[key])] for key, states in offline.items() if key in live} == live
 
     incident = next(iter(live))
-    run_successfully("deformer-stream", "feedback", incident, "true", *kafka, "--schema-registry", apicurio)
+    ended = cli("feedback", incident, "true", *kafka, "--schema-registry", apicurio)
+    assert ended.code == 0, ended.err
     proposal = (*kafka, "--model", model_dir, "--out", tmp_path / "candidate", *RULE[:4])
-    run_successfully("deformer-stream", "propose", *proposal, "--schema-registry", apicurio)
+    ended = cli("propose", *proposal, "--schema-registry", apicurio)
+    assert ended.code == 0, ended.err
     # Without the registry, the commands do not skip the messages silently.
     later = (*kafka, "--group", f"{name}-2", "--model", model_dir, *RULE)
     for command in (("incidents", *later), ("feedback", incident, "true", *kafka), ("propose", *proposal[:-4])):
-        refused = run("deformer-stream", *command, *(("--out", tmp_path / "other") if command[0] == "propose" else ()))
-        assert refused.returncode == 2, command
-        assert "--schema-registry" in list_error_lines(refused.stderr)[-1]
+        refused = cli(*command, *(("--out", tmp_path / "other") if command[0] == "propose" else ()))
+        assert refused.code == 2, command
+        assert "--schema-registry" in list_error_lines(refused.err)[-1]
 
 
 def test_killed_consumers_write_each_alert_once(
-    cluster: Cluster, topic: Callable[..., str], model_dir: Path, tmp_path: Path, cli: Callable[..., SimpleNamespace]
+    cluster: Cluster, topic: Callable[..., str], model_dir: Path, tmp_path: Path, cli: Cli
 ) -> None:
     """Avro takes the same way through the transaction as JSON."""
     name, events = topic(2), make_events()
@@ -155,7 +158,7 @@ def test_killed_consumers_write_each_alert_once(
 
 
 def test_registry_that_refuses_or_is_away_ends_the_command_at_its_start(
-    cluster: Cluster, topic: Callable[..., str], model_dir: Path
+    cluster: Cluster, topic: Callable[..., str], model_dir: Path, cli: Cli
 ) -> None:
     name = topic(1)
     options = ("--topic", name, "--group", name, "--bootstrap-servers", cluster.bootstrap, "--model", model_dir)
@@ -163,19 +166,19 @@ def test_registry_that_refuses_or_is_away_ends_the_command_at_its_start(
         avro = (*options, "--output-format", "avro", "--schema-registry", registry.url)
         registry.add('{"type": "string"}', subject=f"{name}-alerts-value")
         registry.is_compatible = False
-        refused = run("deformer-stream", "consume", *avro)
-        assert refused.returncode == 2
-        (line,) = list_error_lines(refused.stderr)
+        refused = cli("consume", *avro)
+        assert refused.code == 2
+        (line,) = list_error_lines(refused.err)
         assert f"the schema of {name}-alerts-value must be registered" in line
         assert "incompatible" in line
         registry.needs_login = True
-        refused = run("deformer-stream", "incidents", *avro, *RULE)
-        assert refused.returncode == 2
-        assert "--schema-registry-username" in list_error_lines(refused.stderr)[-1]
-    away = run("deformer-stream", "consume", *avro, "--patience", "2s")
-    assert away.returncode == 4
-    assert "schema registry" in list_error_lines(away.stderr)[-1]
+        refused = cli("incidents", *avro, *RULE)
+        assert refused.code == 2
+        assert "--schema-registry-username" in list_error_lines(refused.err)[-1]
+    away = cli("consume", *avro, "--patience", "2s")
+    assert away.code == 4
+    assert "schema registry" in list_error_lines(away.err)[-1]
     assert f"{name}-alerts" not in cluster.list_topics(), "nothing was created"
-    file = run("deformer-stream", "consume", "--source", "-", "--model", model_dir, *avro[-4:])
-    assert file.returncode == 2
-    assert "--output-format avro is for a Kafka topic" in list_error_lines(file.stderr)[-1]
+    file = cli("consume", "--source", "-", "--model", model_dir, *avro[-4:])
+    assert file.code == 2
+    assert "--output-format avro is for a Kafka topic" in list_error_lines(file.err)[-1]

@@ -6,6 +6,7 @@ import json
 import signal
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,10 +14,12 @@ from kafka import KafkaAdminClient, KafkaProducer
 
 from connectors.kafka import ensure_topics, produce
 from deformer_stream import model_store
-from tests.integration.programs import Cluster, RunningConsumer, list_error_lines, run, wait_until
+from tests.integration.programs import Cluster, RunningConsumer, list_error_lines, wait_until
 from tests.models import SCHEMA, draw_rows, write_model
 
 pytestmark = [pytest.mark.kafka, pytest.mark.usefixtures("client_library")]
+
+Cli = Callable[..., SimpleNamespace]
 
 
 def make_options(cluster: Cluster, topic: str, model: Path, *more: object) -> list[object]:
@@ -96,22 +99,24 @@ def test_model_that_cannot_be_read_is_not_used(cluster: Cluster, topic: Callable
         consumer.stop()
 
 
-def test_consumer_with_another_model_is_refused(cluster: Cluster, topic: Callable[..., str], tmp_path: Path) -> None:
+def test_consumer_with_another_model_is_refused(
+    cluster: Cluster, topic: Callable[..., str], tmp_path: Path, cli: Cli
+) -> None:
     name = topic(2)
     mine, other = write_model(tmp_path / "mine", seed=0), write_model(tmp_path / "other", seed=1)
     with RunningConsumer(tmp_path / "log", *make_options(cluster, name, mine)) as consumer:
         consumer.wait_until_ready()
-        refused = run("deformer-stream", "consume", *make_options(cluster, name, other))
+        refused = cli("consume", *make_options(cluster, name, other))
         consumer.stop()
-    assert refused.returncode == 2
-    (line,) = list_error_lines(refused.stderr)
+    assert refused.code == 2
+    (line,) = list_error_lines(refused.err)
     assert "the consumer group uses model" in line
     assert model_store.read_manifest(mine)["fingerprint"] in line
     assert model_store.read_manifest(other)["fingerprint"] in line
 
 
 def test_damaged_snapshot_is_reported_and_can_be_ignored(
-    cluster: Cluster, topic: Callable[..., str], tmp_path: Path
+    cluster: Cluster, topic: Callable[..., str], tmp_path: Path, cli: Cli
 ) -> None:
     """The test changes the last snapshot in the state topic, as a user with write permission could."""
     name, model = topic(1), write_model(tmp_path / "model")
@@ -132,9 +137,9 @@ def test_damaged_snapshot_is_reported_and_can_be_ignored(
         sender.send(state, key=b"before", value=b"")
     sender.send(state, key=latest.key, value=spoiled, headers=latest.headers)
     sender.close()
-    refused = run("deformer-stream", "consume", *make_options(cluster, name, model))
-    assert refused.returncode == 3
-    (line,) = list_error_lines(refused.stderr)
+    refused = cli("consume", *make_options(cluster, name, model))
+    assert refused.code == 3
+    (line,) = list_error_lines(refused.err)
     assert "checksum mismatch" in line
     with RunningConsumer(
         tmp_path / "second.log", *make_options(cluster, name, model, "--lost-state", "forget")
@@ -146,7 +151,7 @@ def test_damaged_snapshot_is_reported_and_can_be_ignored(
 
 
 def test_open_records_survive_a_restart_or_their_loss_is_reported(
-    cluster: Cluster, topic: Callable[..., str], tmp_path: Path
+    cluster: Cluster, topic: Callable[..., str], tmp_path: Path, cli: Cli
 ) -> None:
     """Half of the readings are sent in each of two runs; the alerts must be those of a single run.
 
@@ -170,9 +175,9 @@ def test_open_records_survive_a_restart_or_their_loss_is_reported(
     state = f"{names[1]}-{names[1]}-state"
     admin.delete_topics([state])
     admin.close()
-    refused = run("deformer-stream", "consume", *make_options(cluster, names[1], model))
-    assert refused.returncode == 3
-    (line,) = list_error_lines(refused.stderr)
+    refused = cli("consume", *make_options(cluster, names[1], model))
+    assert refused.code == 3
+    (line,) = list_error_lines(refused.err)
     assert state in line
     assert "--lost-state rebuild" in line
     with RunningConsumer(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +16,9 @@ from deformer_stream.incidents.events import FeedbackLabel
 from deformer_stream.incidents.overlay import Overlay
 from deformer_stream.runtime.incident_memory import MemoryIncidentLog
 from tests.incidents.examples import make_incident, make_incidents
-from tests.integration.programs import run, wait_until
+from tests.integration.programs import wait_until
+
+Cli = Callable[..., SimpleNamespace]
 
 INCIDENT = make_incident(0, device="pump-7")
 
@@ -57,14 +60,14 @@ def read_labels(kafka: SimpleNamespace, topic: str) -> list[FeedbackLabel]:
 
 
 @pytest.mark.kafka
-def test_labels_are_stored(kafka: SimpleNamespace, topic: str) -> None:
+def test_labels_are_stored(kafka: SimpleNamespace, topic: str, cli: Cli) -> None:
     options = ["--topic", topic, "--bootstrap-servers", kafka.bootstrap]
     words = ["--name", "leak", "--note", "seal", "--by", "ada"]
-    result = run("deformer-stream", "feedback", INCIDENT.id[:8], "true", *options, *words)
-    assert (result.returncode, result.stdout) == (
+    result = cli("feedback", INCIDENT.id[:8], "true", *options, *words)
+    assert (result.code, result.out) == (
         0,
         f"{INCIDENT.id} pump-7: the readings are improbable: true\n",
-    ), result.stderr
+    ), result.err
     (label,) = read_labels(kafka, topic)
     assert (label.incident, label.label, label.name, label.note, label.by) == (
         INCIDENT.id,
@@ -74,17 +77,17 @@ def test_labels_are_stored(kafka: SimpleNamespace, topic: str) -> None:
         "ada",
     )
     record = ["--record", "pump-7@2020-03-09T10:34:30Z"]
-    result = run("deformer-stream", "feedback", "false-alarm", *options, *record)
-    assert result.stdout == "record pump-7@2020-03-09T10:34:30Z: false-alarm\n", result.stderr
+    result = cli("feedback", "false-alarm", *options, *record)
+    assert result.out == "record pump-7@2020-03-09T10:34:30Z: false-alarm\n", result.err
     assert [(one.record, one.label) for one in read_labels(kafka, topic)][1:] == [(record[1], "false-alarm")]
-    result = run("deformer-stream", "feedback", INCIDENT.id[:8], "true", *options, *record)
-    assert (result.returncode, "--record needs one of" in result.stderr) == (2, True)
+    result = cli("feedback", INCIDENT.id[:8], "true", *options, *record)
+    assert (result.code, "--record needs one of" in result.err) == (2, True)
     window = ["--maintenance", "pump-7", "--from", "2020-03-09T10:00:00Z", "--to", "2020-03-09T13:00:00+01:00"]
-    result = run("deformer-stream", "feedback", *options, *window)
-    assert result.stdout == "pump-7: maintenance from 2020-03-09T10:00:00Z to 2020-03-09T12:00:00Z\n", result.stderr
+    result = cli("feedback", *options, *window)
+    assert result.out == "pump-7: maintenance from 2020-03-09T10:00:00Z to 2020-03-09T12:00:00Z\n", result.err
     overlay = Overlay(read_labels(kafka, topic))
     assert overlay.is_under_maintenance(INCIDENT.device, INCIDENT.opened)
-    assert run("deformer-stream", "feedback", "cleared", *options, *window).returncode == 0
+    assert cli("feedback", "cleared", *options, *window).code == 0
     assert not Overlay(read_labels(kafka, topic)).is_under_maintenance(INCIDENT.device, INCIDENT.opened)
 
 
@@ -113,7 +116,7 @@ def test_labels_are_stored(kafka: SimpleNamespace, topic: str) -> None:
         ([INCIDENT.id, "true", "--incidents-topic", "missing"], 4, "does not exist"),
     ],
 )
-def test_mistakes(kafka: SimpleNamespace, topic: str, words: list[str], code: int, message: str) -> None:
-    result = run("deformer-stream", "feedback", "--topic", topic, "--bootstrap-servers", kafka.bootstrap, *words)
-    assert (result.returncode, message in result.stderr) == (code, True), result.stderr
-    assert len(result.stderr.splitlines()) == 1
+def test_mistakes(kafka: SimpleNamespace, topic: str, words: list[str], code: int, message: str, cli: Cli) -> None:
+    result = cli("feedback", "--topic", topic, "--bootstrap-servers", kafka.bootstrap, *words)
+    assert (result.code, message in result.err) == (code, True), result.err
+    assert len(result.err.splitlines()) == 1

@@ -14,16 +14,19 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from confluent_kafka import Producer
 
 from tests.chaos.run import list_differences
-from tests.integration.programs import Cluster, consume_with_kills, run_successfully
+from tests.integration.programs import Cluster, consume_with_kills
 from tests.models import SCHEMA, draw_rows
 
 pytestmark = [pytest.mark.kafka, pytest.mark.usefixtures("client_library")]
+
+Cli = Callable[..., SimpleNamespace]
 
 COMPRESSIONS = ("none", "gzip", "snappy", "lz4", "zstd")
 ENDS = ("without a transaction", "committed", "aborted")
@@ -99,7 +102,7 @@ def read_alerts(lines: list[bytes]) -> dict[str, dict[str, Any]]:
 
 
 def test_each_message_of_a_foreign_producer_has_its_effects_once(
-    cluster: Cluster, topic: Callable[..., str], model_dir: Path, tmp_path: Path
+    cluster: Cluster, topic: Callable[..., str], model_dir: Path, tmp_path: Path, cli: Cli
 ) -> None:
     """Alerts equal those of a replay to the last bit, and each rejected message is one dead letter."""
     name, messages = topic(2), make_messages()
@@ -116,7 +119,8 @@ def test_each_message_of_a_foreign_producer_has_its_effects_once(
     is_reading = [message.value is not None and message.value.startswith(b"{") for message in committed]
     events = [message.value + b"\n" for message, is_one in zip(committed, is_reading, strict=True) if is_one]
     (tmp_path / "events.jsonl").write_bytes(b"".join(events))
-    run_successfully("deformer-stream", "replay", tmp_path / "events.jsonl", *words, "--alerts", tmp_path / "alerts")
+    ended = cli("replay", tmp_path / "events.jsonl", *words, "--alerts", tmp_path / "alerts")
+    assert ended.code == 0, ended.err
     expected = read_alerts((tmp_path / "alerts").read_bytes().splitlines())
     assert len(expected) > 100
     found = read_alerts([message.value for message in cluster.read_topic(f"{name}-alerts")])

@@ -7,8 +7,6 @@ interleaved as they arrive.
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -30,6 +28,8 @@ from deformer_stream.runtime.pipeline import Pipeline
 from deformer_stream.runtime.timing import EventClock
 from deformer_stream.testing import MemorySink, MemorySource
 from tests.effort import IS_LONG
+from trainer.job import train
+from trainer.settings import TrainConfig
 
 ALPHA = 0.01
 NUM_TRAINING, NUM_CALIBRATION, NUM_HELD_OUT = 1_000, 5_000, 10_000 if IS_LONG else 4_000
@@ -42,8 +42,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the directory of a model that is trained on simulated normal records."""
     folder = tmp_path_factory.mktemp("guarantee")
     pq.write_table(simulate(NUM_TRAINING, seed=1).select_normal_records(), folder / "normal.parquet")
-    command = [sys.executable, "-m", "trainer.cli", str(folder / "normal.parquet"), "--out", str(folder / "model")]
-    subprocess.run([*command, "--preset", "tiny", "--epochs", "1", "--seed", "0"], check=True)
+    train([folder / "normal.parquet"], TrainConfig(out=folder / "model", preset="tiny", epochs=1, seed=0))
     return folder / "model"
 
 

@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,10 +25,12 @@ from tests.connectors.raw_batches import (
     encode_record,
     send_batch,
 )
-from tests.integration.programs import Cluster, RunningConsumer, run
+from tests.integration.programs import Cluster, RunningConsumer
 from tests.models import SCHEMA
 
 pytestmark = [pytest.mark.kafka, pytest.mark.usefixtures("client_library")]
+
+Cli = Callable[..., SimpleNamespace]
 MIB = 2**20
 VALUES: dict[str, Any] = {"temperature": 20, "pressure": 1, "vibration": 0, "state": "run", "valve": True, "load": 50}
 
@@ -145,7 +148,7 @@ def test_repeated_readings_and_many_record_ids(
 
 
 def test_refused_messages_are_sent_again(
-    cluster: Cluster, topic: Callable[..., str], model_dir: Path, tmp_path: Path
+    cluster: Cluster, topic: Callable[..., str], model_dir: Path, tmp_path: Path, cli: Cli
 ) -> None:
     """Readings with another field name are rejected, listed, and scored by a consumer of another topic."""
     name, repaired = topic(2), topic(2)
@@ -157,14 +160,14 @@ def test_refused_messages_are_sent_again(
         consumer.wait_for(cluster.is_consumed(name, name), "the messages")
         assert consumer.stop()["rejected"] == {"missing_field": 10, "not_json": 1}
     brokers = ["--topic", name, "--bootstrap-servers", cluster.bootstrap]
-    listed = run("deformer-stream", "dead-letters", "list", *brokers).stdout.splitlines()
+    listed = cli("dead-letters", "list", *brokers).out.splitlines()
     assert [line.split()[:2] for line in listed[1:]] == [["10", "missing_field"], ["1", "not_json"]]
-    shown = run("deformer-stream", "dead-letters", "show", "--reason", "not_json", *brokers).stdout
+    shown = cli("dead-letters", "show", "--reason", "not_json", *brokers).out
     assert json.loads(shown)["value"] == "nonsense"
-    replay = ["deformer-stream", "dead-letters", "replay", "--reason", "missing_field", "--to", repaired, *brokers]
-    assert run(*replay, "--dry-run").stdout == "10 messages would be sent again\n"
+    replay = ["dead-letters", "replay", "--reason", "missing_field", "--to", repaired, *brokers]
+    assert cli(*replay, "--dry-run").out == "10 messages would be sent again\n"
     assert cluster.read_topic(repaired) == []
-    assert run(*replay).stdout == "10 messages were sent again\n"
+    assert cli(*replay).out == "10 messages were sent again\n"
     assert sum(cluster.read_end_offsets(repaired).values()) == 10
     options = make_options(cluster, repaired, model_dir, "--feature-field", "sensor")
     with RunningConsumer(tmp_path / "second.log", *options) as consumer:

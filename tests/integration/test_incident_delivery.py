@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,10 +19,12 @@ from tests.connectors.alertmanager import list_statuses, run_alertmanager
 from tests.connectors.receiving_server import Answer, ReceivingServer
 from tests.incidents.evidence_logs import make_log
 from tests.incidents.examples import make_incident, make_incidents
-from tests.integration.programs import Cluster, RunningConsumer, run
+from tests.integration.programs import Cluster, RunningConsumer
 from tests.models import write_model
 
 pytestmark = pytest.mark.kafka
+
+Cli = Callable[..., SimpleNamespace]
 
 NUM_KILLS = 4
 
@@ -187,7 +189,7 @@ def test_a_receiver_that_hangs_changes_no_incident(
     assert len(values["none"]) > 6
 
 
-def test_mistakes(kafka: SimpleNamespace, topic: str) -> None:
+def test_mistakes(kafka: SimpleNamespace, topic: str, cli: Cli) -> None:
     options = [
         "--topic",
         topic,
@@ -195,9 +197,9 @@ def test_mistakes(kafka: SimpleNamespace, topic: str) -> None:
         kafka.bootstrap,
         "--deliver-only",
     ]
-    result = run("deformer-stream", "incidents", *options)
-    assert (result.returncode, "name one" in result.stderr) == (2, True)
-    result = run("deformer-stream", "incidents", *options, "--webhook", "ftp://a/s3cret")
-    assert (result.returncode, "s3cret" in result.stderr) == (2, False)
-    result = run("deformer-stream", "incidents", *options, "--incidents-topic", "missing", "--webhook", "http://a/")
-    assert (result.returncode, "does not exist" in result.stderr) == (4, True)
+    result = cli("incidents", *options)
+    assert (result.code, "name one" in result.err) == (2, True)
+    result = cli("incidents", *options, "--webhook", "ftp://a/s3cret")
+    assert (result.code, "s3cret" in result.err) == (2, False)
+    result = cli("incidents", *options, "--incidents-topic", "missing", "--webhook", "http://a/")
+    assert (result.code, "does not exist" in result.err) == (4, True)

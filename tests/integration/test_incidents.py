@@ -24,9 +24,10 @@ from deformer_stream.codec.encode_evidence import decode_evidence, encode_eviden
 from deformer_stream.codec.encode_incidents import decode_incident
 from deformer_stream.incidents.events import Incident
 from tests.chaos.incidents import run_kills
+from tests.commands import RunCommand
 from tests.incidents.evidence_logs import make_log
 from tests.integration.incident_events import NUM_RECORDS, RULE, group_by_id, make_events
-from tests.integration.programs import Cluster, RunningConsumer, consume_with_kills, run, run_successfully
+from tests.integration.programs import Cluster, RunningConsumer, consume_with_kills
 from tests.model_folders import draw_messages, encode, name_type, write_folder, write_type
 
 pytestmark = pytest.mark.kafka
@@ -37,7 +38,7 @@ LARGE_BUDGET = ("--incident-budget", "70 per d", "--records-per-day", "100", "--
 
 @pytest.mark.parametrize("num_partitions", [1, 3])
 def test_events_become_the_incidents_of_a_replay(
-    cluster: Cluster, topic: Callable[..., str], model_dir: Path, tmp_path: Path, num_partitions: int
+    cluster: Cluster, topic: Callable[..., str], model_dir: Path, tmp_path: Path, num_partitions: int, cli: RunCommand
 ) -> None:
     """Live, from the log of evidence and from the events themselves, the incidents are the same."""
     name, events = topic(num_partitions), make_events()
@@ -65,9 +66,8 @@ def test_events_become_the_incidents_of_a_replay(
     (tmp_path / "events.jsonl").write_bytes(b"".join(value + b"\n" for _, value, _ in events))
     for log, alpha in (("evidence.jsonl", ()), ("events.jsonl", ("--alpha", "0.3"))):
         found = tmp_path / f"incidents-of-{log}"
-        run_successfully(
-            "deformer-stream", "replay", tmp_path / log, "--model", model_dir, "--incidents", found, *RULE, *alpha
-        )
+        ended = cli("replay", tmp_path / log, "--model", model_dir, "--incidents", found, *RULE, *alpha)
+        assert ended.code == 0, ended.err
         offline = group_by_id([decode_incident(line) for line in found.read_bytes().splitlines()])
         # The records that wait for earlier ones at the end are handled offline only.
         assert {key: messages[: len(live[key])] for key, messages in offline.items() if key in live} == live, log
@@ -84,7 +84,7 @@ def read_rows(messages: list[Any]) -> Counter[tuple[str, int, float, bool]]:
 
 
 def test_killed_consumers_write_each_row_of_evidence_once(
-    cluster: Cluster, topic: Callable[..., str], model_dir: Path, tmp_path: Path
+    cluster: Cluster, topic: Callable[..., str], model_dir: Path, tmp_path: Path, cli: RunCommand
 ) -> None:
     """Records are open over the kills, so their times come from snapshots and from readings that are read again."""
     name = topic(2)
@@ -107,7 +107,8 @@ def test_killed_consumers_write_each_row_of_evidence_once(
     found = read_rows([message.value for message in cluster.read_topic(f"{name}-evidence")])
     (tmp_path / "events.jsonl").write_bytes(b"".join(value + b"\n" for _, value, _ in events))
     words = ("--model", model_dir, "--alpha", "0.3", "--evidence", tmp_path / "evidence.jsonl", "--explanations", "off")
-    run_successfully("deformer-stream", "replay", tmp_path / "events.jsonl", *words)
+    ended = cli("replay", tmp_path / "events.jsonl", *words)
+    assert ended.code == 0, ended.err
     expected = read_rows((tmp_path / "evidence.jsonl").read_bytes().splitlines())
     assert len(expected) == NUM_RECORDS
     # Records with a missing feature stay open until a time-out; at the end of a file they are closed.
@@ -139,7 +140,7 @@ def test_killed_processes_change_no_incident_of_several_models(kafka: SimpleName
 
 
 def test_events_of_two_models_become_the_incidents_of_a_replay(
-    cluster: Cluster, topic: Callable[..., str], tmp_path: Path
+    cluster: Cluster, topic: Callable[..., str], tmp_path: Path, cli: RunCommand
 ) -> None:
     """`consume --models` names the model in the evidence. A model is replaced while both programs run."""
     folder = write_folder(tmp_path / "models", 2)
@@ -184,7 +185,8 @@ def test_events_of_two_models_become_the_incidents_of_a_replay(
     own = [replace(batch, model_name="") for batch in evidence if batch.model_name == name_type(0)]
     (tmp_path / "evidence.jsonl").write_bytes(b"".join(encode_evidence(batch) + b"\n" for batch in own))
     words = ("--model", folder / "model-0", "--incidents", tmp_path / "incidents.jsonl", *LARGE_BUDGET)
-    run_successfully("deformer-stream", "replay", tmp_path / "evidence.jsonl", *words)
+    ended = cli("replay", tmp_path / "evidence.jsonl", *words)
+    assert ended.code == 0, ended.err
     offline = group_by_id([decode_incident(line) for line in (tmp_path / "incidents.jsonl").read_bytes().splitlines()])
     of_first = {id_: messages for id_, messages in live.items() if messages[0].model_name == name_type(0)}
     assert of_first
@@ -256,11 +258,11 @@ def test_another_option_leaves_no_incident_open_that_nothing_updates(
         assert bool(process.list_log_events("incidents_reconciled")) == (fleet == "off")
 
 
-def test_missing_evidence_names_the_flag_of_consume(kafka: SimpleNamespace, model_dir: Path) -> None:
+def test_missing_evidence_names_the_flag_of_consume(kafka: SimpleNamespace, model_dir: Path, cli: RunCommand) -> None:
     options = ["--topic", f"none-{uuid.uuid4().hex[:8]}", "--model", model_dir, "--records-per-day", "100"]
-    result = run("deformer-stream", "incidents", *options, "--bootstrap-servers", kafka.bootstrap)
-    assert result.returncode == 4
-    assert "consume --evidence on" in result.stderr
+    result = cli("incidents", *options, "--bootstrap-servers", kafka.bootstrap)
+    assert result.code == 4
+    assert "consume --evidence on" in result.err
 
 
 def test_incidents_need_no_torch(model_dir: Path) -> None:

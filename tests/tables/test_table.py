@@ -15,6 +15,7 @@ import pytest
 
 from deformer_stream.errors import InputError
 from deformer_stream.settings import ProduceSettings, load_settings
+from deformer_stream.tables import csv_rows
 from deformer_stream.tables.csv_dialect import CsvOptions
 from deformer_stream.tables.csv_rows import BLOCK_BYTES, BadRow
 from deformer_stream.tables.table import CellForm, Table, TableOptions, describe_bad_rows
@@ -262,16 +263,20 @@ def test_malformed_rows_that_are_not_utf_8_are_left_out_as_well(tmp_path: Path) 
     assert lines == [(num_rows + 2, "\ufffd"), (num_rows + 4, '"\ufffd,\ufffd",1,2')]
 
 
-def test_malformed_rows_are_reported_before_the_rows_of_later_blocks(tmp_path: Path) -> None:
-    num_rows = BLOCK_BYTES // 4 + 10
-    path = write_csv(tmp_path / "t.csv", "a,b\n1,2\n" + "3\n" * BLOCK_BYTES + "1,2\n" * num_rows + "3\n")
+def test_malformed_rows_are_reported_before_the_rows_of_later_blocks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    block_bytes = 1 << 16  # a row takes time, and this file has more malformed rows than bytes of a block
+    monkeypatch.setattr(csv_rows, "BLOCK_BYTES", block_bytes)
+    num_rows = block_bytes // 4 + 10
+    path = write_csv(tmp_path / "t.csv", "a,b\n1,2\n" + "3\n" * block_bytes + "1,2\n" * num_rows + "3\n")
     table, found, counts = Table.open(path), list[BadRow](), []
     for batch in table.iterate_batches(["a"], 1 << 20, on_bad_row=found.append):
         counts.append((batch.num_rows, len(found)))
-    assert len(found) == table.bad_rows.num_rows == BLOCK_BYTES + 1
+    assert len(found) == table.bad_rows.num_rows == block_bytes + 1
     assert sum(count for count, _ in counts) == num_rows + 1
     assert any(count == 0 for count, _ in counts), "a block of malformed rows gives a batch, to bound the memory"
-    assert counts[0][1] < BLOCK_BYTES
+    assert counts[0][1] < block_bytes
     assert all(batch.num_rows for batch in table.iterate_batches(["a"], 1 << 20))
 
 

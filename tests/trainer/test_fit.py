@@ -215,7 +215,7 @@ def test_held_out_nll_approaches_the_entropy_of_a_gaussian(tmp_path: Path) -> No
     data = prepared(tmp_path, {f"x{i}": column for i, column in enumerate(x.T)})
     config = ModelConfig(d_model=32, layers=2, heads=2, feedforward=64, mixtures=4, hidden=(32,))
     torch.manual_seed(0)
-    recipe = Recipe(batch=128, learning_rate=5e-3, epochs=12)
+    recipe = Recipe(batch=128, learning_rate=5e-3, epochs=6)
     fitted = TrainingRun(data, DEformer(data.schema, config), recipe, 0, tmp_path, TimeBudget(), {}).run()
     nll = evaluate_held_out(fitted.model, data, data.select_rows(Split.CALIBRATION), 4, 1).mean_nll
     truth = entropy(covariance, np.array([f.scale for f in data.schema.features]))
