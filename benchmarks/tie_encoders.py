@@ -30,7 +30,7 @@ import argparse
 import json
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -96,7 +96,7 @@ NAMES: dict[Encoding, str] = {
 """The name in the report, by encoding of the readings of a group."""
 
 BASELINE = "four orders"
-BATCH_SIZE = 256
+BATCH_SIZE = 64
 NUM_TIMED_RECORDS, NUM_TIMED_ROUNDS = 256, 5
 
 ScoreRecords = Callable[[Tensor, Tensor], Scores]
@@ -124,6 +124,26 @@ class TieCase:
             table.data, table.folder / "anomalies" / "rows.parquet", table.folder / "anomalies"
         )
 
+    def create_model(self, encoding: Encoding | None, has_prior: bool) -> DEformer:
+        """Return an untrained network.
+
+        Args:
+            encoding: How the readings of a group are encoded; None for the product's network.
+            has_prior: Whether the network has the Gaussian prior.
+        """
+        table = self.table
+        priors = table.priors if has_prior else None
+        config = replace(model_config(table.make_config({})), gaussians=priors.num_components if priors else 0)
+        torch.manual_seed(table.seed)  # all networks begin with the same weights, but for those of the encoder
+        model = (
+            DEformer(table.data.schema, config)
+            if encoding is None
+            else TieGroupDEformer(table.data.schema, config, self.group_size, encoding)
+        )
+        if priors is not None:
+            model.gaussians = priors.full
+        return model
+
     def train(self, encoding: Encoding | None, has_prior: bool, num_readings: int) -> tuple[DEformer, dict[str, Any]]:
         """Return a trained network, and the number and the processor seconds of its training steps.
 
@@ -133,27 +153,19 @@ class TieCase:
             num_readings: Number of readings after which training ends.
         """
         table, data = self.table, self.table.data
-        config = table.make_config({})
         num_rows = len(data.select_rows(Split.TRAIN))
         epochs = max(1, round(num_readings / len(data.schema) / num_rows))
-        recipe = replace(choose_recipe(config, num_rows), epochs=epochs)
+        recipe = replace(choose_recipe(table.make_config({}), num_rows), epochs=epochs)
         priors = table.priors if has_prior else None
-        network_config = replace(model_config(config), gaussians=priors.num_components if priors else 0)
-        torch.manual_seed(table.seed)  # all networks begin with the same weights, but for those of the encoder
-        model = (
-            DEformer(data.schema, network_config)
-            if encoding is None
-            else TieGroupDEformer(data.schema, network_config, self.group_size, encoding)
-        )
-        if priors is not None:
-            model.gaussians = priors.full
+        model = self.create_model(encoding, has_prior)
         examples = TieGroupExamples(data, recipe, None if encoding is None else self.group_size, priors)
+        examples.num_orders = 1
         training = TrainingRun(examples, model, recipe, table.seed, table.folder, TimeBudget(None), {}, priors)
         start = time.process_time()
         result = training.run()
         seconds = round(time.process_time() - start, 1)
         num_parameters = sum(parameter.numel() for parameter in model.parameters())
-        return result.model.eval(), {"steps": result.steps, "seconds": seconds, "parameters": num_parameters}
+        return result.model, {"steps": result.steps, "training_seconds": seconds, "parameters": num_parameters}
 
     def draw_orders(self, num_records: int, part: int) -> Tensor:
         """Return the random orders in which the features of records arrive, (N, F)."""
@@ -228,21 +240,23 @@ def score_canonical_order(model: DEformer, features: Tensor, values: Tensor, gro
     return score(model, features.gather(1, order), values.gather(1, order))
 
 
-def train_methods(
-    case: TieCase, encodings: list[Encoding], has_prior: bool, num_readings: int
-) -> dict[str, tuple[ScoreRecords, dict[str, Any]]]:
-    """Return all methods, and the figures of their training, by name."""
-    model, training = case.train(None, has_prior, num_readings)
+def make_methods(model: DEformer, encoding: Encoding | None, case: TieCase) -> dict[str, ScoreRecords]:
+    """Return the methods that score with a network, by name.
+
+    Args:
+        model: The network.
+        encoding: How its readings of a group are encoded; None for the product's network.
+        case: The table.
+    """
+    model.eval()
+    if encoding is not None:
+        return {NAMES[encoding]: partial(score, model)}
     size, seed = case.group_size, case.table.seed
-    methods: dict[str, tuple[ScoreRecords, dict[str, Any]]] = {
-        "one random order": (partial(score, model), training),
-        "canonical order": (partial(score_canonical_order, model, group_size=size), training),
-        "four orders": (partial(score_in_orders, model, group_size=size, seed=seed), training),
+    return {
+        "one random order": partial(score, model),
+        "canonical order": partial(score_canonical_order, model, group_size=size),
+        BASELINE: partial(score_in_orders, model, group_size=size, seed=seed),
     }
-    for encoding in ("order", *encodings):
-        model, training = case.train(encoding, has_prior, num_readings)
-        methods[NAMES[encoding]] = partial(score, model), training
-    return methods
 
 
 def measure_seconds(methods: dict[str, ScoreRecords], values: Tensor, orders: Tensor) -> dict[str, float]:
@@ -260,25 +274,28 @@ def measure_seconds(methods: dict[str, ScoreRecords], values: Tensor, orders: Te
     return {name: min(times) / values.numel() for name, times in seconds.items()}
 
 
-def measure_case(case: TieCase, encodings: list[Encoding], has_prior: bool, num_readings: int) -> list[dict[str, Any]]:
-    """Train and measure all methods on a table with a seed, and return a JSON line for each."""
-    methods = train_methods(case, encodings, has_prior, num_readings)
+def measure_network(
+    case: TieCase, encoding: Encoding | None, has_prior: bool, num_readings: int
+) -> list[dict[str, Any]]:
+    """Train a network, and return a JSON line for each method that scores with it."""
+    model, training = case.train(encoding, has_prior, num_readings)
+    key = {"table": case.table.name, "seed": case.table.seed, "prior": PRIORS[has_prior]}
+    methods = make_methods(model, encoding, case)
+    return [key | {"method": name} | case.evaluate(method) | training for name, method in methods.items()]
+
+
+def measure_costs(case: TieCase, encodings: Sequence[Encoding | None], has_prior: bool) -> dict[str, Any]:
+    """Return a JSON line with the microseconds that each method takes to score a reading.
+
+    The networks are not trained, because the time does not depend on their weights.
+    """
+    methods: dict[str, ScoreRecords] = {}
+    for encoding in encodings:
+        methods |= make_methods(case.create_model(encoding, has_prior), encoding, case)
     held_out = read_all_rows(case.table.held_out)
-    orders = case.draw_orders(len(held_out), 0)
-    score_by_method = {name: score_records for name, (score_records, _) in methods.items()}
-    seconds = measure_seconds(score_by_method, held_out, orders)
-    return [
-        {
-            "table": case.table.name,
-            "seed": case.table.seed,
-            "prior": PRIORS[has_prior],
-            "method": name,
-            **case.evaluate(score_records),
-            "microseconds": 1e6 * seconds[name],
-            "training": training,
-        }
-        for name, (score_records, training) in methods.items()
-    ]
+    seconds = measure_seconds(methods, held_out, case.draw_orders(len(held_out), 0))
+    microseconds = {name: round(1e6 * value, 2) for name, value in seconds.items()}
+    return {"table": case.table.name, "prior": PRIORS[has_prior], "microseconds": microseconds}
 
 
 def format_report(lines: list[dict[str, Any]], conditions: str) -> str:
@@ -286,13 +303,17 @@ def format_report(lines: list[dict[str, Any]], conditions: str) -> str:
     text = ["# Encoders of tie groups\n", conditions]
     titles = ["table", "method", "−ln p of a reading", "difference", "AUROC", "difference", "AUROC of −ln p"]
     for prior in PRIORS:
-        lines_of_prior = [line for line in lines if line["prior"] == prior]
+        lines_of_prior = [line for line in lines if line["prior"] == prior and "method" in line]
         if not lines_of_prior:
             continue
         text += ["", f"## Prior: {prior}", "", *format_markdown_header([*titles, "µs/reading", "seeds"])]
         for table in dict.fromkeys(line["table"] for line in lines_of_prior):
             lines_of_table = [line for line in lines_of_prior if line["table"] == table]
             baseline = {line["seed"]: line for line in lines_of_table if line["method"] == BASELINE}
+            costs: dict[str, float] = {}
+            for line in lines:
+                if (line["table"], line["prior"]) == (table, prior) and "microseconds" in line:
+                    costs = line["microseconds"]
             for method in dict.fromkeys(line["method"] for line in lines_of_table):
                 runs = [line for line in lines_of_table if line["method"] == method]
                 cells = [table, method]
@@ -304,9 +325,16 @@ def format_report(lines: list[dict[str, Any]], conditions: str) -> str:
                         "" if is_baseline else f"{difference.mean():+.{digits}f} ± {difference.std():.{digits}f}"
                     )
                 cells.append(f"{np.mean([run['auroc_nll'] for run in runs]):.3f}")
-                cells.append(f"{np.mean([run['microseconds'] for run in runs]):.1f}")
+                cells.append(f"{costs[method]:.1f}" if method in costs else "")
                 text.append(format_markdown_row([*cells, str(len(runs))]))
     return "\n".join(text) + "\n"
+
+
+def find_costs(store: ResultStore, table: str, prior: str, networks: Sequence[Encoding | None]) -> bool:
+    """Return whether the costs of all networks have been measured together."""
+    names = {NAMES[encoding] for encoding in networks if encoding}
+    lines = [line for line in store.lines if (line["table"], line["prior"]) == (table, prior)]
+    return any(names <= line["microseconds"].keys() for line in lines if "microseconds" in line)
 
 
 def parse_names(text: str, available: tuple[str, ...], option: str) -> list[str]:
@@ -328,18 +356,23 @@ def run(arguments: argparse.Namespace) -> None:
     priors = parse_names(arguments.priors, PRIORS, "--priors")
     setting = {"readings": arguments.readings, "group_size": arguments.group_size, "machine": describe_machine()}
     store = ResultStore("tie_encoders", setting, arguments.again)
+    networks: list[Encoding | None] = [None, "order", *encodings]
     for seed in parse_seeds(arguments.seeds):
         for name, path in find_sources(arguments.tables).items():
             missing = [
-                prior
+                (prior, encoding)
                 for prior in priors
-                if not all(store.find(table=name, seed=seed, prior=prior, method=NAMES[e]) for e in encodings)
+                for encoding in networks
+                if not store.find(table=name, seed=seed, prior=prior, method=NAMES[encoding] if encoding else BASELINE)
             ]
-            if missing:
+            without_costs = [prior for prior in priors if not find_costs(store, name, prior, networks)]
+            if missing or without_costs:
                 with tempfile.TemporaryDirectory() as folder:
                     case = TieCase(TableCase(name, path, seed, Path(folder)), path, arguments.group_size)
-                    for prior in missing:
-                        for line in measure_case(case, encodings, prior == "Gaussians", arguments.readings):
+                    for prior in without_costs:
+                        print(json.dumps(store.add(measure_costs(case, networks, prior == "Gaussians"))), flush=True)
+                    for prior, encoding in missing:
+                        for line in measure_network(case, encoding, prior == "Gaussians", arguments.readings):
                             print(json.dumps(store.add(line)), flush=True)
     conditions = (
         f"{describe_machine()}, {format_today()}; tie groups of {arguments.group_size} readings, preset tiny, "

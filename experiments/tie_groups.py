@@ -265,29 +265,32 @@ def score(model: DEformer, features: Tensor, values: Tensor) -> Scores:
 
 
 @dataclass(frozen=True, slots=True)
-class OrderedBranches:
-    """Up to K orders of each of the tie groups of a record, as nodes of which each holds a reading.
+class Branches:
+    """Up to K orders of each tie group of a record with L readings, as T nodes of which each holds a reading.
 
-    The first L nodes are the readings in canonical order. A group's other orders are branches: their nodes follow the
+    The first L nodes are the readings in canonical order. Each other order of a group is a branch: its nodes follow the
     canonical readings of earlier groups, and no node outside the branch follows them.
 
     Attributes:
         reading: (T,) position of the reading of each node in the canonical order.
+        order_index: (T,) which order of its group each node belongs to; 0 is the canonical one.
+        place: (T,) position of each node in the record if all groups have that order.
         is_earlier: (T, T) true at [k, j] if node j precedes node k.
-        groups: For each group, (orders, size) the nodes of the group in each order, by position of the reading.
-        orders: (K, L) the canonical order, and K − 1 others; groups with fewer orders repeat the canonical one.
-        order_and_place: (2, T) the row of `orders` that contains each node, and its place there.
+        groups: For each group of n readings, (orders, n) its nodes in each order, sorted by their readings.
+        orders: (K, L) the readings of the record if all groups have their order k. Groups with fewer orders have the
+            canonical one.
     """
 
     reading: Tensor
+    order_index: Tensor
+    place: Tensor
     is_earlier: Tensor
     groups: list[Tensor]
     orders: Tensor
-    order_and_place: Tensor
 
 
 @lru_cache(maxsize=16)
-def build_branches(num_readings: int, group_size: int, seed: int) -> OrderedBranches:
+def build_branches(num_readings: int, group_size: int, seed: int) -> Branches:
     """Return the orders of all tie groups, drawn as the engine draws them but the same for all records.
 
     Args:
@@ -295,36 +298,34 @@ def build_branches(num_readings: int, group_size: int, seed: int) -> OrderedBran
         group_size: Number m of readings of a group.
         seed: Seed of the random orders.
     """
-    reading, branch, order_index, place = ([*range(num_readings)], [-1] * num_readings, [0] * num_readings, [])
-    place = [*range(num_readings)]
-    groups, orders_by_group = [], []
-    for start in range(0, num_readings, group_size):
+    canonical = np.arange(num_readings)
+    starts = range(0, num_readings, group_size)
+    orders_by_group = []  # (orders, n) readings of each group
+    for start in starts:
         codes = np.arange(min(group_size, num_readings - start))
-        others = draw_orders(f"{seed} {start}", codes, 0)
-        nodes = [codes + start]
-        for index, other in enumerate(others, 1):
-            first = len(reading)
-            reading += (other + start).tolist()
-            branch += [first] * len(other)
-            order_index += [index] * len(other)
-            place += (codes + start).tolist()
-            nodes.append(first + other.argsort())
-        groups.append(torch.from_numpy(np.stack(nodes)))
-        orders_by_group.append(np.concatenate([codes[None], others]) + start)
+        others = draw_orders(f"{seed} {start}", codes, 0)  # without the canonical one
+        orders_by_group.append(start + np.concatenate([codes[None], others]))
+    # The nodes are numbered order by order, and within each from the first group to the last one that has it.
     num_orders = max(map(len, orders_by_group))
-    # A group with fewer orders is repeated in the first one. The repeated nodes are not used.
-    rows = [np.concatenate([o, np.repeat(o[:1], num_orders - len(o), 0)]) for o in orders_by_group]
-    node_reading, node_branch, node_place = (torch.tensor(numbers) for numbers in (reading, branch, place))
-    group = node_reading // group_size
-    is_past = (node_branch < 0) & (group < group[:, None])
-    is_before = (node_branch == node_branch[:, None]) & (group == group[:, None]) & (node_place < node_place[:, None])
-    return OrderedBranches(
-        node_reading,
-        is_past | is_before,
-        groups,
-        torch.from_numpy(np.concatenate(rows, 1)),
-        torch.stack([torch.tensor(order_index), node_place]),
-    )
+    orders = np.tile(canonical, (num_orders, 1))
+    readings, order_indexes, places = [], [], []
+    for k in range(num_orders):
+        for start, group_orders in zip(starts, orders_by_group, strict=True):
+            if k < len(group_orders):
+                place = np.arange(start, start + group_orders.shape[1])
+                orders[k, place] = group_orders[k]
+                readings.append(group_orders[k])
+                order_indexes.append(np.full(len(place), k))
+                places.append(place)
+    reading, order_index, place = (torch.from_numpy(np.concatenate(x)) for x in (readings, order_indexes, places))
+    group = reading // group_size
+    is_past = (order_index == 0) & (group < group[:, None])
+    is_same_branch = (order_index == order_index[:, None]) & (group == group[:, None])
+    is_earlier = is_past | (is_same_branch & (place < place[:, None]))
+    by_reading = torch.argsort((group * num_orders + order_index) * num_readings + reading)
+    nodes_by_group = torch.split(by_reading, [o.size for o in orders_by_group])
+    groups = [nodes.reshape(o.shape) for nodes, o in zip(nodes_by_group, orders_by_group, strict=True)]
+    return Branches(reading, order_index, place, is_earlier, groups, torch.from_numpy(orders))
 
 
 def score_in_orders(model: DEformer, features: Tensor, values: Tensor, group_size: int, seed: int) -> Scores:
@@ -355,15 +356,15 @@ def score_in_orders(model: DEformer, features: Tensor, values: Tensor, group_siz
 
 
 def _compute_branch_prior(
-    model: DEformer, features: Tensor, values: Tensor, branches: OrderedBranches
+    model: DEformer, features: Tensor, values: Tensor, branches: Branches
 ) -> PriorConditional | None:
     """Return the distributions of all nodes under the Gaussian prior, (N, T); None if the model has none.
 
-    Under a mixture of Gaussians, the distribution of a reading depends on the set of the earlier ones only.
+    Under a mixture of Gaussians, the distribution of a reading depends on the set of the earlier ones, not on their
+    order.
     """
-    by_order = [model.apply_prior(features[:, order], values[:, order]) for order in branches.orders]
-    if any(prior is None for prior in by_order):
+    if model.gaussians is None:
         return None
-    tensors = zip(*(cast(PriorConditional, prior).tensors for prior in by_order), strict=True)
-    order, place = branches.order_and_place
-    return PriorConditional(*(torch.stack(parts, 1)[:, order, place] for parts in tensors))
+    priors = [cast(PriorConditional, model.gaussians(features[:, o], values[:, o])) for o in branches.orders]
+    tensors = zip(*(prior.tensors for prior in priors), strict=True)
+    return PriorConditional(*(torch.stack(parts, 1)[:, branches.order_index, branches.place] for parts in tensors))
