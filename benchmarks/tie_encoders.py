@@ -21,7 +21,7 @@ alert's largest statistic at the ends of groups, and of −ln p; and the process
 one thread. All methods see the same groups and noise. Times are measured in turns within one run; the smallest one
 counts.
 
-Measurements are stored one by one, and an interrupted run continues; use --again after code changes.
+Measurements are stored network by network, and an interrupted run continues; use --again after code changes.
 """
 
 from __future__ import annotations
@@ -320,10 +320,9 @@ def format_report(lines: list[dict[str, Any]], conditions: str) -> str:
                 for key, digits in (("nats", 4), ("auroc", 3)):
                     difference = np.array([run[key] - baseline[run["seed"]][key] for run in runs])
                     cells.append(f"{np.mean([run[key] for run in runs]):.{digits}f}")
-                    is_baseline = method == BASELINE
-                    cells.append(
-                        "" if is_baseline else f"{difference.mean():+.{digits}f} ± {difference.std():.{digits}f}"
-                    )
+                    cell = "" if method == BASELINE else f"{difference.mean():+.{digits}f}"
+                    # A single seed has no deviation.
+                    cells.append(f"{cell} ± {difference.std():.{digits}f}" if cell and len(runs) > 1 else cell)
                 cells.append(f"{np.mean([run['auroc_nll'] for run in runs]):.3f}")
                 cells.append(f"{costs[method]:.1f}" if method in costs else "")
                 text.append(format_markdown_row([*cells, str(len(runs))]))

@@ -95,7 +95,7 @@ class TieGroupDEformer(DEformer):
         super().__init__(schema, replace(config, tokens="pair", memory="values"))
         self.group_size, self.encoding = group_size, encoding
         self.set_encoder = None
-        if encoding not in ("order", "attention"):
+        if encoding != "order" and encoding != "attention":
             self.set_encoder = create_encoder(encoding, config.d_model, config.d_model, config.heads)
 
     def conditionals(
@@ -312,12 +312,14 @@ def build_branches(num_readings: int, group_size: int, seed: int) -> Branches:
     for k in range(num_orders):
         for start, group_orders in zip(starts, orders_by_group, strict=True):
             if k < len(group_orders):
-                place = np.arange(start, start + group_orders.shape[1])
-                orders[k, place] = group_orders[k]
+                group_places = np.arange(start, start + group_orders.shape[1])
+                orders[k, group_places] = group_orders[k]
                 readings.append(group_orders[k])
-                order_indexes.append(np.full(len(place), k))
-                places.append(place)
-    reading, order_index, place = (torch.from_numpy(np.concatenate(x)) for x in (readings, order_indexes, places))
+                order_indexes.append(np.full(len(group_places), k))
+                places.append(group_places)
+    reading, order_index, place = (
+        torch.from_numpy(np.concatenate(parts)) for parts in (readings, order_indexes, places)
+    )
     group = reading // group_size
     is_past = (order_index == 0) & (group < group[:, None])
     is_same_branch = (order_index == order_index[:, None]) & (group == group[:, None])

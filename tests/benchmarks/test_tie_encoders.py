@@ -74,12 +74,14 @@ def test_report_has_differences_from_four_orders() -> None:
         line("four orders", 1, 0.7, 0.9),
         line("attention", 0, 0.6, 0.9),
         line("attention", 1, 0.6, 0.9),
+        line("pooled by mean", 1, 0.6, 0.9),
         {"table": "a", "prior": "none", "microseconds": {"four orders": 40.0, "attention": 12.34}},
     ]
     rows = tie_encoders.format_report(lines, "conditions").splitlines()
-    assert rows[-2] == "| a | four orders | 0.6000 |  | 0.850 |  | 0.750 | 40.0 | 2 |"
+    assert rows[-3] == "| a | four orders | 0.6000 |  | 0.850 |  | 0.750 | 40.0 | 2 |"
     expected = "| a | attention | 0.6000 | +0.0000 ± 0.1000 | 0.900 | +0.050 ± 0.050 | 0.750 | 12.3 | 2 |"
-    assert rows[-1] == expected
+    assert rows[-2] == expected
+    assert rows[-1] == "| a | pooled by mean | 0.6000 | -0.1000 | 0.900 | +0.000 | 0.750 |  | 1 |"
 
 
 def test_an_unknown_encoder_is_refused() -> None:
