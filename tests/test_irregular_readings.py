@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
@@ -27,16 +25,15 @@ from deformer_stream.errors import ConfigError
 from deformer_stream.model.deformer import DEformer
 from deformer_stream.model.windows import Window
 from deformer_stream.testing import MemorySource
+from tests.commands import RunCommand
 from tests.irregular_tables import START, make_long_table, write_irregular_model
 from tests.model.irregular_models import SCHEMA, make_config
 from tests.trainer.irregular import fleet, prepared_irregular
 from trainer.irregular_calibration import score_irregular_records
 
-Cli = Callable[..., SimpleNamespace]
-
 
 @pytest.mark.parametrize("has_windows", [False, True])
-def test_replay_writes_a_score_for_each_accepted_reading(tmp_path: Path, has_windows: bool, cli: Cli) -> None:
+def test_replay_writes_a_score_for_each_accepted_reading(tmp_path: Path, has_windows: bool, cli: RunCommand) -> None:
     model = write_irregular_model(tmp_path / "m", Window(600_000_000, 1) if has_windows else None)
     table = make_long_table(120, "device" if has_windows else "record")
     pq.write_table(table, tmp_path / "in.parquet")
@@ -73,7 +70,7 @@ def test_replay_writes_a_score_for_each_accepted_reading(tmp_path: Path, has_win
         assert reason["attribution"] is not None
 
 
-def test_rows_of_a_wide_table_are_readings_of_one_time(tmp_path: Path, cli: Cli) -> None:
+def test_rows_of_a_wide_table_are_readings_of_one_time(tmp_path: Path, cli: RunCommand) -> None:
     model = write_irregular_model(tmp_path / "m")
     rows = [
         {"record": f"r{i % 2}", "time": float(START + i), "sensor0": 0.1 * i, "sensor1": None if i % 3 else 1.0}
@@ -89,7 +86,7 @@ def test_rows_of_a_wide_table_are_readings_of_one_time(tmp_path: Path, cli: Cli)
     assert (features.count("sensor0"), features.count("sensor1")) == (12, 4)
 
 
-def test_calibrate_makes_a_calibration_from_irregular_readings(tmp_path: Path, cli: Cli) -> None:
+def test_calibrate_makes_a_calibration_from_irregular_readings(tmp_path: Path, cli: RunCommand) -> None:
     model = write_irregular_model(tmp_path / "m")
     pq.write_table(make_long_table(120, "record"), tmp_path / "in.parquet")
     arguments = [
@@ -106,7 +103,9 @@ def test_calibrate_makes_a_calibration_from_irregular_readings(tmp_path: Path, c
     assert len(deformer_stream.load(tmp_path / "new").artifact.calibration.scores) == 3
 
 
-def test_training_replay_calibrate_and_produce_agree_on_a_long_table_with_nulls(tmp_path: Path, cli: Cli) -> None:
+def test_training_replay_calibrate_and_produce_agree_on_a_long_table_with_nulls(
+    tmp_path: Path, cli: RunCommand
+) -> None:
     """A row without a value is no reading, so the later readings of its sensor are scored everywhere."""
     import torch
 
@@ -203,7 +202,7 @@ def test_records_without_times_are_refused(tmp_path: Path) -> None:
     ids=["order", "ties"],
 )
 def test_options_without_meaning_are_refused(
-    tmp_path: Path, command: str, options: list[str], named: str, cli: Cli
+    tmp_path: Path, command: str, options: list[str], named: str, cli: RunCommand
 ) -> None:
     model = write_irregular_model(tmp_path / "m")
     pq.write_table(make_long_table(30, "record"), tmp_path / "in.parquet")
@@ -217,7 +216,7 @@ def test_options_without_meaning_are_refused(
 
 
 @pytest.mark.parametrize("command", ["impute", "sample", "replay"])
-def test_commands_refuse_complete_records(tmp_path: Path, command: str, cli: Cli) -> None:
+def test_commands_refuse_complete_records(tmp_path: Path, command: str, cli: RunCommand) -> None:
     model = write_irregular_model(tmp_path / "m")
     pq.write_table(pa.table({"sensor0": [0.5, None], "sensor1": [1.0, 2.0]}), tmp_path / "wide.parquet")
     inputs = ["--count", "2"] if command == "sample" else [str(tmp_path / "wide.parquet")]

@@ -27,6 +27,7 @@ from deformer_stream.engine.events import RejectionReason, StormNotice
 from deformer_stream.runtime.bridge_metrics import BridgeMetrics, SourceMetrics
 from deformer_stream.runtime.detection_metrics import DetectionMetrics
 from deformer_stream.runtime.metrics import Metrics
+from tests.commands import RunCommand
 from tests.conftest import ROOT
 from tests.first_hours.plant_data import write_historian_csv
 from tests.series import draw_event_series, make_long_table
@@ -176,11 +177,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-Cli = Callable[..., SimpleNamespace]
-
-
 @pytest.fixture
-def run(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> Callable[[list[str], Path], None]:
+def run(cli: RunCommand, monkeypatch: pytest.MonkeyPatch) -> Callable[[list[str], Path], None]:
     """Return a function that runs a command of the documentation in a folder, in this process; it must succeed.
 
     Training for minutes becomes one epoch of the smallest preset.

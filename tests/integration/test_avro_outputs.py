@@ -7,7 +7,6 @@ import threading
 from collections.abc import Callable, Iterator
 from io import BytesIO
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import fastavro
@@ -23,6 +22,7 @@ from deformer_stream.codec.schema_formats import HEADER_BYTES
 from deformer_stream.codec.timestamps import parse_rfc3339
 from deformer_stream.runtime.incident_history import read_existing
 from tests.apicurio import run_apicurio
+from tests.commands import RunCommand
 from tests.integration.incident_events import NUM_RECORDS, RULE, group_by_id, make_events
 from tests.integration.programs import (
     Cluster,
@@ -33,8 +33,6 @@ from tests.integration.programs import (
 from tests.schema_registry import run_registry
 
 pytestmark = pytest.mark.kafka
-
-Cli = Callable[..., SimpleNamespace]
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +70,7 @@ def to_avro_form(document: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_avro_topics_say_what_json_says_and_own_programs_read_them(
-    cluster: Cluster, topic: Callable[..., str], model_dir: Path, tmp_path: Path, apicurio: str, cli: Cli
+    cluster: Cluster, topic: Callable[..., str], model_dir: Path, tmp_path: Path, apicurio: str, cli: RunCommand
 ) -> None:
     name, events = topic(2), make_events()
     kafka = ("--topic", name, "--bootstrap-servers", cluster.bootstrap)
@@ -135,7 +133,7 @@ def test_avro_topics_say_what_json_says_and_own_programs_read_them(
 
 
 def test_killed_consumers_write_each_alert_once(
-    cluster: Cluster, topic: Callable[..., str], model_dir: Path, tmp_path: Path, cli: Cli
+    cluster: Cluster, topic: Callable[..., str], model_dir: Path, tmp_path: Path, cli: RunCommand
 ) -> None:
     """Avro takes the same way through the transaction as JSON."""
     name, events = topic(2), make_events()
@@ -158,7 +156,7 @@ def test_killed_consumers_write_each_alert_once(
 
 
 def test_registry_that_refuses_or_is_away_ends_the_command_at_its_start(
-    cluster: Cluster, topic: Callable[..., str], model_dir: Path, cli: Cli
+    cluster: Cluster, topic: Callable[..., str], model_dir: Path, cli: RunCommand
 ) -> None:
     name = topic(1)
     options = ("--topic", name, "--group", name, "--bootstrap-servers", cluster.bootstrap, "--model", model_dir)

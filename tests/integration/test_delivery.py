@@ -6,7 +6,6 @@ import json
 import signal
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,12 +13,11 @@ from kafka import KafkaAdminClient, KafkaProducer
 
 from connectors.kafka import ensure_topics, produce
 from deformer_stream import model_store
+from tests.commands import RunCommand
 from tests.integration.programs import Cluster, RunningConsumer, list_error_lines, wait_until
 from tests.models import SCHEMA, draw_rows, write_model
 
 pytestmark = [pytest.mark.kafka, pytest.mark.usefixtures("client_library")]
-
-Cli = Callable[..., SimpleNamespace]
 
 
 def make_options(cluster: Cluster, topic: str, model: Path, *more: object) -> list[object]:
@@ -100,7 +98,7 @@ def test_model_that_cannot_be_read_is_not_used(cluster: Cluster, topic: Callable
 
 
 def test_consumer_with_another_model_is_refused(
-    cluster: Cluster, topic: Callable[..., str], tmp_path: Path, cli: Cli
+    cluster: Cluster, topic: Callable[..., str], tmp_path: Path, cli: RunCommand
 ) -> None:
     name = topic(2)
     mine, other = write_model(tmp_path / "mine", seed=0), write_model(tmp_path / "other", seed=1)
@@ -116,7 +114,7 @@ def test_consumer_with_another_model_is_refused(
 
 
 def test_damaged_snapshot_is_reported_and_can_be_ignored(
-    cluster: Cluster, topic: Callable[..., str], tmp_path: Path, cli: Cli
+    cluster: Cluster, topic: Callable[..., str], tmp_path: Path, cli: RunCommand
 ) -> None:
     """The test changes the last snapshot in the state topic, as a user with write permission could."""
     name, model = topic(1), write_model(tmp_path / "model")
@@ -151,7 +149,7 @@ def test_damaged_snapshot_is_reported_and_can_be_ignored(
 
 
 def test_open_records_survive_a_restart_or_their_loss_is_reported(
-    cluster: Cluster, topic: Callable[..., str], tmp_path: Path, cli: Cli
+    cluster: Cluster, topic: Callable[..., str], tmp_path: Path, cli: RunCommand
 ) -> None:
     """Half of the readings are sent in each of two runs; the alerts must be those of a single run.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -15,10 +14,9 @@ from deformer_stream.errors import InputError
 from deformer_stream.incidents.events import FeedbackLabel
 from deformer_stream.incidents.overlay import Overlay
 from deformer_stream.runtime.incident_memory import MemoryIncidentLog
+from tests.commands import RunCommand
 from tests.incidents.examples import make_incident, make_incidents
 from tests.integration.programs import wait_until
-
-Cli = Callable[..., SimpleNamespace]
 
 INCIDENT = make_incident(0, device="pump-7")
 
@@ -60,7 +58,7 @@ def read_labels(kafka: SimpleNamespace, topic: str) -> list[FeedbackLabel]:
 
 
 @pytest.mark.kafka
-def test_labels_are_stored(kafka: SimpleNamespace, topic: str, cli: Cli) -> None:
+def test_labels_are_stored(kafka: SimpleNamespace, topic: str, cli: RunCommand) -> None:
     options = ["--topic", topic, "--bootstrap-servers", kafka.bootstrap]
     words = ["--name", "leak", "--note", "seal", "--by", "ada"]
     result = cli("feedback", INCIDENT.id[:8], "true", *options, *words)
@@ -116,7 +114,9 @@ def test_labels_are_stored(kafka: SimpleNamespace, topic: str, cli: Cli) -> None
         ([INCIDENT.id, "true", "--incidents-topic", "missing"], 4, "does not exist"),
     ],
 )
-def test_mistakes(kafka: SimpleNamespace, topic: str, words: list[str], code: int, message: str, cli: Cli) -> None:
+def test_mistakes(
+    kafka: SimpleNamespace, topic: str, words: list[str], code: int, message: str, cli: RunCommand
+) -> None:
     result = cli("feedback", "--topic", topic, "--bootstrap-servers", kafka.bootstrap, *words)
     assert (result.code, message in result.err) == (code, True), result.err
     assert len(result.err.splitlines()) == 1

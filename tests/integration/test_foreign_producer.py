@@ -14,19 +14,18 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from confluent_kafka import Producer
 
 from tests.chaos.run import list_differences
+from tests.commands import RunCommand
 from tests.integration.programs import Cluster, consume_with_kills
 from tests.models import SCHEMA, draw_rows
 
 pytestmark = [pytest.mark.kafka, pytest.mark.usefixtures("client_library")]
 
-Cli = Callable[..., SimpleNamespace]
 
 COMPRESSIONS = ("none", "gzip", "snappy", "lz4", "zstd")
 ENDS = ("without a transaction", "committed", "aborted")
@@ -102,7 +101,7 @@ def read_alerts(lines: list[bytes]) -> dict[str, dict[str, Any]]:
 
 
 def test_each_message_of_a_foreign_producer_has_its_effects_once(
-    cluster: Cluster, topic: Callable[..., str], model_dir: Path, tmp_path: Path, cli: Cli
+    cluster: Cluster, topic: Callable[..., str], model_dir: Path, tmp_path: Path, cli: RunCommand
 ) -> None:
     """Alerts equal those of a replay to the last bit, and each rejected message is one dead letter."""
     name, messages = topic(2), make_messages()

@@ -13,12 +13,12 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from connectors.kafka import ensure_topics, produce
+from tests.commands import RunCommand
 from tests.connectors.raw_batches import (
     GZIP,
     encode_batch,
@@ -30,7 +30,6 @@ from tests.models import SCHEMA
 
 pytestmark = [pytest.mark.kafka, pytest.mark.usefixtures("client_library")]
 
-Cli = Callable[..., SimpleNamespace]
 MIB = 2**20
 VALUES: dict[str, Any] = {"temperature": 20, "pressure": 1, "vibration": 0, "state": "run", "valve": True, "load": 50}
 
@@ -148,7 +147,7 @@ def test_repeated_readings_and_many_record_ids(
 
 
 def test_refused_messages_are_sent_again(
-    cluster: Cluster, topic: Callable[..., str], model_dir: Path, tmp_path: Path, cli: Cli
+    cluster: Cluster, topic: Callable[..., str], model_dir: Path, tmp_path: Path, cli: RunCommand
 ) -> None:
     """Readings with another field name are rejected, listed, and scored by a consumer of another topic."""
     name, repaired = topic(2), topic(2)

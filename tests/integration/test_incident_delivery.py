@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +15,7 @@ from deformer_stream import model_store
 from deformer_stream.codec.encode_evidence import encode_evidence
 from deformer_stream.codec.encode_incidents import decode_incident, encode_incident
 from deformer_stream.incidents.events import Incident
+from tests.commands import RunCommand
 from tests.connectors.alertmanager import list_statuses, run_alertmanager
 from tests.connectors.receiving_server import Answer, ReceivingServer
 from tests.incidents.evidence_logs import make_log
@@ -24,7 +25,6 @@ from tests.models import write_model
 
 pytestmark = pytest.mark.kafka
 
-Cli = Callable[..., SimpleNamespace]
 
 NUM_KILLS = 4
 
@@ -189,7 +189,7 @@ def test_a_receiver_that_hangs_changes_no_incident(
     assert len(values["none"]) > 6
 
 
-def test_mistakes(kafka: SimpleNamespace, topic: str, cli: Cli) -> None:
+def test_mistakes(kafka: SimpleNamespace, topic: str, cli: RunCommand) -> None:
     options = [
         "--topic",
         topic,

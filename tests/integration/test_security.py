@@ -10,12 +10,12 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from kafka import KafkaConsumer, TopicPartition
 
+from tests.commands import RunCommand
 from tests.conftest import get_client_library
 from tests.integration.programs import RunningConsumer, list_error_lines, run
 from tests.integration.secured_broker import (
@@ -29,8 +29,6 @@ from tests.integration.secured_broker import (
 )
 
 pytestmark = [pytest.mark.kafka, pytest.mark.both_clients, pytest.mark.usefixtures("client_library")]
-
-Cli = Callable[..., SimpleNamespace]
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +119,7 @@ def read_alerts(server: SecuredBroker, topic: str, consumer: RunningConsumer) ->
     return found
 
 
-def get_refusal(cli: Cli, code: int, command: str, *words: object) -> str:
+def get_refusal(cli: RunCommand, code: int, command: str, *words: object) -> str:
     """Return the only error line of a command that must end with an exit code within a minute."""
     began = time.monotonic()
     ended = cli(command, *words)
@@ -142,7 +140,7 @@ def get_refusal(cli: Cli, code: int, command: str, *words: object) -> str:
     ],
 )
 def test_wrong_login_is_refused(
-    listener: str, mechanism: str, name: str, server: SecuredBroker, table: Path, cli: Cli
+    listener: str, mechanism: str, name: str, server: SecuredBroker, table: Path, cli: RunCommand
 ) -> None:
     words = [*server.address_options(listener), *server.login_options(name, mechanism, server.wrong)]
     line = get_refusal(cli, 2, "produce", table, "--topic", SHARED_NAME, *words)
@@ -251,7 +249,7 @@ TLS_REFUSALS: dict[str, tuple[Callable[[SecuredBroker], Arguments], str]] = {
 
 
 @pytest.mark.parametrize("case", TLS_REFUSALS)
-def test_wrong_security_setting_is_refused(case: str, server: SecuredBroker, table: Path, cli: Cli) -> None:
+def test_wrong_security_setting_is_refused(case: str, server: SecuredBroker, table: Path, cli: RunCommand) -> None:
     words, expected = TLS_REFUSALS[case]
     # A broker that does not respond without a login may also be starting, so the command may be repeated.
     code = 4 if case == "login missing" else 2
@@ -270,7 +268,9 @@ def test_wrong_security_setting_is_refused(case: str, server: SecuredBroker, tab
         ("no-transactions", "this user is not authorized: grant the permission"),
     ],
 )
-def test_missing_permission_is_named(user: str, message: str, server: SecuredBroker, model_dir: Path, cli: Cli) -> None:
+def test_missing_permission_is_named(
+    user: str, message: str, server: SecuredBroker, model_dir: Path, cli: RunCommand
+) -> None:
     words = [
         *server.address_options("LOGIN"),
         *server.login_options(user),
@@ -285,12 +285,12 @@ def test_missing_permission_is_named(user: str, message: str, server: SecuredBro
     assert message.format(server.broker.address_by_listener["LOGIN"]) in line
 
 
-def test_missing_permission_to_write_is_named(server: SecuredBroker, table: Path, cli: Cli) -> None:
+def test_missing_permission_to_write_is_named(server: SecuredBroker, table: Path, cli: RunCommand) -> None:
     words = [*server.address_options("LOGIN"), *server.login_options("no-writing")]
     assert "grant the permission WRITE" in get_refusal(cli, 2, "produce", table, "--topic", SHARED_NAME, *words)
 
 
-def test_missing_permission_to_create_a_topic_is_named(server: SecuredBroker, table: Path, cli: Cli) -> None:
+def test_missing_permission_to_create_a_topic_is_named(server: SecuredBroker, table: Path, cli: RunCommand) -> None:
     line = get_refusal(
         cli, 2, "produce", table, "--topic", "another", *server.address_options("LOGIN"), *server.login_options()
     )
@@ -310,7 +310,7 @@ PASSWORD_SOURCES: dict[str, Callable[[SecuredBroker], Arguments]] = {
 
 @pytest.mark.parametrize("source", PASSWORD_SOURCES)
 def test_refused_login_does_not_reveal_the_password(
-    source: str, server: SecuredBroker, table: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+    source: str, server: SecuredBroker, table: Path, cli: RunCommand, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if source == "environment":
         monkeypatch.setenv("DEFORMER_SASL_PASSWORD", WRONG_PASSWORD)
