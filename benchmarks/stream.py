@@ -163,6 +163,11 @@ def main(words: list[str] | None = None) -> None:
         "--evidence-rate", type=int, default=10_000, help="Events per second of the latency of evidence."
     )
     parser.add_argument("--rounds", type=int, default=4, help="Rounds of evidence, registry and models.")
+    parser.add_argument(
+        "--outputs",
+        default="json,avro",
+        help="Formats of the outputs of registry, with commas; avro measures outputs as Avro against JSON only.",
+    )
     parser.add_argument("--records", type=int, default=1_000_000, help="Open records of memory.")
     parser.add_argument(
         "--threads", type=int, default=max(1, (os.cpu_count() or 2) - 1), help="Threads of the consumer."

@@ -254,7 +254,7 @@ def registry(options: argparse.Namespace, folder: Path) -> Rows:
     time of the consumer, which other processes of the machine hardly change.
     """
     payloads = [payload for payload in options.payloads.split(",") if payload != "arrow"]
-    runs = [(payload, *formats) for payload in payloads for formats in REGISTRY_RUNS]
+    runs = [(payload, *formats) for payload in payloads for formats in choose_registry_runs(options.outputs)]
     rates: dict[tuple[str, str, str], list[float]] = {run: [] for run in runs}
     cpu_rates: dict[tuple[str, str, str], list[float]] = {run: [] for run in runs}
     with load_broker_script().start() as broker, run_registry() as schemas:
@@ -292,6 +292,16 @@ def registry(options: argparse.Namespace, folder: Path) -> Rows:
             "events_/cpu_s": round(median(cpu_rates[run])),
             "share_by_cpu": round(median(cpu_shares), 3),
         }
+
+
+def choose_registry_runs(outputs: str) -> list[tuple[str, str]]:
+    """Return the formats of messages and outputs that are compared, the first of which is JSON for both.
+
+    Args:
+        outputs: Formats of the outputs, comma-separated.
+    """
+    chosen = [formats for formats in REGISTRY_RUNS if formats[1] in outputs.split(",")]
+    return list(dict.fromkeys([REGISTRY_RUNS[0], *chosen]))
 
 
 def make_conversion(schema_id: int, encode: Callable[[dict[str, Any]], bytes]) -> ChangeMessage:

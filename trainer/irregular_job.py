@@ -42,6 +42,7 @@ from trainer.budget import (
     combine_costs,
     compute_min_counts,
     measure_seconds_per_record,
+    measure_step_cost,
     plan_record_counts,
 )
 from trainer.calibrate import build_calibration
@@ -335,13 +336,13 @@ class _Job:
         is_limited = budget.limit is not None
         if is_limited and not self.is_rushed:
             self.on_message("measuring how long training and calibration take")
-        run, seconds = self._choose_preset(process)
+        run, cost = self._choose_preset(process)
         if is_limited:
             batch = run.recipe.batch
             if self.state is not None:
                 batch = self.state["identity"]["batch"]
             elif not self.is_rushed:
-                batch = self._choose_batch(run, seconds)
+                batch = self._choose_batch(run, cost)
             if batch != run.recipe.batch:
                 run = self._create_run(self.settings, process, batch)
         budget.mark_phase("planning")
@@ -422,20 +423,20 @@ class _Job:
         folder = get_working_folder(settings.out)
         return TrainingRun(examples, model, recipe, settings.seed, folder, self.budget, identity)
 
-    def _choose_preset(self, process: dict[str, torch.Tensor] | None) -> tuple[TrainingRun, float]:
+    def _choose_preset(self, process: dict[str, torch.Tensor] | None) -> tuple[TrainingRun, StepCost]:
         """Create the run with the preset that suits the time, and measure its costs.
 
         With `--preset auto`, it is the larger one of `AUTO_PRESETS` if the time limit leaves enough training steps. It
         is also the larger one if the schedule of the smaller one would end before the time does.
 
         Returns:
-            The run, and the seconds of a training step for each block of its batch, 0 if they were not measured.
+            The run, and the cost of a training step with a single batch, 0 if it was not measured.
         """
         is_limited = self.budget.limit is not None
         if self.state is not None:
             self.settings = self._set_preset(self.state["identity"]["preset"])
             self.preset_reason = "that of the interrupted run"
-            return self._measure_run(self.settings, process)[0], 0.0
+            return self._measure_run(self.settings, process)[0], StepCost(0.0, 0.0)
         is_open = self.settings.preset == "auto" and is_limited and not has_own_size(self.settings)
         large, small = AUTO_PRESETS
         if not is_open:
@@ -447,51 +448,56 @@ class _Job:
             self.preset_reason = f"--max-time leaves no time to measure preset {large}"
             return self._measure_run(self.settings, process)
         large_settings, small_settings = self._set_preset(large), self._set_preset(small)
-        run, seconds = self._measure_run(large_settings, process)
-        num_steps = self._estimate_steps(run, seconds)
+        run, cost = self._measure_run(large_settings, process)
+        num_steps = self._estimate_steps(run, cost)
         num_needed = min(MIN_STEPS_OF_LARGER_PRESET, run.steps)
         if num_steps >= num_needed:
             self.settings = large_settings
             self.preset_reason = "the time limit leaves enough training steps for it"
-            return run, seconds
+            return run, cost
         large_measured = self._measured
-        small_run, small_seconds = self._measure_run(small_settings, process)
-        if self._estimate_steps(small_run, small_seconds) > small_run.steps:
+        small_run, small_cost = self._measure_run(small_settings, process)
+        if self._estimate_steps(small_run, small_cost) > small_run.steps:
             self.settings, self._measured = large_settings, large_measured
             self.preset_reason = f"preset {small} would end its training before --max-time"
-            return run, seconds
+            return run, cost
         self.preset_reason = (
             f"--max-time leaves time for at most about {format_count(num_steps, 'training step')} of preset {large}, "
             f"which should have at least {num_needed}"
         )
         self.on_message(f"preset {small}: {self.preset_reason}")
         self.settings = small_settings
-        return small_run, small_seconds
+        return small_run, small_cost
 
     def _set_preset(self, preset: str) -> TrainConfig:
         """Return the settings with another preset."""
         return self.settings.model_copy(update={"preset": preset})
 
-    def _measure_run(self, settings: TrainConfig, process: dict[str, torch.Tensor] | None) -> tuple[TrainingRun, float]:
+    def _measure_run(
+        self, settings: TrainConfig, process: dict[str, torch.Tensor] | None
+    ) -> tuple[TrainingRun, StepCost]:
         """Create the run of a preset. Under a time limit, measure its costs in place of those of another preset.
 
         Returns:
-            The run, and the seconds of a training step for each block of its batch, 0 if they were not measured.
+            The run, and the cost of a training step with a single batch, 0 if it was not measured.
         """
         run = self._create_run(settings, process)
         if self.budget.limit is None:
-            return run, 0.0
+            return run, StepCost(0.0, 0.0)
         self._measured = [self._measure_costs(run.averaged_model)]
-        return run, 0.0 if self.is_rushed or self.state is not None else self._measure_step(run)
+        is_measured = not self.is_rushed and self.state is None
+        return run, self._measure_step(run) if is_measured else StepCost(0.0, 0.0)
 
-    def _measure_step(self, run: TrainingRun) -> float:
-        """Return the measured seconds of a training step for each block of its batch."""
-        return measure_seconds_per_record(run.measure_step_seconds, self.budget.clock, run.batch_size)
+    def _measure_step(self, run: TrainingRun) -> StepCost:
+        """Return the measured cost of a training step with a single batch."""
+        max_blocks = min(run.recipe.batch, len(run.train_rows))
+        return measure_step_cost(run.measure_step_seconds, max_blocks, self.budget.remaining)
 
-    def _estimate_steps(self, run: TrainingRun, seconds_per_block: float) -> int:
+    def _estimate_steps(self, run: TrainingRun, cost: StepCost) -> int:
         """Return about how many training steps of a run fit into the time before the work after training."""
-        seconds = STEPS_SHARE * max(0.0, self._estimate_training_seconds())
-        return int(seconds / max(run.batch_size * seconds_per_block, 1e-9))
+        num_batches = run.recipe.accumulate
+        step_seconds = num_batches * cost.estimate_seconds(run.batch_size / num_batches)
+        return int(STEPS_SHARE * max(0.0, self._estimate_training_seconds()) / max(step_seconds, 1e-9))
 
     def _estimate_training_seconds(self) -> float:
         """Return the seconds that are left for training, if the first and the last validation are short."""
@@ -567,19 +573,20 @@ class _Job:
         num_readings = self.data.num_readings[rows]
         return rows[np.argsort(np.abs(num_readings - num_readings.mean()), kind="stable")][:MAX_MEASURED_RECORDS]
 
-    def _choose_batch(self, run: TrainingRun, seconds_per_block: float) -> int:
+    def _choose_batch(self, run: TrainingRun, cost: StepCost) -> int:
         """Return the number of blocks per batch with which the time limit allows enough steps (`reduce_batch`)."""
         costs = self.costs
         if costs is None:
             return run.recipe.batch
         min_final_seconds = compute_min_counts(self.maximum).estimate_seconds(costs) + costs.fixed
         validation_seconds = 2 * MIN_VALIDATION_ROWS * costs.held_out / BLOCKS_PER_PASS
-        min_seconds = seconds_per_block * run.recipe.accumulate + validation_seconds + min_final_seconds
+        # The shortest training is one step with one block in each of its batches.
+        min_seconds = run.recipe.accumulate * cost.estimate_seconds(1) + validation_seconds + min_final_seconds
         if is_time_too_short(self.budget, min_seconds, self.on_message):
             return 1
         training_seconds = self._estimate_training_seconds()
-        cost = StepCost(0.0, seconds_per_block)
-        return reduce_batch(run.recipe, training_seconds, cost, "block", self.on_message)
+        is_set = self.settings.batch is not None
+        return reduce_batch(run.recipe, training_seconds, cost, "block", self.on_message, is_set)
 
     def compute_costs(self, model: DEformer) -> Costs:
         """Return the seconds to reserve for the work after training, and the seconds to validate a block.

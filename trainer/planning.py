@@ -558,7 +558,8 @@ class RunPlanner:
         if is_time_too_short(budget, min_seconds, self.on_message):
             return 1
         training_seconds = budget.remaining - compute_reserve(costs, maximum, limit) - validation_seconds
-        return reduce_batch(recipe, training_seconds, step_cost, "record", self.on_message)
+        is_set = self.settings.batch is not None
+        return reduce_batch(recipe, training_seconds, step_cost, "record", self.on_message, is_set)
 
 
 def is_time_too_short(budget: TimeBudget, min_seconds: float, on_message: Callable[[str], None]) -> bool:
@@ -581,7 +582,12 @@ def is_time_too_short(budget: TimeBudget, min_seconds: float, on_message: Callab
 
 
 def reduce_batch(
-    recipe: Recipe, training_seconds: float, cost: StepCost, noun: str, on_message: Callable[[str], None]
+    recipe: Recipe,
+    training_seconds: float,
+    cost: StepCost,
+    noun: str,
+    on_message: Callable[[str], None],
+    is_set: bool = False,
 ) -> int:
     """Return the number of examples in a batch with which the time allows enough training steps.
 
@@ -595,6 +601,7 @@ def reduce_batch(
         cost: The cost of a step with a single batch.
         noun: What an example is, for the message.
         on_message: Called with a message if the batch is reduced.
+        is_set: Whether the user has set the batch. The message then says that it is not used.
     """
     # Seconds of each of the `accumulate` batches of a step if the steps take all of the time.
     batch_seconds = training_seconds / recipe.accumulate
@@ -605,9 +612,11 @@ def reduce_batch(
     if num_chosen >= recipe.batch:
         return recipe.batch
     batch = 1 << int(math.log2(num_chosen))  # the largest power of two that is not larger
+    setting = f"batch = {recipe.batch} of the settings is not used: " if is_set else ""
+    remedy = "; raise --max-time to use it" if is_set else ""
     on_message(
-        f"the batch is reduced from {recipe.batch} to {format_count(batch, noun)}, so that --max-time allows enough "
-        "steps"
+        f"{setting}the batch is reduced from {recipe.batch} to {format_count(batch, noun)}, so that --max-time allows "
+        f"enough steps{remedy}"
     )
     return batch
 

@@ -14,7 +14,13 @@ from kafka.record.default_records import DefaultRecordBatch
 
 from benchmarks import stream
 from benchmarks.feed import OUTLIER_VALUE, EventFeed, encode_records, make_model, make_quiet_calibration, make_schema
-from benchmarks.stream_kafka import LINGER_SECONDS, make_conversion, share_messages
+from benchmarks.stream_kafka import (
+    LINGER_SECONDS,
+    REGISTRY_RUNS,
+    choose_registry_runs,
+    make_conversion,
+    share_messages,
+)
 from benchmarks.stream_local import make_encoders
 from deformer_stream.codec import Codec
 from deformer_stream.codec.payloads import Messages
@@ -47,6 +53,11 @@ def test_every_reading_is_accepted_once(payload: str) -> None:
     effects = engine.handle(decoded, 0)
     assert (len(effects.scored), effects.rejections, effects.alerts) == (120, [], [])
     assert len(effects.closed) == 30
+
+
+def test_outputs_as_avro_are_compared_with_json_alone() -> None:
+    assert choose_registry_runs("avro") == [("json", "json"), ("json", "avro")]
+    assert choose_registry_runs("json,avro") == list(REGISTRY_RUNS)
 
 
 @pytest.mark.parametrize("readings", [1, 2])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tracemalloc
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ from deformer_stream.settings import load_settings
 from tests.trainer.irregular import CONFIG, START, divided, fleet, prepared_irregular
 from tests.trainer.tables import write
 from trainer import cusum_scale, gaussian_process, irregular_job
-from trainer.budget import TimeBudget
+from trainer.budget import StepCost, TimeBudget
 from trainer.cli import command
 from trainer.cusum_scale import SensorDistributions, find_largest_sums, fit_cusum_scale, score_records
 from trainer.data import Split
@@ -398,11 +399,14 @@ class Clock:
         return self.now
 
 
-def plan_job(tmp_path: Path, source: Path, clock: Clock, **options: Any) -> tuple[Any, TrainingRun]:
+def plan_job(
+    tmp_path: Path, source: Path, clock: Clock, messages: list[str] | None = None, **options: Any
+) -> tuple[Any, TrainingRun]:
     """Return a planned job with a limit of 1,000 seconds."""
     (tmp_path / "work").mkdir()
     settings = TrainConfig(out=tmp_path / "model", irregular=True, **options)
-    job = irregular_job._Job(settings, tmp_path / "work", TimeBudget(1000.0, clock), lambda line: None)
+    on_message = (list[str]() if messages is None else messages).append
+    job = irregular_job._Job(settings, tmp_path / "work", TimeBudget(1000.0, clock), on_message)
     job.prepare([source])
     return job, job.plan()
 
@@ -472,19 +476,67 @@ def test_a_cost_is_the_smaller_one_of_two_measurements(
 def test_larger_preset_is_chosen_if_the_smaller_one_would_end_before_the_limit(
     tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seconds = {"small": 1.5 / 32, "tiny": 0.1 / 32}
-    monkeypatch.setattr(irregular_job._Job, "_measure_step", lambda job, run: seconds[run.identity["preset"]])
+    costs = {"small": StepCost(0.0, 1.5 / 32), "tiny": StepCost(0.0, 0.1 / 32)}
+    monkeypatch.setattr(irregular_job._Job, "_measure_step", lambda job, run: costs[run.identity["preset"]])
     monkeypatch.setattr(gaussian_process, "STEPS_PER_ROUND", 2)
     job, run = plan_job(tmp_path, source, Clock())
     assert job.settings.preset == run.identity["preset"] == "small"
     assert "tiny would end its training" in job.preset_reason
 
 
+def take_steps(clock: Clock, fixed: float, per_block: float) -> Callable[[TrainingRun, int], float]:
+    """Return a simulated `TrainingRun.measure_step_seconds` for which the clock advances."""
+
+    def measure_step_seconds(run: TrainingRun, num_blocks: int) -> float:
+        seconds = fixed + per_block * num_blocks
+        clock.now += seconds
+        return seconds
+
+    return measure_step_seconds
+
+
+def test_time_that_is_the_same_for_all_blocks_does_not_count_for_each_of_them(
+    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a busy machine, a step with one block takes long enough to be a measurement.
+
+    A step with 32 blocks then seemed to take 6.6 s in place of 0.4 s. So preset small had no time for 1,000 steps, and
+    batches were reduced.
+    """
+    clock, messages = Clock(), list[str]()
+    monkeypatch.setattr(TrainingRun, "measure_step_seconds", take_steps(clock, 0.2, 0.005))
+    monkeypatch.setattr(gaussian_process, "STEPS_PER_ROUND", 2)
+    job, run = plan_job(tmp_path, source, clock, messages, epochs=10_000)
+    assert (run.identity["preset"], run.recipe.batch) == ("small", 32)
+    assert not [line for line in messages if "batch" in line]
+    cost = job._measure_step(run)
+    assert (cost.fixed, cost.per_record) == (pytest.approx(0.2), pytest.approx(0.005))
+    available = irregular_job.STEPS_SHARE * job._estimate_training_seconds()
+    assert job._estimate_steps(run, cost) == int(available / (0.2 + 32 * 0.005))
+
+
+@pytest.mark.parametrize("batch", [64, None])
+def test_a_reduced_batch_is_reported_above_all_if_the_user_has_set_it(
+    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch, batch: int | None
+) -> None:
+    clock, messages = Clock(), list[str]()
+    monkeypatch.setattr(TrainingRun, "measure_step_seconds", take_steps(clock, 0.0, 2.0 if batch is None else 0.12))
+    options = {**SMALL, "preset": "tiny", "batch": batch, "epochs": 10_000}
+    _, run = plan_job(tmp_path, source, clock, messages, **options)
+    (line,) = (line for line in messages if "the batch is reduced" in line)
+    reduced = (
+        f"the batch is reduced from {batch or 32} to {run.recipe.batch} blocks, so that --max-time allows enough steps"
+    )
+    expected = f"batch = 64 of the settings is not used: {reduced}; raise --max-time to use it"
+    assert line == (reduced if batch is None else expected)
+    assert run.recipe.batch < (batch or 32)
+
+
 @pytest.mark.parametrize(("seconds_per_block", "preset"), [(1e-6, "small"), (1e3, "tiny")])
 def test_the_preset_depends_on_the_steps_that_irregular_readings_need(
     tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch, seconds_per_block: float, preset: str
 ) -> None:
-    monkeypatch.setattr(irregular_job._Job, "_measure_step", lambda job, run: seconds_per_block)
+    monkeypatch.setattr(irregular_job._Job, "_measure_step", lambda job, run: StepCost(0.0, seconds_per_block))
     monkeypatch.setattr(gaussian_process, "STEPS_PER_ROUND", 2)
     options: dict[str, Any] = {"out": tmp_path / "model", "irregular": True, "epochs": 1000}
     settings = TrainConfig(**options)
