@@ -17,7 +17,7 @@ from kafka import KafkaConsumer, TopicPartition
 
 from tests.commands import RunCommand
 from tests.conftest import get_client_library
-from tests.integration.programs import RunningConsumer, list_error_lines, run
+from tests.integration.programs import RunningConsumer, list_error_lines
 from tests.integration.secured_broker import (
     PASSPHRASE,
     PASSWORD,
@@ -76,12 +76,20 @@ SETUPS: dict[str, Callable[[SecuredBroker], Arguments]] = {
 
 @pytest.mark.parametrize("setup", SETUPS)
 def test_events_and_alerts_pass_through_a_secured_listener(
-    setup: str, server: SecuredBroker, table: Path, model_dir: Path, tmp_path: Path
+    setup: str,
+    server: SecuredBroker,
+    table: Path,
+    model_dir: Path,
+    tmp_path: Path,
+    cli: Cli,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     words, name = SETUPS[setup](server), PREFIX + uuid.uuid4().hex[:8]
     variables = {"DEFORMER_SASL_PASSWORD": PASSWORD} if setup.startswith("SASL_PLAINTEXT") else {}
-    sent = run("deformer-stream", "produce", table, "--topic", name, *words, "--debug", variables=variables)
-    assert sent.returncode == 0, sent.stderr
+    for variable, value in variables.items():
+        monkeypatch.setenv(variable, value)
+    sent = cli("produce", table, "--topic", name, *words, "--debug")
+    assert sent.code == 0, sent.err
     scored = ["--topic", name, "--group", name, "--model", model_dir, "--alpha", "0.05"]
     with RunningConsumer(tmp_path / "log", *scored, *words, "--debug", variables=variables) as consumer:
         (alert, *_) = read_alerts(server, name, consumer)
@@ -90,7 +98,7 @@ def test_events_and_alerts_pass_through_a_secured_listener(
         assert name in processes
         metrics = str(consumer.read_metrics())
         assert consumer.stop()["events"] == 40
-    shown = [sent.stdout, sent.stderr, processes, metrics, consumer.read_log()]
+    shown = [sent.out, sent.err, processes, metrics, consumer.read_log()]
     assert not any(secret in text for secret in (PASSWORD, PASSPHRASE) for text in shown)
     # kafka-python warns at every connection; the log of the program contains the warning once.
     warnings = [event["message"] for event in consumer.list_log_events("kafka_client_warning")]
