@@ -11,6 +11,7 @@ import pytest
 from kafka.coordinator.assignors.cooperative_sticky import CooperativeStickyAssignor
 
 from connectors.kafka import KafkaSource, ensure_topics, produce
+from connectors.kafka.client import HEARTBEAT_SECONDS
 from connectors.kafka.ports import RebalanceInProgress
 from deformer_stream.errors import ConfigError
 from deformer_stream.runtime.ports import PartitionState
@@ -202,7 +203,7 @@ def test_only_process_of_an_instance_name_joins_again_after_an_outage(client_lib
             consumer: Any = member.source._consumer
             wait_until(lambda: consumer._client.memberid() is None, "the end of the session")
         broker.start_node(1)
-        time.sleep(4.0)  # one heartbeat; the outcome must be the same without it
+        time.sleep(1.5 * HEARTBEAT_SECONDS)  # the outcome must be the same without it
         world.produce(40)
         member.read(80)
         world.check_effects(member)

@@ -71,12 +71,19 @@ def test_malformed_address_is_reported(servers: str) -> None:
 
 
 @pytest.fixture
+def short_attempts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shorten the time after which a server without a response counts as unreachable."""
+    monkeypatch.setattr(client, "CONNECT_SECONDS", 1.0)
+
+
+@pytest.fixture
 def mute_server() -> Iterator[str]:
     """Return the address of a server that accepts connections and never sends anything."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield f"127.0.0.1:{server.getsockname()[1]}"
 
 
+@pytest.mark.usefixtures("short_attempts")
 @pytest.mark.parametrize("security", [{}, {"security_protocol": "SSL"}], ids=["plain", "TLS"])
 def test_server_without_response_is_reported(security: dict[str, str], mute_server: str) -> None:
     threads = threading.active_count()
@@ -143,6 +150,7 @@ def test_server_without_tls_is_reported() -> None:
     check_one_line(caught.value)
 
 
+@pytest.mark.usefixtures("short_attempts")
 @pytest.mark.parametrize("answer", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"\0" * 8, b""])
 def test_server_of_another_protocol_is_reported(answer: bytes) -> None:
     with (
@@ -156,6 +164,7 @@ def test_server_of_another_protocol_is_reported(answer: bytes) -> None:
 LOGIN = {"sasl_mechanism": "SCRAM-SHA-512", "sasl_plain_username": "me", "sasl_plain_password": "hunter2"}
 
 
+@pytest.mark.usefixtures("short_attempts")
 def test_login_without_response_is_reported() -> None:
     with (
         FakeServer() as broker,

@@ -14,6 +14,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
@@ -816,6 +817,8 @@ def get_refusal(cluster: KafkaCluster, error_type: type[DeformerError], num_kind
         error_type: The type of the error.
         num_kinds: Number of kinds of clients that are tried. All must give the same message.
     """
+    if cluster.library == "kafka-python":  # it tries to connect again until this time is over, whatever the reason
+        cluster = replace(cluster, options={**cluster.options, "bootstrap_timeout_ms": "500"})
     messages = set()
     for open_client in itertools.islice(open_each(cluster), num_kinds):
         began = time.monotonic()

@@ -29,7 +29,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         variant = getattr(item, "callspec", None)
         if variant is None or item.get_closest_marker("both_clients"):
             continue
-        name = variant.params.get("client_library")
+        name = variant.params.get("client_library", variant.params.get("client"))
         number = zlib.crc32(item.name.partition("[")[0].encode()) % len(CLIENT_LIBRARIES)
         if name not in (None, CLIENT_LIBRARIES[number]):
             item.add_marker(pytest.mark.long)

@@ -82,7 +82,8 @@ def test_alerts_over_kills_equal_those_of_a_process_for_each_model(
     for place, document in zip(range(len(documents) - 1, -1, -50), reversed(unknown), strict=True):
         sent.insert(place, make_messages([document])[0])
     name = topic(4)
-    options = make_options(cluster, name, folder)
+    # With an instance name, the next process gets the partitions at once.
+    options = [*make_options(cluster, name, folder), "--instance", "a"]
     sender = threading.Thread(target=produce, args=(cluster.brokers, name, sent, 300.0))
     sender.start()
     consume_with_kills(tmp_path, options, sender, cluster, name)

@@ -100,6 +100,7 @@ def run_incidents(log: Path, bootstrap: str, topic: str, model: Path, client: st
     )
 
 
+@pytest.mark.both_clients
 @pytest.mark.parametrize(
     ("client", "session", "commit_interval"),
     [
