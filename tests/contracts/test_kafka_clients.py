@@ -818,7 +818,7 @@ def get_refusal(cluster: KafkaCluster, error_type: type[DeformerError], num_kind
         num_kinds: Number of kinds of clients that are tried. All must give the same message.
     """
     if cluster.library == "kafka-python":  # it tries to connect again until this time is over, whatever the reason
-        cluster = replace(cluster, options={**cluster.options, "bootstrap_timeout_ms": "500"})
+        cluster = replace(cluster, options={**cluster.options, "bootstrap_timeout_ms": "2000"})
     messages = set()
     for open_client in itertools.islice(open_each(cluster), num_kinds):
         began = time.monotonic()

@@ -128,11 +128,11 @@ def read_alerts(server: SecuredBroker, topic: str, consumer: RunningConsumer) ->
 
 
 def shorten_attempts() -> Arguments:
-    """Return the option with which kafka-python gives up a refused connection after half a second.
+    """Return the option with which kafka-python gives up a refused connection after two seconds.
 
     Without it, kafka-python tries to connect again for five seconds, whatever the reason.
     """
-    return ["--client-option", "bootstrap_timeout_ms=500"] if get_client_library() == "kafka-python" else []
+    return ["--client-option", "bootstrap_timeout_ms=2000"] if get_client_library() == "kafka-python" else []
 
 
 def get_refusal(cli: RunCommand, code: int, command: str, *words: object) -> str:
