@@ -52,6 +52,7 @@ if "DEFORMER_TEST_KERNELS" in os.environ:
     library.FOLDER = Path(os.environ["DEFORMER_TEST_KERNELS"]).resolve(strict=True)
 
 ROOT = Path(__file__).resolve().parents[1]
+_unfreeze = gc.unfreeze
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -68,6 +69,11 @@ def pytest_collection() -> Iterator[None]:
         gc.freeze()
         gc.enable()
         gc.unfreeze = lambda: None  # a command calls it at its end
+
+
+def pytest_unconfigure() -> None:
+    """Free what was excluded from garbage collection. Otherwise, libraries report leaks when the interpreter ends."""
+    _unfreeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
