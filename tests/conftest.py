@@ -68,7 +68,7 @@ def pytest_collection() -> Iterator[None]:
     finally:
         gc.freeze()
         gc.enable()
-        gc.unfreeze = lambda: None  # a command calls it at its end
+        gc.freeze = gc.unfreeze = lambda: None  # a command calls them at its start and at its end
 
 
 def pytest_unconfigure() -> None:

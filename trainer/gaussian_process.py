@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
 
@@ -379,7 +379,9 @@ def _sum_in_threads(
 
     replace_buffers(copies)
     try:
-        results = list(threads.map(differentiate, losses))
+        futures = [threads.submit(differentiate, compute_loss) for compute_loss in losses]
+        wait(futures)  # also if one of them fails: the others read the buffers
+        results = [future.result() for future in futures]
     finally:
         replace_buffers(buffers)
     total = torch.stack([loss for loss, _ in results]).sum()

@@ -12,6 +12,7 @@ Folders of parts and of shards are written under a temporary name and renamed, s
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -148,7 +149,10 @@ def _list_missing(folders: Sequence[Path]) -> list[int]:
             if number == 0:
                 _open(folder.parent)
             _open(folder)
-        except FileNotFoundError:
+        except OSError as error:
+            # ESTALE: the client of NFS knew another folder of this name, or has not noticed that it was replaced.
+            if not isinstance(error, FileNotFoundError) and error.errno != errno.ESTALE:
+                raise
             missing.append(number)
     return missing
 

@@ -185,7 +185,8 @@ class ModelCodecs:
         Raises:
             RejectionError: There is no such model, or as `ModelChoice.choose`.
         """
-        if value is None and self._is_key and key:
+        is_missing = value is None or value != value  # NaN differs from itself
+        if is_missing and self._is_key and key:
             try:
                 value = key.decode()
             except UnicodeDecodeError:

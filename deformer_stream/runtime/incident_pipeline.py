@@ -220,12 +220,12 @@ class IncidentPipeline:
                     continue
                 try:
                     batch = self._decode(data.topic, number, offset, payload)
+                    if offset >= partition.committed_offset:
+                        is_urgent |= self._reconcile(number, partition)
                 except StoppedWaiting as error:  # of the schema registry; only if the run is to end
                     rest = data.take(np.arange(index, len(data)))
                     incomplete = self._return_messages(rest, polled.caught_up_partitions, error)
                     break
-                if offset >= partition.committed_offset:
-                    is_urgent |= self._reconcile(number, partition)
                 partition.is_changed = True
                 if batch is None:
                     continue
@@ -238,34 +238,45 @@ class IncidentPipeline:
                 is_urgent |= self._write(incidents, number)
                 self._warn_of_suspects(batch)
         for number in polled.caught_up_partitions:
-            if number in self._partition_by_number and number not in incomplete:
-                is_urgent |= self._reconcile(number, self._partition_by_number[number])
-                self._partition_by_number[number].is_restoring = False
-                self._log.info("partition_restored", partition=number)
+            partition = self._partition_by_number.get(number)
+            if partition is None or number in incomplete:
+                continue
+            try:
+                is_urgent |= self._reconcile(number, partition)
+            except StoppedWaiting as error:
+                self._return_messages(None, polled.caught_up_partitions, error)
+                break
+            partition.is_restoring = False
+            self._log.info("partition_restored", partition=number)
         return is_urgent
 
-    def _return_messages(self, messages: Messages, caught_up: Iterable[int], error: StoppedWaiting) -> frozenset[int]:
+    def _return_messages(
+        self, messages: Messages | None, caught_up: Iterable[int], error: StoppedWaiting
+    ) -> frozenset[int]:
         """Return messages that were not handled to the source, so that the last commit does not include them.
 
         Args:
-            messages: The messages.
+            messages: The messages; None if all were handled, and only the topic of incidents could not be read.
             caught_up: Partitions whose last message before the committed offset was polled.
             error: Why they are not handled. It is raised if the source cannot take messages back.
 
         Returns:
-            The partitions that are not restored, because messages before their committed offset are among these. They
-            are left out of the last commit.
+            The partitions that are not restored: messages before their committed offset are among these, or the topic
+            of incidents was not compared with their trackers. They are left out of the last commit.
         """
         if not isinstance(self._source, RewindableSource):
             raise error
-        places = zip(messages.partitions.tolist(), messages.offsets.tolist(), strict=True)
-        in_history = {number for number, offset in places if self._is_history(number, offset)}
-        restoring = {number for number, partition in self._partition_by_number.items() if partition.is_restoring}
-        incomplete = frozenset(in_history | (restoring - set(caught_up)))
-        self._source.waiting_partitions = incomplete
-        self._source.return_messages(messages)
-        self._log.warning("decoding_stopped", messages=len(messages), message=str(error))
-        return incomplete
+        restoring = {number: p for number, p in self._partition_by_number.items() if p.is_restoring}
+        incomplete = {number for number, p in restoring.items() if p.reconcile_as is not None}
+        incomplete |= restoring.keys() - set(caught_up)
+        if messages is not None:
+            places = zip(messages.partitions.tolist(), messages.offsets.tolist(), strict=True)
+            incomplete |= {number for number, offset in places if self._is_history(number, offset)}
+        self._source.waiting_partitions = frozenset(incomplete)
+        if messages is not None:
+            self._source.return_messages(messages)
+        self._log.warning("decoding_stopped", messages=0 if messages is None else len(messages), message=str(error))
+        return frozenset(incomplete)
 
     def _is_history(self, number: int, offset: int) -> bool:
         """Return whether a previous run has committed the effects of a message of a partition."""

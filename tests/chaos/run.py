@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 from kafka import KafkaProducer
+from kafka.errors import KafkaError
 
 from connectors.kafka import KafkaCluster, TopicSpec, ensure_topics
 from tests.chaos.self_killing import NO_TRANSACTIONS, STEPS, TRANSACTIONS
@@ -232,8 +233,16 @@ class Disturbance:
         return False
 
     def has_consumed_all(self) -> bool:
-        """Return whether all events were sent, and the group has committed the offset after the last one."""
-        return self.has_sent_all.is_set() and self.world.cluster.is_consumed(get_topic(self.group), self.group)()
+        """Return whether all events were sent, and the group has committed the offset after the last one.
+
+        False if the brokers do not respond, because they may be restarted at the same time.
+        """
+        if not self.has_sent_all.is_set():
+            return False
+        try:
+            return self.world.cluster.is_consumed(get_topic(self.group), self.group)()
+        except KafkaError:
+            return False
 
     def kill_process(self, member: RunningConsumer) -> None:
         """Kill a process and count it."""

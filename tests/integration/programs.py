@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Any
 
 from kafka import KafkaAdminClient, KafkaConsumer, TopicPartition
-from kafka.errors import RetriableError
+from kafka.errors import RetriableError, UnknownTopicOrPartitionError
 
 from connectors.kafka.ports import KafkaCluster
 from tests.conftest import find_free_port, get_client_library
@@ -240,10 +240,14 @@ class Cluster:
     def read_end_offsets(self, topic: str) -> dict[int, int]:
         """Return the offset after the last message, by partition."""
         reader = KafkaConsumer(bootstrap_servers=self.bootstrap)
-        partitions = [TopicPartition(topic, p) for p in reader.partitions_for_topic(topic)]
-        ends = {tp.partition: end for tp, end in reader.end_offsets(partitions).items()}
-        reader.close()
-        return ends
+        try:
+            numbers = reader.partitions_for_topic(topic)
+            if numbers is None:
+                raise UnknownTopicOrPartitionError(topic)
+            partitions = [TopicPartition(topic, p) for p in numbers]
+            return {tp.partition: end for tp, end in reader.end_offsets(partitions).items()}
+        finally:
+            reader.close()
 
     def read_topic(self, topic: str) -> list[Any]:
         """Return all committed messages of a topic, partition by partition.

@@ -351,7 +351,6 @@ def make_archive() -> None:
     if ARCHIVE.exists() and ARCHIVE.stat().st_mtime >= (JAR_FOLDER / "pom.sha256").stat().st_mtime:
         return
     print("kafka: storing the classes of the broker …", file=sys.stderr, flush=True)
-    ARCHIVE.unlink(missing_ok=True)
     with start() as broker:
         broker.stop_node(1)
         partial = Path(broker.folder) / ARCHIVE.name
@@ -359,8 +358,11 @@ def make_archive() -> None:
         broker._wait_until_in_service([1])
         broker._end([1], signal.SIGTERM, ARCHIVE_SECONDS)
         if partial.exists():
-            shutil.copy(partial, ARCHIVE.with_suffix(".partial"))
-            ARCHIVE.with_suffix(".partial").rename(ARCHIVE)
+            # Another run may do the same at this time, and brokers have mapped the file that it replaces.
+            descriptor, name = tempfile.mkstemp(dir=DATA_FOLDER, prefix=ARCHIVE.name)
+            os.close(descriptor)
+            shutil.copy(partial, name)
+            os.replace(name, ARCHIVE)
 
 
 def _launch(folder: Path, number: int, is_long_running: bool, *options: str) -> int:
@@ -428,7 +430,10 @@ def _find_error_line(log: str) -> str:
 def _ensure(_: argparse.Namespace) -> None:
     """Install what a broker needs."""
     ensure()
-    make_archive()
+    try:
+        make_archive()
+    except BrokerError as error:  # brokers also start without it
+        print(f"kafka: the classes of the broker are not stored, so its starts take longer: {error}", file=sys.stderr)
 
 
 def _run(args: argparse.Namespace) -> None:

@@ -231,8 +231,13 @@ def run_once(
     arguments = {"commit_interval": 20.0, "snapshot_interval": 150.0} | options
     load = load_named or (lambda name: load_plan())
     plans = {name: load(name) for name in names}
+
+    def read_history(partition: int) -> list[Incident]:
+        reach("history")
+        return broker.read_history(partition)
+
     pipeline = IncidentPipeline(
-        source, source, plans, load, metrics, broker.read_history, now=lambda: float(next(clock)), **arguments
+        source, source, plans, load, metrics, read_history, now=lambda: float(next(clock)), **arguments
     )
     if monkeypatch is not None:
         for name, stage in (("_decode", "decode"), ("_collect_states", "collect")):
@@ -290,7 +295,10 @@ def test_end_at_any_step_changes_no_message(
         assert was_killed or num_calls > 5
 
 
-def test_end_while_decoding_waits_for_a_service_changes_no_message(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("step", "max_calls"), [("decode", 12), ("history", 3)])
+def test_end_while_decoding_waits_for_a_service_changes_no_message(
+    monkeypatch: pytest.MonkeyPatch, step: str, max_calls: int
+) -> None:
     """Every second process is killed after commits without its state, so the next one decodes its history again."""
     batches = list(make_log(MODEL, num_devices=4, num_records=120, faults=FAULTS, records_per_batch=1))
     expected = make_broker(batches, num_partitions=3)
@@ -298,7 +306,7 @@ def test_end_while_decoding_waits_for_a_service_changes_no_message(monkeypatch: 
     for seed in range(5):
         broker, positions, rng = make_broker(batches, num_partitions=3), [0], np.random.default_rng(seed)
         for turn in range(0, 40, 2):
-            run_once(broker, seed + turn, "decode", int(rng.integers(0, 12)), monkeypatch, is_told_to_end=True)
+            run_once(broker, seed + turn, step, int(rng.integers(0, max_calls)), monkeypatch, is_told_to_end=True)
             positions.append(sum(broker.offsets.values()))
             with suppress(KilledError):
                 run_once(broker, seed, "committed", 2, commit_interval=1.0, snapshot_interval=15.0)
