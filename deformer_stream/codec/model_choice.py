@@ -11,7 +11,6 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from decimal import Decimal
-from math import isnan
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -74,10 +73,8 @@ class ModelChoice:
             return value
         if isinstance(value, Decimal | np.floating):
             value = float(value)
-        if isinstance(value, float) and isnan(value):  # a missing number of a data frame
-            value = None
-        if value is None or value == "":
-            problem = "missing" if value is None else "empty"
+        if _is_missing(value) or value == "":
+            problem = "empty" if value == "" else "missing"
             raise RejectionError(
                 RejectionReason.MISSING_FIELD,
                 f"the field {self.field!r}, which determines the model, is {problem}; send it in each message",
@@ -110,6 +107,11 @@ class ModelChoice:
                 self._name_by_value.clear()
             self._name_by_value[value] = name
         return name
+
+
+def _is_missing(value: object) -> bool:
+    """Return whether a value is None, or NaN, which is a missing number of a data frame."""
+    return value is None or value != value  # NaN differs from itself
 
 
 class ModelCodecs:
@@ -185,8 +187,7 @@ class ModelCodecs:
         Raises:
             RejectionError: There is no such model, or as `ModelChoice.choose`.
         """
-        is_missing = value is None or value != value  # NaN differs from itself
-        if is_missing and self._is_key and key:
+        if _is_missing(value) and self._is_key and key:
             try:
                 value = key.decode()
             except UnicodeDecodeError:

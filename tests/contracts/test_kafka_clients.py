@@ -328,15 +328,21 @@ def test_position_at_the_end_is_after_transaction_markers(clients: Clients) -> N
     assert member.messages[3:] == [(0, 8), (0, 9)]
 
 
-def test_partition_delivers_only_after_start(clients: Clients) -> None:
+def open_member_of_two(clients: Clients) -> Member:
+    """Return a member that owns both partitions of a topic with 10 messages each, and polls up to 3 of them."""
     topic = clients.create_topic(2)
     producer = clients.open_producer()
     for number in (0, 1):
         send_values(producer, topic, 10, number)
     member = clients.open_member(topic, topic, max_messages=3)
-    consumer = member.consumer
     wait_for(lambda: member.numbers == {0, 1}, member)
-    first, second = TopicPartition(topic, 0), TopicPartition(topic, 1)
+    return member
+
+
+def test_partition_delivers_only_after_start(clients: Clients) -> None:
+    member = open_member_of_two(clients)
+    consumer = member.consumer
+    first, second = sorted(consumer.assignment)
     member.poll(0.5)
     assert member.messages == []
     assert consumer.get_position(first) is None
@@ -359,18 +365,13 @@ def test_partition_delivers_only_after_start(clients: Clients) -> None:
 
 def test_stopped_partition_continues_after_another_was_read(clients: Clients) -> None:
     """A part of its fetched messages was returned when it was stopped."""
-    topic = clients.create_topic(2)
-    producer = clients.open_producer()
-    for number in (0, 1):
-        send_values(producer, topic, 10, number)
-    member = clients.open_member(topic, topic, max_messages=3)
+    member = open_member_of_two(clients)
     consumer = member.consumer
-    wait_for(lambda: member.numbers == {0, 1}, member)
-    for number in (0, 1):
-        consumer.start(TopicPartition(topic, number), 0)
+    for tp in consumer.assignment:
+        consumer.start(tp, 0)
     wait_for(lambda: bool(member.messages), member)
     stopped = member.messages[-1][0]
-    tp = TopicPartition(topic, stopped)
+    (tp,) = (tp for tp in consumer.assignment if tp.partition == stopped)
     position = consumer.get_position(tp)
     assert position is not None
     assert position < 10
