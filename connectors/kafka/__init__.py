@@ -15,8 +15,9 @@
 - `topics` creates topics and checks them; `sample` reads the latest messages of a topic; `produce` sends events, as a
   load generator.
 
-A consumer belongs to one thread. Its handler of rebalances may run in the client's own thread while ours waits inside
-`poll` or `close`, so the state they share needs no lock. Keys and values stay bytes until the codec decodes them.
+A consumer belongs to one thread. Its handler of rebalances may run in the client's own thread, but only while ours
+waits inside `poll` or `close`. So the state they share needs no lock. Keys and values stay bytes until the codec
+decodes them.
 """
 
 from connectors.kafka.dead_letters import (

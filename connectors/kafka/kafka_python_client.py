@@ -1,8 +1,8 @@
 """The interface of `connectors.kafka.ports`, implemented with the public functions of kafka-python and with `compat`.
 
 A consumer of kafka-python has a network thread, which calls the rebalance listener while our thread waits inside
-`poll` or `close`. A producer has one, too; its transactional methods wait without a limit, so they run in a thread of
-their own and the caller waits with one.
+`poll` or `close`. A producer has one, too. Its transactional methods wait without a limit. So they run in a thread of
+their own, and the caller waits with a limit.
 """
 
 from __future__ import annotations
