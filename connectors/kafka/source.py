@@ -516,7 +516,8 @@ class KafkaSource:
 
         With kafka-python, the requests for first and end offsets wait for the response to a request for messages. That
         takes up to half a second. So they are sent for many partitions at a time. But they fail if one partition has no
-        leader. Then those in other steps are begun.
+        leader. The requests are then sent again in steps of a few partitions, so that the partitions of the other steps
+        begin.
 
         Args:
             committed: As in `_find_starts_of`.

@@ -297,8 +297,8 @@ class AlertBuilder:
 
         It is the event of the alerting reading itself, if this reading did not wait for others with the same event
         time (its tie group). Otherwise it is the event of the next reading of the record, which shows that the tie
-        group is complete. If the batch has no next reading of the record, the alert is raised by the end of the record
-        or by a timeout, after all events of the batch. The returned index is then the number of events in the batch.
+        group is complete. If the batch has no next reading of the record, the end of the record or a timeout raises the
+        alert, after all events of the batch. The returned index is then the number of events in the batch.
 
         Args:
             batch: The events.

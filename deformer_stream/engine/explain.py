@@ -458,8 +458,9 @@ def _find_suspect_readings(model: Model, group: _RecordGroup) -> Ints:
     A sensor that becomes faulty at some time has faulty readings from then on. For each sensor and each number j, the
     last j readings of the sensor have an excess: −ln p of them given all other readings of the context, minus its
     expectation, minus `EARLIER_ONSET_COST` · (j − 1). The suspects are the readings with the largest excess. In an
-    exact density, this is the logarithm of the ratio of the probabilities of two explanations: a fault after which the
-    last j readings of a sensor are arbitrary, but as probable as usual, and no fault. The last term is the prior of j.
+    exact density, this is the logarithm of the ratio of the probabilities of two explanations. One is a fault after
+    which the last j readings of a sensor are arbitrary, but as probable as usual. The other is no fault. The last term
+    is the prior of j.
 
     −ln p minus its expectation is the sum of the centered NLLs of these readings in an order that ends with the
     sensor's readings. It is the mean over two orders of the sensors, of which one is the reverse of the other.

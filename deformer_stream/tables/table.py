@@ -959,8 +959,8 @@ def _check_unique_names(names: Sequence[str], table: str) -> None:
 def _find_index_columns(schema: pa.Schema, kept_columns: Collection[str]) -> tuple[str, ...]:
     """Return the columns that are the index of a pandas data frame and hold no data of their own.
 
-    An index of times is kept, because it is the time of the rows, and so are the columns of long tables and those that
-    an option or the model names.
+    An index of times is kept, because it is the time of the rows. The columns of long tables, and those that an option
+    or the model names, are kept as well.
 
     Args:
         schema: The columns, with the metadata of the file.
