@@ -898,7 +898,7 @@ def _close_later(producer: Any) -> None:
     """Close a producer when its messages were sent or have timed out; ignore errors, because nothing depends on it.
 
     While no broker responds, kafka-python drops messages long after their time-out, and it does not close a producer
-    before. A producer that was only forgotten would fail when the garbage collector closes it.
+    before. A producer that is not closed explicitly would fail when the garbage collector closes it.
     """
     while True:
         try:

@@ -71,7 +71,7 @@ class AlertBuilder:
     Attributes:
         records: The table of open records, which holds the readings of the records that raise alerts.
         alphas: The false-alarm rates at which alerts are raised, in descending order.
-        effort: How thoroughly alerts are explained: "full", "fast" (without finding the readings to blame) or "off".
+        effort: How thoroughly alerts are explained: "full", "fast" (without finding the suspects) or "off".
         versions: The model versions (networks with their calibrations) that score open records.
         max_suggested: Largest number of alerting records of a batch for which the reading to take next is suggested.
         max_explained: Largest number of alerts of a batch that are explained as `effort` states: those that
