@@ -50,7 +50,7 @@ _SEPARATOR_LINE = re.compile(r"sep=(.)\s*", re.IGNORECASE)  # the first line of 
 
 @dataclass(frozen=True, slots=True)
 class CsvOptions:
-    """The properties of CSV files that the user has set; None for each that is to be guessed.
+    """The properties of CSV files that the user has set; None for each that is guessed.
 
     Attributes:
         delimiter: The character between two cells.
