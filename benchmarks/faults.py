@@ -19,9 +19,10 @@ most probable fault. If probabilities are calibrated, it equals the accuracy.
 
 The blocks of tep and hydraulic are not exchangeable, so that their coverage is measured, not guaranteed.
 
-Peers learn from the same labelled records, each cut to the same subsets: gradient boosting with missing values
-(scikit-learn's HistGradientBoosting and, if it is installed, LightGBM), and the five nearest neighbours of rows that
-are imputed by chained linear regressions, which were fitted to normal rows. The peers have no prediction sets.
+Peers learn from the same labelled records, each cut to the same subsets. One peer is gradient boosting with missing
+values (scikit-learn's HistGradientBoosting and, if it is installed, LightGBM). The other is the five nearest neighbours
+of rows that are imputed by chained linear regressions, which were fitted to normal rows. The peers have no prediction
+sets.
 
 Two further figures are measured with most labels. At the alert: the prefix of each test record, in random order, at
 which the model raises its first alert at α = 1%. Held out: a fault is left out of the labels, and the share of its

@@ -203,9 +203,9 @@ class PartitionLoad:
 def simulate_restore(num_own: int, num_assigned: int, load: PartitionLoad, costs: Costs) -> list[float]:
     """Return when a member has restored each of the partitions that were assigned to it.
 
-    In turn, as the program does, it spends at most `RESTORE_SECONDS` on finding and reading saved state and at most
-    `RECOVERY_SECONDS` on loading it and on replaying messages, and scores the messages of its other partitions that
-    have arrived in the meantime.
+    As the program does, it performs three steps in turn. It spends at most `RESTORE_SECONDS` on finding and reading
+    saved state, and at most `RECOVERY_SECONDS` on loading it and on replaying messages. Then it scores the messages of
+    its other partitions that have arrived in the meantime.
 
     Args:
         num_own: Number of the partitions that it already serves.

@@ -6,13 +6,13 @@
 
 A row is a record of one device. Our records become incidents as in the program: p-values of complete records, the
 detector of `calibration.incident_evidence`, the segment rule, and `incidents.tracker`. A second line has the
-anytime-valid p-values from which alerts follow in their place. The peers are Hotelling's T² and the
-residual Q of a PCA, and an Isolation Forest, each with a run rule: an incident opens when the score has been above a
-threshold in k of the last n rows. All thresholds are set by the same segments of normal rows at the same budget of
-false incidents, with the segment rule. Each peer has the run rule with which it finds most faults on the rows that are
-tested, which favours the peers. A second line of each peer has the run rule and the threshold with which it finds most
-of the faults that are tested with at most as many false incidents as we have; so it is chosen in hindsight. "T², our
-evidence" is T² in place of the network, with our detector.
+anytime-valid p-values from which alerts follow in their place. The peers are Hotelling's T² and the residual Q of a
+PCA, and an Isolation Forest. Each has a run rule: an incident opens when the score has been above a threshold in k of
+the last n rows. All thresholds are set by the same segments of normal rows at the same budget of false incidents, with
+the segment rule. Each peer has the run rule with which it finds most faults on the rows that are tested, which favours
+the peers. A second line of each peer is chosen with hindsight. It has the run rule and the threshold with which the
+peer finds most of the tested faults, with at most as many false incidents as we have. "T², our evidence" is T² in place
+of the network, with our detector.
 
 An incident is false if it opens, or is reopened, in a normal row. A fault is found if an incident opens, or is
 reopened, in one of its rows.

@@ -1,9 +1,9 @@
 """Longest time between two polls while open records are scored again: `python -m benchmarks.model_change`.
 
-A million readings of open records, divided among 64 partitions, are scored again by a new model: first after a change
-of the model of a running process, then in a process with the new model that restores the snapshots of the old one. New
-events arrive all the time. The pipeline is the real one; the source is in memory, so that no broker is needed. It
-records the times of its polls. With --at-once the work is not divided, as in earlier releases.
+A million readings of open records, divided among 64 partitions, are scored again by a new model. This is measured after
+a change of the model of a running process, and then in a process with the new model that restores the snapshots of the
+old one. New events arrive all the time. The pipeline is the real one; the source is in memory, so that no broker is
+needed. It records the times of its polls. With --at-once the work is not divided, as in earlier releases.
 """
 
 from __future__ import annotations

@@ -21,8 +21,9 @@ A record alerts if its score exceeds a threshold. Thresholds are set by the same
 the same for the later normal rows, so that all methods have equal false alarms there. A fault is found at the first of
 six alerts in a row, as in Russell, Chiang and Braatz (2000), and the delay runs from the first faulty row.
 
-The page of plots shows detection against time, and against the share of variables that are observed: there the readings
-of a record arrive in random order, statistics are running maxima, and the mean replaces missing variables of peers.
+The page of plots shows detection against time, and against the share of variables that are observed. In the second
+plot, the readings of a record arrive in random order, statistics are running maxima, and the mean replaces missing
+variables of peers.
 """
 
 from __future__ import annotations

@@ -8,18 +8,18 @@ models most relations between features, so all is measured without it ("none") a
 
 Three networks learn the density with `experiments.tie_groups`:
 
-- random orders: the product's network. It is scored in three ways: in order of arrival ("one random order"), in
-  canonical order of each group, which is by feature code ("canonical order"), and over up to four orders of each group
-  as the engine does ("four orders").
+- random orders: the product's network. It is scored in three ways. "One random order" is the order of arrival.
+  "Canonical order" is the order of each group by feature code. "Four orders" are up to four orders of each group, as in
+  the engine.
 - canonical order in training, too ("canonical order, learnt"): the control of the encoders.
 - encoders of the readings of an instant: self-attention among them ("attention"), or one of `trainer.equal_time`, which
   reduces them to one vector ("pooled by …"). They learn and score in canonical order, which has no influence on what is
   past.
 
-The figures are −ln p of a held-out normal record divided by its readings, in nats, smaller is better; the AUROC of the
-alert's largest statistic at the ends of groups, and of −ln p; and the processor time to score a reading with PyTorch on
-one thread. All methods see the same groups and noise. Times are measured in turns within one run; the smallest one
-counts.
+There are three figures. The first is −ln p of a held-out normal record divided by its readings, in nats; smaller is
+better. The second is the AUROC of the alert's largest statistic at the ends of groups, and of −ln p. The third is the
+processor time to score a reading with PyTorch on one thread. All methods see the same groups and noise. Times are
+measured in turns within one run; the smallest one counts.
 
 Measurements are stored network by network, and an interrupted run continues; use --again after code changes.
 """

@@ -5,8 +5,8 @@
 Splits, training and tables are those of `benchmarks.early`. The features of each record arrive in a random order of its
 own, a few at the same time. All records pass through the engine, in calibration as well. Both tie policies ("arrival"
 and "hold") receive the same events, and once more with the readings of each tie group in another order. The report
-shows false alarms, detections by share of the features, the AUROC of the largest statistic, the share of the records
-with an alert that raise it in one of the two orders only, and the time per event.
+shows false alarms, detections by share of the features, the AUROC of the largest statistic, and the time per event. It
+also shows how many of the records with an alert raise it in one of the two orders only.
 """
 
 from __future__ import annotations

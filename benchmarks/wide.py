@@ -11,8 +11,9 @@ deviations of its own noise.
 Training runs as the command, in a process of its own (`benchmarks.time_limit`); its time includes calibration, ranking
 and the report. The peers are PCA T² and Q, an Isolation Forest and the mean distance to five neighbours, on the same
 rows, with a column for each label. AUROC is that of complete records; alerts are at α = 1%, with the readings of each
-record in a random order. Costs are processor time of one process: of a complete record that is scored at once, of a
-reading that arrives alone at the beginning and at the end of a record, and of the explanation of one alert.
+record in a random order. Costs are processor time of one process. They are stated for a complete record that is scored
+at once, for a reading that arrives alone at the beginning and at the end of a record, and for the explanation of one
+alert.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ UNKNOWN_SECONDS = 30.0
 """Seconds for which an id without a usable schema is not requested again, so that bad messages cause few requests."""
 
 MAX_UNKNOWN_IDS = 10_000
-"""Number of ids without a usable schema that are remembered."""
+"""Number of ids without a usable schema that are stored."""
 
 MAX_SCHEMA_ID = 2**31 - 1
 """Largest id of a registry. Damaged messages can state a larger one, and registries refuse such a request in other ways

@@ -83,7 +83,8 @@ class Unavailable(DeformerError):  # noqa: N818 - named after the condition that
 
 
 class StoppedWaiting(Unavailable):
-    """A service did not respond, and the wait for it was not continued because the process is to end.
+    """A service did not respond, and the wait for it was not continued because the process has received a signal to
+    end.
 
     Raised by connectors whose calls wait for a service. A caller that can leave its work to the next run ends without
     an error.

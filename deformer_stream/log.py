@@ -60,8 +60,8 @@ def _name_logger(
 
     This is a processor of structlog: a function through which each log line passes before it is written.
     `structlog.get_logger` cannot set the key `logger` itself, because one of its own parameters has that name. The
-    method `bind` of a logger could, but a bound logger keeps the settings with which it was created, and a later call
-    of `configure` would not change them.
+    method `bind` of a logger could do this. But a bound logger keeps the settings with which it was created, and a
+    later call of `configure` would not change them.
 
     Args:
         _logger: The logger; not used.

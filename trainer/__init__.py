@@ -1,1 +1,22 @@
-"""Train models from Parquet tables and write model directories (the command `deformer-train`)."""
+"""Train models from Parquet tables and write model directories (the command `deformer-train`).
+
+A job prepares the table, fits the prior, trains the network, calibrates, evaluates and writes. The modules are:
+
+    cli, settings, console     the command, its options, and its output on the terminal
+    job, irregular_job         the phases of a job; of a job for irregular readings (`--irregular`)
+    job_output, working_folder, checkpoint   what a job returns and stores; what an interrupted run needs to continue
+    budget, planning, reading_time   the time limit: steps, preset and batch, and the time to read the table
+    recipes                    the hyperparameters of model and training
+    tables, data, slot_values, sampling   reading a table; normalised values and the split; readings of one time slot
+    irregular_table            a table of irregular readings
+    feature_kinds, identifiers, feature_table, preview   which columns are features, and how this is shown
+    outliers                   suspected anomalies in the table (`--contamination`)
+    gaussian_prior, factor_analysis, gaussian_process   the prior of tables, of wide records and of irregular readings
+    fit, batches, examples, distributed   the training loop, its batches and examples, and several processes
+    calibrate, irregular_calibration, cusum_scale   the calibration of the alert rule
+    exemplars, prior_weight    what complete records are ranked with
+    evaluate, irregular_evaluation, report, irregular_report, training_warnings   held-out figures, report and warnings
+    finetune, fleet, fleet_tables   adapting a model (`--init-from`); a model for each type of machine (`--per`)
+    faults, fault_training     names of faults from labelled records
+    event_sets, equal_time, sequence_classifier   a classifier of partially ordered sequences, apart from the density
+"""

@@ -17,7 +17,7 @@ class BatchSource:
     Args:
         draw: Returns the batch of a step. It is only called in one thread at a time.
         draws_ahead: Whether a thread draws the batch of the next step in advance. This is faster on a GPU, because the
-            processor is free while the GPU computes a step, and if drawing takes about as long as a step does.
+            processor is free while the GPU computes a step. It is also faster if drawing takes about as long as a step.
     """
 
     def __init__(self, draw: Callable[[int], Any], draws_ahead: bool) -> None:

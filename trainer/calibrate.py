@@ -42,8 +42,8 @@ BATCH_SIZE = 256
 def choose_order(chosen: Order | None, data: PreparedTable) -> Order:
     """Return the arrival-order distribution to calibrate for.
 
-    It is "arrival" for the logged order of each record, "random" for all orders with the same probability, or "schema"
-    for the order of the features in the schema.
+    "arrival" is the logged order of each record. "random" draws from all orders with the same probability. "schema" is
+    the order of the features in the schema.
 
     Args:
         chosen: The value of the option `--order`. None to use the logged order if the table has one, and random orders

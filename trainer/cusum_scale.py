@@ -2,8 +2,8 @@
 
 The alert rule is calibrated with other records, whose scores are computed with the scale. If the scale depended on
 these records, their scores would be smaller than those of new normal records, and there would be too many false alarms.
-So the records of the scale are those for validation, which the network has not learnt, if there are enough of them, and
-otherwise those of the training set. The distributions of the sensors' readings and steps are those of training records.
+So the scale uses the validation records, on which the network was not trained, if there are enough of them. Otherwise
+it uses the training records. The distributions of the sensors' readings and steps are those of training records.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Partially ordered sequences: records whose events of one instant have no order among themselves.
 
 A record is a sequence of sets x = (x_1, …, x_T). Each set x_t holds the events e_j ∈ R^M of one instant: a single
-reading, or all readings of an instant (Ger, Klabjan and Utke, "Classification Models for Partially Ordered Sequences",
-arXiv 2102.00380).
+reading, or all readings of an instant. The method is from Ger, Klabjan and Utke, "Classification Models for Partially
+Ordered Sequences", arXiv 2102.00380.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ examples. What an example is depends on the table:
   and memory of a training step are then bounded, whatever the length of the records.
 
 The objective of irregular readings is the mean of −ln p(reading | its context) over all readings of all training
-records. Each block is an example with the same probability. The sum over the readings of a batch is divided by the mean
-number of readings of a block times the number of blocks, so the gradients are unbiased.
+records. Each block is an example with the same probability. The sum over the readings of a batch is divided by the
+number of blocks times the mean number of readings of a block. So the gradients are unbiased.
 
 A share of the examples are not in their real order, so that the model learns to condition on any readings (as
 explanations and imputation do). The recent readings of the context and those of the block are then in random order. A

@@ -168,9 +168,10 @@ def score_complete_records(
     """Return the anomaly scores of complete calibration records, computed as those of new records (`Exemplars.score`).
 
     A calibration record that is an exemplar is compared with all exemplars but itself. If all calibration records are
-    exemplars, the p-value of a new record is at least the conformal one: were the new record an exemplar as well, the
-    calibration records could only be nearer to their nearest exemplars. With `--folds`, calibration records may be
-    records to which the Gaussian prior was fitted. Their density is then that of the variant without their fold.
+    exemplars, the p-value of a new record is at least the conformal one. For the conformal p-value, the new record
+    would have to be an exemplar as well, and the calibration records could then only be nearer to their nearest
+    exemplars. With `--folds`, calibration records may be records to which the Gaussian prior was fitted. Their density
+    is then that of the variant without their fold.
 
     Args:
         model: The trained model with its exemplars. Without them, the scores are the centered NLLs.

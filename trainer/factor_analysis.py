@@ -153,7 +153,8 @@ def fit_factors(
         # Normalised readings have mean 0 and variance 1, so a feature without readings gets them, too.
         column[is_gap] = rng.normal(size=num_gaps) if is_gap.all() else rng.choice(column[~is_gap], num_gaps)
     rank = _choose_rank(x, is_missing, rng, is_time_short) if rank is None else rank
-    # A run that is continued knows the rank, and must get the same factors. So they do not depend on the search for it.
+    # A run that is continued has the rank already, and must get the same factors. So they do not depend on the search
+    # for the rank.
     return _fit(x, is_missing, rank, np.random.default_rng([seed, FIT_SEED, 1]))
 
 

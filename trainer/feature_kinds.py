@@ -288,7 +288,7 @@ class ColumnStatistics:
         """Return whether the values of the column are used as numbers.
 
         Numbers are, and times of day as seconds since midnight. Texts are used as numbers if they represent numbers.
-        Some other texts among them are missing values of a measurement: few ones, or any number of those that
+        A few other texts among them count as missing values of a measurement. So does any number of the texts that
         historians write in place of a value, such as "Bad". Among few different integers they are labels like these.
         Integers with leading zeros, such as "007", are codes or ids.
 
@@ -751,8 +751,8 @@ def _infer_from_text(
     """Return the discrete feature of a column of texts or booleans, or the reason why the column is excluded.
 
     A column is excluded if it has too many distinct texts. Unless the user has named it, it is also excluded if new
-    records will have other texts: identifiers and remarks (more than half of the texts are distinct), dates, and
-    numbers of batches (no text comes back in the course of time).
+    records will have other texts. These are identifiers and remarks (more than half of the texts are distinct), dates,
+    and numbers of batches (no text is repeated later).
 
     Args:
         column: The statistics of the values.

@@ -128,7 +128,7 @@ def _describe_content(table: Table, part: Path | None) -> tuple[str, ...]:
     Args:
         table: The table.
         part: The file with its rows of the value, whose content is hashed. None if the value of all rows is part of the
-            path of the table; its size and the time of its last change are then returned, and its name.
+            path of the table. Its name, its size and the time of its last change are then returned.
     """
     if part is not None:
         with part.open("rb") as file:

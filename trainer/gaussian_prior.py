@@ -237,8 +237,8 @@ def fit_priors(
 def _impute_from_columns(x: Floats, is_missing: NDArray[np.bool_], rng: np.random.Generator) -> Floats:
     """Replace each missing reading by a random observed reading of the same feature.
 
-    A feature without any reading, such as a time slot in which a sensor never reports, gets standard normal values,
-    because normalised readings have mean 0 and standard deviation 1.
+    A feature without any reading, such as a time slot in which a sensor never reports, gets standard normal values. The
+    reason is that normalised readings have mean 0 and standard deviation 1.
 
     Args:
         x: (N, D) records with D features.

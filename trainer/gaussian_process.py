@@ -99,8 +99,8 @@ class Targets:
 class _Parameters(nn.Module):
     """The parameters of a Gaussian process without bounds, from which its buffers are computed.
 
-    The initial parameters follow from how much successive readings of a sensor differ, so that few steps are enough: a
-    part of this variance is noise, a part changes within a record, and the rest of the variance changes slowly.
+    The initial parameters follow from how much successive readings of a sensor differ, so that few steps are enough. A
+    part of this variance is noise, a part changes within a record, and the rest changes slowly.
 
     Args:
         schema: The features, with the time scales of their readings.
@@ -171,8 +171,8 @@ def fit_process(
 ) -> int:
     """Fit a Gaussian process to the training records, in place.
 
-    If a loss or a gradient is not finite, or a covariance matrix has no Cholesky factor, the fit ends with the last
-    parameters for which this was not so.
+    The fit ends if a loss or a gradient is not finite, or if a covariance matrix has no Cholesky factor. It returns the
+    last parameters before that.
 
     Args:
         process: The process. Its parameters before the call have no effect.
@@ -304,10 +304,9 @@ def _prepare_loss(
     """Return a function that computes the loss of random readings in each step of a round.
 
     The loss is the mean −ln p of the readings. If the process has as many neighbors as an example has readings, each
-    reading is conditioned on all readings before it (`model.process_conditionals`), and a step uses complete examples.
-    If the model is for imputation, each reading of a random subset of the block is conditioned on all others: all
-    readings are then targets with contexts of the size that imputation has. Otherwise the neighbors are chosen for the
-    whole round.
+    reading is conditioned on all readings before it (`model.process_conditionals`). A step then uses complete examples.
+    If the model is for imputation, each reading of a random subset of the block is conditioned on all others. The
+    targets then have contexts of the size that imputation has. Otherwise the neighbors are chosen for the whole round.
 
     Args:
         process: The process.

@@ -4,9 +4,9 @@ Such a column must not become a feature. The values of new records would lie out
 new record would look anomalous. The rules use the order of the rows, because a counter or a clock only rises. They also
 use the number of repeated values, because measured integers repeat by chance and ids do not.
 
-A measurement must not be lost. Values with fractions that are merely all different are therefore measurements, and so
-are integers that are all different if their range is so wide that this is no surprise. Random ids from such a range
-cannot be told from measurements, and need not be: new ones come from the same range.
+A measurement must not be lost. Values with fractions are therefore measurements, even if all are different. Integers
+that are all different are measurements if their range is so wide that repetitions would be improbable. Random ids from
+such a range cannot be told from measurements, and need not be: new ones come from the same range.
 """
 
 from __future__ import annotations
@@ -197,8 +197,8 @@ def _count_unlikely_repetitions(sample: NDArray[np.float64]) -> int | None:
     """Return the number of repetitions among integers if measured integers would have far more; otherwise None.
 
     If n integers are drawn independently from R possible ones, the number of pairs of equal values is about n²/2R on
-    average, or more if some integers are more frequent than others. So the least is assumed. The number is compared
-    with the range of the values on their grid (in multiples of their greatest common divisor).
+    average. It is larger if some integers are more frequent than others. So the least is assumed. The number is
+    compared with the range of the values on their grid (in multiples of their greatest common divisor).
     """
     num_values, num_repeated = len(sample), len(sample) - len(np.unique(sample))
     if np.abs(sample[[0, -1]]).max() >= MAX_EXACT_INTEGER:

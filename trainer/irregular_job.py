@@ -1,9 +1,9 @@
 """Run a training job for irregular readings (`--irregular`): prepare, fit the process, train, calibrate, evaluate.
 
-Its phases are those of `trainer.job`. What differs follows from the long records: the examples of training are blocks
-of records with their contexts (`trainer.examples`), the prior is a Gaussian process (`trainer.gaussian_process`), the
-engine scores the calibration records (`trainer.irregular_calibration`), and likelihoods are those of a reading.
-Complete records are ranked by the density alone, without exemplars.
+Its phases are those of `trainer.job`. It differs from `trainer.job` because records are long. The training examples are
+blocks of records with their contexts (`trainer.examples`). The prior is a Gaussian process
+(`trainer.gaussian_process`). The engine scores the calibration records (`trainer.irregular_calibration`). Likelihoods
+are stated for a reading. Complete records are ranked by the density alone, without exemplars.
 """
 
 from __future__ import annotations

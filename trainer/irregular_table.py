@@ -1,10 +1,11 @@
 """Prepare a table of irregular readings (`--irregular`): ragged arrays of normalised values with their own times.
 
 A sensor reports any number of times in a record, and no reading is assigned to a time slot. The readings of a record
-are in the order in which a stream would deliver them: in the order of the input if it is one of arrival, with some late
-readings, and otherwise in order of their times (`choose_reading_order`). Only these are left out: nulls, values that a
-stream rejects, readings without a time, those of sensors that are no features, and exact repetitions of a reading. A
-repetition has the same record, sensor, time and value: a sender has delivered it twice. Each kind is counted.
+are in the order in which a stream would deliver them (`choose_reading_order`). If the input looks like an order of
+arrival, with some late readings, its order is kept. Otherwise the readings are sorted by time. Only these are left out:
+nulls, values that a stream rejects, readings without a time, readings of sensors that are no features, and exact
+repetitions of a reading. A repetition has the same record, sensor, time and value: a sender has delivered it twice.
+Each kind is counted.
 
 The tables are read three times, as tables of other records are (`trainer.data`). The third pass appends the readings to
 files. They are then placed by record and sorted in chunks, so tables may be larger than memory.
@@ -111,8 +112,8 @@ def choose_reading_order(
 ) -> ReadingOrder:
     """Return the order of the readings of a table.
 
-    Without a request, it is that of the input if at most `MAX_LATE_SHARE` of the readings are late, and these by at
-    most `MAX_MEAN_LATENESS` of the duration of their record on average.
+    Without a request, it is that of the input if few readings are late, and not by much: at most `MAX_LATE_SHARE` of
+    them, by at most `MAX_MEAN_LATENESS` of the duration of their record on average.
 
     Args:
         requested: The order that the user wants, None to choose it.

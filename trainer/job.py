@@ -761,8 +761,8 @@ def _leave_out_outliers(
         data: The prepared table.
         settings: All options of `deformer-train`.
         budget: The time that the job may take.
-        size: How much the search does, if it is known: from the interrupted run that is continued, or from the search
-            of the first of several models (`--folds`). None to choose it from the time.
+        size: How much the search does, if it is known. It is known from the interrupted run that is continued, or from
+            the search of the first of several models (`--folds`). None to choose it from the time.
         on_message: Called with a line of text about the progress.
 
     Returns:

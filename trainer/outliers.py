@@ -2,7 +2,7 @@
 
 A table for training should contain normal records only. If it may contain anomalies, suspected ones are left out before
 a model exists. If the user states their share, these are the records that are most distant from the others. With
-`auto`, the share is not known. A record is left out for one of two reasons (`find_suspects`): it belongs to a group of
+`auto`, the share is not known. A record is left out for one of two reasons (`find_suspects`). It belongs to a group of
 unusual records that is apart from the others, or it is far from all others.
 """
 
@@ -204,10 +204,10 @@ def find_suspects(
 ) -> Suspects:
     """Find suspected anomalies among the training and validation records, if their share is unknown.
 
-    Two scores choose the most unusual records, one of `UNUSUAL_SHARES` of them: the median distance to a random sample,
-    and the distance from a Gaussian that is fitted to the central records only. A part of every table is unusual, so
-    this alone is no reason. An unusual record becomes a suspect if it is in a group apart, as repeated faults are
-    (`_find_groups`), or isolated (`ISOLATION_RATIO`). Records in a continuous tail are neither.
+    Two scores choose the most unusual records, a share of `UNUSUAL_SHARES`. One is the median distance to a random
+    sample. The other is the distance from a Gaussian that is fitted to the central records only. A part of every table
+    is unusual, so this alone is no reason. An unusual record becomes a suspect if it is in a group apart, as repeated
+    faults are (`_find_groups`), or isolated (`ISOLATION_RATIO`). Records in a continuous tail are neither.
 
     If the table has parts, such as types of machines, each is examined by itself. Otherwise a small part, whose records
     differ from all others, would be a group apart.

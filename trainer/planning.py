@@ -592,8 +592,8 @@ def reduce_batch(
     """Return the number of examples in a batch with which the time allows enough training steps.
 
     It is reduced for `MIN_USEFUL_STEPS` steps to `MIN_USEFUL_BATCH` examples, and for `MIN_STEPS` steps as far as
-    necessary. But it is not reduced further if most of the time of a step does not depend on it, because the number of
-    steps would then hardly grow.
+    necessary. But it is not reduced further if most of the time of a step does not depend on it. The number of steps
+    would then hardly grow.
 
     Args:
         recipe: The hyperparameters of training, whose batch is the largest one.

@@ -3,8 +3,8 @@
 On some tables the density of the Gaussian prior ranks anomalies better than the distance to the nearest exemplars
 (stored training records), on others worse. Which of the two is better is estimated from interpolated records:
 t·a + (1 − t)·b of two normal records a and b. They are unusual if normal records lie in clusters or on curved surfaces.
-The weight follows from a difference δ of two AUROCs: that with which −ln p of the prior separates interpolated from
-normal records, and that of the distance (docs/experiments/30-density-of-the-prior-in-the-ranking.md).
+The weight follows from a difference δ of two AUROCs. One states how well −ln p of the prior separates interpolated from
+normal records, the other how well the distance does (docs/experiments/30-density-of-the-prior-in-the-ranking.md).
 """
 
 from __future__ import annotations

@@ -105,8 +105,8 @@ class ReadingMonitor:
         """Raise ReadingTooSlow if the passes under the time limit would take longer than `seconds`.
 
         The time of all passes is estimated from the part of this pass that is done. The error states for which share of
-        the records the time is enough. Files must be decoded as a whole even if only a sample of the records is used,
-        so a sample saves only the time in which rows are processed.
+        the records the time is enough. Files must be decoded as a whole even if only a sample of the records is used.
+        So a sample saves only the time in which rows are processed.
 
         Args:
             now: The current value of the clock.

@@ -227,8 +227,8 @@ def iterate_batches(num_sets: Ints, batch: int, rng: np.random.Generator | None 
 def compute_loss(logits: Tensor, classes: Ints, weights: Floats) -> Tensor:
     """Return the weighted cross-entropy of a batch, divided by its number of records.
 
-    It is not divided by the weights of its records, because the weights would cancel in batches of one record, as there
-    are if records have many different numbers of sets.
+    It is not divided by the weights of its records. If records have many different numbers of sets, batches have one
+    record, and the weights would cancel.
 
     Args:
         logits: (N, C) the logits of the classes.

@@ -2,10 +2,10 @@
 
 Tables have one of two layouts. In the wide layout a row is a record and a column is a feature. In the long layout a row
 is one reading, with columns for the record, the feature, the value and perhaps the time. If records are windows of
-time, a row of a wide table holds readings of one device at one time, and it is read like the same readings in a long
-table. All layouts are converted to the same sequence of `FeatureReadings`, so that other modules need not distinguish
-them. Only one batch is in memory at a time. For the long layout and for windows, the ids of the records and the record
-number of each row are in memory as well.
+time, a row of a wide table holds readings of one device at one time. It is read like the same readings in a long table.
+All layouts are converted to the same sequence of `FeatureReadings`, so that other modules need not distinguish them.
+Only one batch is in memory at a time. For the long layout and for windows, the ids of the records and the record number
+of each row are in memory as well.
 """
 
 from __future__ import annotations
@@ -113,9 +113,9 @@ class InputTables:
             the device is the name of the table without its ending.
         num_records: Number of normal records. `index_records` sets it.
         skipped_by_reason: By reason as text, the number of records or readings that were left out.
-        row_by_event: (E,) for each of the E rows of a long table, or of a table whose records are windows, the number
-            (from 0) of its record among the normal records; −1 if the row is left out. None if a row is a record, and
-            before `index_records` is called.
+        row_by_event: (E,) for each of the E rows, the number (from 0) of its record among the normal records; −1 if the
+            row is left out. The table is a long one, or its records are windows. None if a row is a record, and before
+            `index_records` is called.
         time_order: How the times of the normal records (wide) or of their readings (long) change in the order of the
             input. `iterate_readings` sets it anew. It is empty if there is no time column.
         part_by_record: (N,) for each of the N normal records, the number (from 0) of its part of the input
@@ -918,8 +918,8 @@ def _get_records(tables: InputTables, rows: _Rows) -> NDArray[np.int64]:
 def _iterate_unpivoted_readings(tables: InputTables) -> Iterator[FeatureReadings]:
     """Yield the readings of normal records in each batch of a wide table whose records are windows of time.
 
-    They are the readings that a long table would contain, row by row and in a row in the order of the columns: cells
-    without a value are left out. Features that appear first are yielded first, as in a long table.
+    They are the readings that a long table would contain, row by row, and within a row in the order of the columns.
+    Cells without a value are left out. Features that appear first are yielded first, as in a long table.
 
     Raises:
         ValueError: `index_records` has not been called before.

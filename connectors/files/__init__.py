@@ -12,6 +12,8 @@ modules are:
     terminal      alerts as lines of text for a person
     table_events  conversion of a table to an asynchronous event stream, for `deformer-stream produce`
     imputation    tables with imputed or sampled values, for `deformer-stream impute` and `sample`
+    reading_imputation   the same for long tables of irregular readings
+    evidence_files, calibration_files   evidence of `replay --evidence`; what `calibrate` keeps of a shard
     state_folder  the state of open records, for sources without a log
     background    threads that read ahead and write behind
 """

@@ -114,9 +114,9 @@ def impute_tables(
     Columns that are not features are copied, and so are context features (they condition the others, but the model has
     no distribution for them).
 
-    Cells that cannot be read, such as a text in a column of numbers, are no gaps: they become null, and the readings of
-    their row are filled without them. A warning is logged with their number. Rows of a CSV file with a wrong number of
-    cells are left out, with a warning as well.
+    Cells that cannot be read, such as a text in a column of numbers, are not filled. They become null, and the readings
+    of their row are filled without them. A warning is logged with their number. Rows of a CSV file with a wrong number
+    of cells are left out, with a warning as well.
 
     Args:
         sources: Parquet and CSV files, folders of such files, and patterns.
@@ -130,8 +130,8 @@ def impute_tables(
         The number of gaps that were filled.
 
     Raises:
-        InputError: A table cannot be read or has no feature of the model, a column of a table has the name of a column
-            that is added, or the tables have different columns.
+        InputError: A table cannot be read or has no feature of the model. Or a column of a table has the name of a
+            column that is added, or the tables have different columns.
     """
     tables = _open_tables(sources, model, options, table_options or TableOptions())
     log_dialects(tables)
@@ -337,7 +337,7 @@ def _open_tables(
         table_options: How to read the tables.
 
     Raises:
-        InputError: An input is no table or has no feature of the model, a column of a table has the name of a column
+        InputError: An input is no table or has no feature of the model. Or a column of a table has the name of a column
             that is added, or the tables have different columns.
     """
     files = find_data_files(sources)

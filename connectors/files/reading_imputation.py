@@ -318,8 +318,8 @@ def _fill_records(
     """Compute the requested values, record after record.
 
     Returns:
-        (K, N) for each of the N rows that request a value, and NaN for the others: the estimate, then the added columns
-        (K = 1 + their number), or K draws. It is mapped to a temporary file.
+        (K, N): for each of the N rows that request a value, the estimate and then the added columns (K = 1 + their
+        number), or K draws. The other rows have NaN. It is mapped to a temporary file.
     """
     num_columns = options.draws or 1 + len(options.list_added_columns("value"))
     num_rows = len(rows.columns["record"])

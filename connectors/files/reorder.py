@@ -250,8 +250,8 @@ def _split_line(line: bytes, field_names: FieldNames, max_message_bytes: int) ->
     decoder rejects such a line later.
 
     Args:
-        line: A JSON object with one reading (a field for the feature and one for the value) or with several readings (a
-            field with an object that maps feature names to values).
+        line: A JSON object with one reading or several. One reading is a field for the feature and one for the value;
+            several are a field with an object that maps feature names to values.
         field_names: The names of the fields in the JSON object.
         max_message_bytes: Maximum length of a line. A longer one, which was cut when it was read, is not valid.
     """

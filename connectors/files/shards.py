@@ -1,9 +1,9 @@
 """Shards of input files: parts that hold whole records, so that each can be scored on its own.
 
-Some files hold whole records already. The rows and lines of others are divided by the hash of their record, or of their
-device if records are time windows: what is kept of a device, its latest event time, is then in one shard as well. This
-is done out of core: the rows of each shard are appended to a file of Arrow streams, in the order of arrival. They keep
-their files and row numbers, so that alerts state the same positions as without shards.
+Some files hold whole records already. The rows and lines of others are divided by the hash of their record. If records
+are time windows, they are divided by the hash of their device, so that the latest event time of a device is in one
+shard as well. This is done out of core: the rows of each shard are appended to a file of Arrow streams, in the order of
+arrival. They keep their files and row numbers, so that alerts state the same positions as without shards.
 """
 
 from __future__ import annotations

@@ -104,8 +104,9 @@ def open_source(
     """Return a source of the events in Parquet, CSV and JSON lines files, or on standard input.
 
     The files are read one after the other. All tables are opened and checked before the function returns. A table is
-    wide (a row is a record, a column is a feature) or long (a row is one reading). If records are time windows, each
-    cell of a wide table with a column of times is a reading of the device in this row, or in this file.
+    wide (a row is a record, a column is a feature) or long (a row is one reading). If records are time windows and a
+    wide table has a column of times, each cell is a reading of a device. The device is that of the row, or that of the
+    file.
 
     Args:
         inputs: Paths of files and folders, patterns, or "-" alone for JSON lines on standard input.
@@ -554,8 +555,8 @@ class _WideTable:
             options: How to read the table.
 
         Raises:
-            InputError: No column is a feature of the model, a column that the user chose does not exist, or the
-                readings of the model are irregular and the table has no record ids or no times.
+            InputError: No column is a feature of the model, or a column that the user chose does not exist. Or the
+                readings of the model are irregular, and the table has no record ids or no times.
         """
         columns, feature_by_name = table.schema.names, options.features.by_name
         feature_columns = [column for column in columns if column in feature_by_name]
@@ -736,8 +737,8 @@ class _WindowedTable:
             options: How to read the table.
 
         Raises:
-            InputError: No column is a sensor of the model, a column that the user chose does not exist, or the column
-                that determines the model has the name of a field of readings.
+            InputError: No column is a sensor of the model, or a column that the user chose does not exist. Or the
+                column that determines the model has the name of a field of readings.
         """
         columns, sensors = table.schema.names, options.features.by_sensor
         feature_columns = [column for column in columns if column in sensors]

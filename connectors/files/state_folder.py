@@ -8,8 +8,8 @@ The folder has three files:
 
 A commit appends a line to the journal, or replaces the snapshot and empties the journal. Each line, and the first line
 of the snapshot, is the CRC-32 of a JSON document and this document. Commits have consecutive numbers, so a line that an
-earlier snapshot has made obsolete is recognised. A line that is cut by a crash is of a commit whose messages were not
-acknowledged, so it is removed when the folder is opened again.
+earlier snapshot has made obsolete is recognised. If a crash cuts a line, the messages of its commit were not
+acknowledged. So the line is removed when the folder is opened again.
 """
 
 from __future__ import annotations

@@ -120,10 +120,10 @@ def iterate_events(
     1970. Rows must be sorted by time; the readings of a row that is out of order are sent as soon as it is read. Nulls
     and numbers that are not finite give no event. Rows whose time or record id cannot be read are left out.
 
-    A table is wide (a row is a record) or long (a row is one reading). The events of a long table with a column of
-    devices instead of records name the device, so that the consumer can assign them to time windows (`--window`). So do
-    the events of a wide table if `has_windows` is true, unless it has a column of record ids, or has no times. JSON
-    lines are passed on unchanged and without a delay.
+    A table is wide (a row is a record) or long (a row is one reading). If a long table has a column of devices instead
+    of records, its events name the device, so that the consumer can assign them to time windows (`--window`). The
+    events of a wide table name the device if `has_windows` is true, unless it has a column of record ids, or has no
+    times. JSON lines are passed on unchanged and without a delay.
 
     Args:
         inputs: Paths of files and folders.
@@ -201,8 +201,8 @@ def _check_excluded(
 ) -> None:
     """Check that each excluded column exists in at least one table.
 
-    The check is skipped if an input is JSON lines or a long table (a row is one reading), because their features are
-    known only after reading them.
+    The check is skipped if an input is JSON lines or a long table (a row is one reading). Their features are known only
+    after reading them.
 
     Args:
         exclude: Names of the excluded columns.

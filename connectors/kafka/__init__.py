@@ -3,11 +3,13 @@
 - `ports` is the interface to a client library. `kafka_python_client` and `librdkafka_client` implement it, each with
   the public functions of one library; no other file imports one. `compat` has the only attributes that are not public.
   `client` chooses between the libraries, checks a broker before it connects, and holds the texts of errors. `tokens`
-  provides login tokens, and `background` waits for functions that block.
+  provides login tokens, and `background` waits for functions that block. `librdkafka_connection` and `librdkafka_admin`
+  are parts of the client for librdkafka. `patience` is the time for which failures are tolerated (`--patience`).
 - `source` polls and commits; `start_point` finds where a partition begins, `liveness` detects a partition that stops
   delivering.
 - `sink` encodes alerts and dead letters, `evidence_sink` what incidents are made of, `state` the snapshots of open
   records. `next_reading_topic` sends and reads suspicious records with the readings to take next.
+- `bridge_sink` sends what the bridge has read from MQTT or OPC UA.
 - `commits` and `delivery` send all of it together with the consumed offsets, in one transaction.
 - `topic_reader` reads a whole topic. `incident_topics` reads incidents, and reads and appends labels of operators.
   `incident_deliveries` reads incidents for a receiver, and stores how far it was notified. `dead_letters` reads
@@ -15,8 +17,9 @@
 - `topics` creates topics and checks them; `sample` reads the latest messages of a topic; `produce` sends events, as a
   load generator.
 
-A consumer belongs to one thread. Its handler of rebalances may run in the client's own thread while ours waits inside
-`poll` or `close`, so the state they share needs no lock. Keys and values stay bytes until the codec decodes them.
+A consumer belongs to one thread. Its handler of rebalances may run in the client's own thread, but only while ours
+waits inside `poll` or `close`. So the state they share needs no lock. Keys and values stay bytes until the codec
+decodes them.
 """
 
 from connectors.kafka.dead_letters import (

@@ -4,13 +4,12 @@ Each of them is for an error of kafka-python 3.0 that no public function avoids:
 
 - It stops joining its group if the reason was a new number of partitions and a poll ends before the join is complete.
   It then sends no heartbeats and is never a member again (`request_rejoin`).
-- Of a partition that is paused after a part of its fetched messages was returned, it keeps the others aside, and
-  requests nothing more of the partition until it has returned them. If it reads another partition meanwhile, it does
-  not look at them after `resume`, so the partition delivers nothing any more (`drop_kept_messages`).
+- If a partition is paused after a part of its fetched messages was returned, it keeps the others aside. It requests
+  nothing more of the partition until it has returned them. If it reads another partition meanwhile, it does not look at
+  them after `resume`, so the partition delivers nothing any more (`drop_kept_messages`).
 
-With another version nothing is called. The process then leaves the group and joins it anew after the time of a session;
-and if a partition delivers nothing, `liveness` ends the process, which begins at the committed offset when it is
-started again.
+With another version nothing is called. The process then leaves the group and joins it anew after the time of a session.
+If a partition delivers nothing, `liveness` ends the process. The next process begins at the committed offset.
 """
 
 from __future__ import annotations

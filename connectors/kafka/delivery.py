@@ -266,7 +266,7 @@ class Delivery:
             self._transactional_id,
             TRANSACTION_SECONDS,
             max_message_bytes=max(limits),
-            # The broker compares the size of a batch, and no client knows the limit of each topic.
+            # The broker checks the size of a batch, and no client has the limit of each topic.
             max_batch_bytes=min(MAX_BATCH_BYTES, *limits),
         )
         try:

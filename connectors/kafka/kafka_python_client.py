@@ -1,8 +1,8 @@
 """The interface of `connectors.kafka.ports`, implemented with the public functions of kafka-python and with `compat`.
 
 A consumer of kafka-python has a network thread, which calls the rebalance listener while our thread waits inside
-`poll` or `close`. A producer has one, too; its transactional methods wait without a limit, so they run in a thread of
-their own and the caller waits with one.
+`poll` or `close`. A producer has one, too. Its transactional methods wait without a limit. So they run in a thread of
+their own, and the caller waits with a limit.
 """
 
 from __future__ import annotations
@@ -898,7 +898,7 @@ def _close_later(producer: Any) -> None:
     """Close a producer when its messages were sent or have timed out; ignore errors, because nothing depends on it.
 
     While no broker responds, kafka-python drops messages long after their time-out, and it does not close a producer
-    before. A producer that was only forgotten would fail when the garbage collector closes it.
+    before. A producer that is not closed explicitly would fail when the garbage collector closes it.
     """
     while True:
         try:

@@ -62,10 +62,10 @@ REFRESH_SECONDS = 5.0
 message before the next one of them, and a consumer that was started meanwhile does not join its group."""
 
 FORGET_SECONDS = 10.0
-"""Seconds after which a producer that sends nothing forgets which broker coordinates the consumer group.
+"""Seconds after which a producer that sends nothing drops the address of the coordinator of the consumer group.
 
-After an outage, librdkafka waits without limit for the broker that it remembers, if the list of brokers has not
-contained it meanwhile (issues 5456 and 5511 of librdkafka). With this limit it asks again which broker it is.
+After an outage, librdkafka waits without limit for the broker that it has stored, if the list of brokers has not
+contained it meanwhile (issues 5456 and 5511 of librdkafka). With this limit it looks up the coordinator again.
 """
 
 UNUSED_GROUP = "deformer-stream-reader"

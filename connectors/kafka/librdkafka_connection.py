@@ -1,8 +1,8 @@
 """Connect a client of librdkafka, translate its errors, and forward its log.
 
-librdkafka sends and receives in threads of its own. It calls the functions that are given to it (for a rebalance, an
-error, a log line or an acknowledgement) only in a thread that calls `poll`, `consume`, `flush` or `close`. The
-exception is the function that provides a login token.
+librdkafka sends and receives in threads of its own. It calls the functions that are given to it, for a rebalance, an
+error, a log line or an acknowledgement. It does so only in a thread that calls `poll`, `consume`, `flush` or `close`.
+The exception is the function that provides a login token.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 `kafka_python_client` and `librdkafka_client` implement them with the public functions of one library each, and with the
 two attributes in `compat`. No other file of the package imports a client library. Both raise the exceptions of this
-package, with a message that says what failed and what to do, so callers need not know which library is in use.
+package, with a message that says what failed and what to do. So callers do not depend on which library is in use.
 
 A consumer and an admin client belong to the thread that created them. A producer may be used by one thread at a time.
 """

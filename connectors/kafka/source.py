@@ -514,9 +514,10 @@ class KafkaSource:
     ) -> None:
         """Find where to begin partitions with requests for all of them, or in steps if these fail.
 
-        With kafka-python the requests for first and end offsets wait for the broker's answer to a request for messages,
-        which takes up to half a second. So they are sent for many partitions at a time. But they fail if one partition
-        has no leader. Then those in other steps are begun.
+        With kafka-python, the requests for first and end offsets wait for the response to a request for messages. That
+        takes up to half a second. So they are sent for many partitions at a time. But they fail if one partition has no
+        leader. The requests are then sent again in steps of a few partitions, so that the partitions of the other steps
+        begin.
 
         Args:
             committed: As in `_find_starts_of`.
@@ -596,8 +597,8 @@ class KafkaSource:
     def _find_first_number(self, committed: Mapping[TopicPartition, CommittedOffset | None]) -> int:
         """Return the number of partitions that the topic had when the group began to consume it.
 
-        The metadata of the committed offsets state it. Without metadata the group begins now, or it began with an older
-        version of this package; then the number at the start of this process is returned.
+        The metadata of the committed offsets state it. Without metadata, the group begins now, or it began with an
+        older version of this package. The number at the start of this process is then returned.
 
         Args:
             committed: The committed offsets of some partitions. If they do not state it, the others are requested.
@@ -784,8 +785,8 @@ class KafkaSource:
     def _collect_positions(self) -> dict[TopicPartition, int]:
         """Return the offset of the next event to read from each partition, except partitions that cannot be committed.
 
-        A partition cannot be committed while it is being restored: until its saved state is loaded and the events
-        before its committed offset, which bring that state up to date, are read again. The same is true of
+        A partition cannot be committed while it is being restored. The restore ends when its saved state is loaded, and
+        the events before its committed offset have been read again to bring that state up to date. The same is true of
         `waiting_partitions`.
         """
         committable = filter(self._is_committable, self._consumer.assignment)

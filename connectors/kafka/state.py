@@ -76,8 +76,8 @@ package whose keys had no name."""
 class StateReference:
     """The place of one partition's saved state in the state topic; it is stored as metadata of the committed offset.
 
-    The saved state is a snapshot (the complete state), followed by decisions (what was decided since and does not
-    follow from the messages: time-outs, evictions, alerts raised).
+    The saved state is a snapshot (the complete state), followed by the decisions since then. Decisions are what does
+    not follow from the messages: time-outs, evictions, and alerts that were raised.
 
     Attributes:
         position: Offset, in the topic that is consumed, of the first event that the snapshot does not include.

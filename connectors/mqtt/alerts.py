@@ -40,7 +40,7 @@ WAIT_SECONDS = 1.0
 """Time in seconds between two reports of progress while the broker has not acknowledged an alert."""
 
 STOP_SECONDS = 5.0
-"""Longest time in seconds to wait for acknowledgements after the command was told to end."""
+"""Longest time in seconds to wait for acknowledgements after the command has received a signal to end."""
 
 _PLACE = re.compile(r"\{(\w*)\}")
 

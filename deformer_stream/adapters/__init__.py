@@ -1,1 +1,6 @@
-"""Detectors with the interfaces of other libraries: scikit-learn, PyOD and River. Each needs its library."""
+"""Detectors with the interfaces of other libraries, each of which needs its library.
+
+scikit_learn   `DeformerDetector`, for pipelines and searches of scikit-learn
+pyod           `PyODDetector`, with the conventions of PyOD
+river          `RiverDetector`, with the interface of River
+"""

@@ -1,8 +1,8 @@
 """Anytime-valid p-values of records from conformal calibration.
 
-A record's readings arrive one by one, and the model gives each reading a highest-density p-value p_i: the probability
-of a value that is at most as likely as the observed one. Two statistics summarise a prefix of k readings. Both are
-comparable between short and long prefixes:
+A record's readings arrive one by one, and the model gives each reading a highest-density p-value p_i. It is the
+probability of a value that is at most as likely as the observed one. Two statistics summarise a prefix of k readings.
+Both are comparable between short and long prefixes:
 
     G_k = −ln P(χ²_2k ≥ −2 Σ_{i≤k} ln q_i)          Fisher's combination, large after many slightly unlikely readings
     B_k = −ln(1 − (1 − min_{i≤k} q_i)^k)            Šidák's correction, large after one very unlikely reading

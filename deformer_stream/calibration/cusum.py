@@ -15,9 +15,9 @@ A sixth kind of evidence of each sensor is the reading itself, which a sum would
 
     extreme      E   = min(−ln p, e)                                 a single reading that is very improbable
 
-p is the highest-density p-value of the reading (the probability of a value that is at most as likely), p' that given
-the readings of the other sensors only, and P the probability of its value at the resolution of the sensor. p″ is its
-p-value in the distribution of all normal readings of the sensor (`marginals`), and p‴ that of the step from the
+p is the highest-density p-value of the reading (the probability of a value that is at most as likely), and p' is the
+same given the readings of the other sensors only. P is the probability of its value at the resolution of the sensor. p″
+is its p-value in the distribution of all normal readings of the sensor (`marginals`), and p‴ that of the step from the
 previous value of the sensor among its normal steps (`steps`). A sum is updated with each reading of its sensor. A
 sensor that is shifted soon becomes predictable from its own readings, which the sum "offset" does not use. A sensor
 that is stuck makes all of its readings likely, which only "repeated" sees. If several sensors are shifted from the
@@ -33,7 +33,7 @@ The model is not equally right for all sensors. So a sum x is compared with the 
 records. Their tail is described by an exponential distribution, P(largest value ≥ x) = a e^(−(x − u)/b). It is fitted
 to training records (`fit_scale`). A record has one sum "record", and as many sums of the other kinds as it has sensors.
 The largest of many exceeds a threshold more often than one does. So a constant is added to the statistics −ln P of each
-kind, such that the largest one of a record exceeds −ln s in a share s of the normal records. Without it, the sum of the
+kind. With it, the largest one of a record exceeds −ln s in a share s of the normal records. Without it, the sum of the
 record hardly counts beside those of 40 sensors. "extreme" gets a larger constant (`EXTREME_BONUS`), because no other
 kind sees a fault in its first reading.
 

@@ -7,7 +7,7 @@ ties broken at random, ranks divided by their number are independent uniform p-v
 Gammerman and Shafer, "Algorithmic Learning in a Random World", chapter 8). A small p_t means that record t is more
 anomalous than most.
 
-Earlier records must be included: ranks among the calibration records alone are dependent, and in a long stream the
+Earlier records must be included. Ranks among the calibration records alone are dependent, and in a long stream the
 sampling error of the calibration would look like drift. Earlier records are counted in bins. The n calibration
 statistics divide the line into n + 1 intervals, and bins hold 1, 2, 4, … of these from the top. Under the null
 hypothesis, a record falls into a bin with a probability proportional to its intervals plus the earlier records in it
@@ -151,9 +151,9 @@ def _round_to_tolerance(scores: Floats) -> Ints:
 def _compute_unstaked_wealth(num_records: int) -> float:
     """Return which part of the initial wealth 1 has not been staked yet after n records of a partition.
 
-    The drift test is a game: a fictitious gambler stakes a part of the initial wealth before each record, and reserves
-    the rest for drift that begins later. The reserve is (n + 1)^−a with a = `CHANGE_PRIOR_DECAY`. It is the prior
-    probability that drift begins after more than n records.
+    The drift test is a betting game (a test martingale). A fictitious gambler stakes a part of the initial wealth
+    before each record, and reserves the rest for drift that begins later. The reserve is (n + 1)^−a with a =
+    `CHANGE_PRIOR_DECAY`. It is the prior probability that drift begins after more than n records.
 
     Args:
         num_records: The number n of records so far.

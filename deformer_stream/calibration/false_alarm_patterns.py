@@ -9,13 +9,13 @@ where s is the score of the record and S_i the largest score of past incident i 
 Mondrian conformal p-value (Vovk, Gammerman and Shafer, 2005), whose category is the pattern. The pattern
 has one score for each incident and not for each record, because the records of one incident resemble each other.
 
-- p' ≥ p for every record. A detector whose statistic falls if a p-value rises therefore raises no incident that it
-  would not raise without patterns: patterns cannot break a budget of false incidents.
+- p' ≥ p for every record. If the statistic of a detector falls when a p-value rises, it therefore raises no incident
+  that it would not raise without patterns. So patterns cannot break a budget of false incidents.
 - Let a new false incident of the pattern be exchangeable with the n past ones. Then the smallest second term over all
   its records is at most α with probability at most α, whatever the dependence among its records.
-- A fault with the same suspects is still found if its scores are larger than those of the past incidents, but later,
-  because no record then has a p-value below 1/(n + 1). A fault whose scores are as large as those of the pattern is
-  not found. Patterns are therefore tried on kept evidence with confirmed faults before they are used
+- A fault with the same suspects is still found if its scores are larger than those of the past incidents. It is found
+  later, because no record then has a p-value below 1/(n + 1). A fault whose scores are as large as those of the pattern
+  is not found. Patterns are therefore tried on kept evidence with confirmed faults before they are used
   (`runtime.propose`).
 
 The past incidents of a pattern are all incidents that match it, except those that a person has confirmed as faults.
@@ -434,8 +434,8 @@ def make_patterns(
 
     Args:
         incidents: All incidents that the detector raises without patterns, with their labels, in order of time.
-        earlier: Patterns in use. If the evidence of their incidents is no longer kept, so that they are not among
-            `incidents`, they become past incidents of the group with the same suspects. A label that was taken back, or
+        earlier: Patterns in use. If the evidence of their incidents is no longer kept, they are not among `incidents`.
+            They then become past incidents of the group with the same suspects. A label that was taken back, or
             replaced, removes an incident from its pattern.
 
     Returns:

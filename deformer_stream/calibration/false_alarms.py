@@ -43,7 +43,7 @@ def bound_false_alarms(
         confidence: Probability with which the bound holds, at most 1 − 1e-12.
         is_grouped: Whether groups of records have calibrations of their own. Their numbers of false alarms are
             independent, with different distributions. Every exponential moment of the sum is at most that of a
-            beta-binomial variable with the mean αm and the n of the smallest group, which is used then.
+            beta-binomial variable with the mean αm and the n of the smallest group. So this variable is used.
     """
     n, m = num_calibration_records, num_records
     rank = alpha * (n + 1)
@@ -51,8 +51,8 @@ def bound_false_alarms(
     if k <= 0 or m <= 0:  # no rank is extreme enough for an alert
         return 0
     b = n + 1 - k  # the second parameter of the beta distribution
-    # More false alarms than this have a probability far below 1e-12, because the tails of Beta(k, n + 1 − k) are not
-    # heavier than those of a gamma distribution with the shape k.
+    # More false alarms than this have a probability far below 1e-12. The reason is that the tails of Beta(k, n + 1 − k)
+    # are not heavier than those of a gamma distribution with the shape k.
     largest = min(m, math.ceil(m * (k + 10 * math.sqrt(k) + 50) / (n + 1)) + 100)
     step = -(-(largest + 1) // _GRID_POINTS)
     x = np.arange(0, largest + 1, step, dtype=np.float64)

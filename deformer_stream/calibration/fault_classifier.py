@@ -3,10 +3,10 @@
 The classifier is a linear softmax model of inputs that the density model gives for any set of readings
 (`engine.fault_inputs`). K such models are trained, each without the labelled records of one fold. So every labelled
 record has a nonconformity score from a model that has not seen it. (Only the temperature of a model, one number,
-depends on them indirectly: it is chosen on the other folds with the other models.) A new record is scored by all K
-models, and the scores of each are compared with those of its own fold. This is cross-conformal prediction (Vovk,
-"Cross-conformal predictors", 2015; CV+ of Barber, Candès, Ramdas and Tibshirani, 2021), separately for each fault
-(Mondrian) and number of readings.
+depends on them indirectly, because it is chosen on the other folds with the other models.) A new record is scored by
+all K models. The scores of each model are compared with those of its own fold. This is cross-conformal prediction
+(Vovk, "Cross-conformal predictors", 2015; CV+ of Barber, Candès, Ramdas and Tibshirani, 2021), separately for each
+fault (Mondrian) and number of readings.
 
 The nonconformity score of a record for a fault is −ln of the probability of the fault, plus a term for the reading that
 fits the fault least. The probabilities of the known faults add up to 1 also for a record that resembles none of them.

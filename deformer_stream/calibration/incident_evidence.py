@@ -5,7 +5,7 @@ An e-value is a non-negative statistic whose mean under normal operation is at m
     L_κ(p) = κ p^(κ − 1)        with κ in `EXPONENTS`
 
 (Vovk and Wang, "E-values: Calibration, combination and applications", 2021). The integral of L_κ from 0 to 1 is 1, and
-L_κ falls with p, so its mean is at most 1 if P(p ≤ x) ≤ x for all x. Small κ favour few very small p-values, large κ
+L_κ falls with p. So its mean is at most 1 if P(p ≤ x) ≤ x for all x. Small κ favour few very small p-values, large κ
 many slightly small ones.
 
 A detector accumulates the e-values of the records of one device, and starts anew whenever that gives more evidence:
@@ -13,9 +13,10 @@ A detector accumulates the e-values of the records of one device, and starts ane
     Shiryaev–Roberts    M_κ ← (M_κ + 1) · L_κ
     CUSUM               M_κ ← max(M_κ, 1) · L_κ
 
-The statistic is the mean of M_κ over the exponents, which learns the exponent from the data (Shin, Ramdas and Rinaldo,
-"E-detectors: a nonparametric framework for sequential change detection", arXiv 2203.03532). It rises if any p-value
-falls. All values are natural logarithms, because products over thousands of records leave the range of a float.
+The statistic is the mean of M_κ over the exponents, which learns the exponent from the data. The method is from Shin,
+Ramdas and Rinaldo, "E-detectors: a nonparametric framework for sequential change detection", arXiv 2203.03532. It rises
+if any p-value falls. All values are natural logarithms, because products over thousands of records leave the range of a
+float.
 """
 
 from __future__ import annotations

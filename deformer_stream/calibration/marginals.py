@@ -1,9 +1,10 @@
 """The distribution of each sensor's readings without regard to other readings, and the p-values of readings under it.
 
 The range of a sensor's normal readings is divided into cells of equal probability, whose edges are quantiles. The
-density in a cell is inversely proportional to its width. So the highest-density p-value of a value (the probability of
-a value that is at most as likely) is the share of the cells that are at least as wide as its own. It needs no model,
-and is small between the modes of a distribution, too. Outside of all cells it is 1/(n + 1) after n readings.
+density in a cell is inversely proportional to its width. So the highest-density p-value of a value is the share of the
+cells that are at least as wide as its own. (This p-value is the probability of a value that is at most as likely.) It
+needs no model, and is small between the modes of a distribution, too. Outside of all cells it is 1/(n + 1) after n
+readings.
 """
 
 from __future__ import annotations

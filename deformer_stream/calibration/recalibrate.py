@@ -138,7 +138,7 @@ def recalibrate(
         statistics: The scores of the new records.
         alphas: False-alarm rates that the user wants. A group gets a calibration of its own if it has enough records
             for alerts at all of them.
-        group_by: The text that separates the name of the group from the rest of a record id, or `DEVICE_GROUP` if
+        group_by: The text that separates the name of the group from the rest of a record id. It is `DEVICE_GROUP` if
             records are windows of a device's readings and each device is a group. None for no groups.
         trim: The share of records to leave out, from 0 to 1. Those with the largest scores are left out, because they
             may be anomalies.

@@ -2,10 +2,10 @@
 
 A step is value − slope · previous value, where the slope is that of a linear regression on training readings. The range
 of a sensor's steps is divided into cells between quantiles. In addition, the widest gaps between neighbouring steps are
-cells of their own: a sensor that jumps at certain times of each record has clusters of steps, and a jump of another
+cells of their own. If a sensor jumps at certain times of each record, its steps form clusters, and a jump of another
 size lies between them. The density in a cell is its share of the steps divided by its width. So the highest-density
-p-value of a step (the probability of a step that is at most as likely) is the share of the steps in cells whose density
-is at most that of its own cell.
+p-value of a step is the share of the steps in cells whose density is at most that of its own cell. (This p-value is the
+probability of a step that is at most as likely.)
 
 P-values of the steps that decided about the cells are too large, because each of them lies in a cell with a step. Those
 of new steps are a little too small, because new steps lie in the widest gaps more often. So the statistics of normal

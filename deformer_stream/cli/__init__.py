@@ -1,7 +1,8 @@
-"""The commands of `deformer-stream`. A command is in the module of its name; `main` lists all of them.
+"""The commands of `deformer-stream`. `main` lists all of them.
 
 The module `stream` has consume and replay, `tables` has produce, impute and sample, and `inspection` has inspect and
-config. The modules beside those of the commands are parts of commands:
+config. Each of `bridge`, `calibrate`, `completion`, `dead_letters`, `feedback`, `incidents`, `init`, `propose` and
+`serve` has the command of its name. The other modules are parts of commands:
 
     factory              engines, codecs and sources from settings
     file_runs            runs of the pipeline on files

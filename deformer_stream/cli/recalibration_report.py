@@ -73,8 +73,8 @@ def _render_section(
 ) -> list[str]:
     """Return the HTML elements of the report's section about the new calibration, in their order on the page.
 
-    They are a heading, an introduction, a histogram of the calibration records' anomaly scores, a table that compares
-    the old and new thresholds, and a paragraph for each sentence about groups of records.
+    They are a heading, an introduction, and a histogram of the calibration records' anomaly scores. A table that
+    compares the old and new thresholds follows, and a paragraph for each sentence about groups of records.
 
     Args:
         recalibration: The new calibration, together with the one that it replaces.

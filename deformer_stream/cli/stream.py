@@ -64,7 +64,7 @@ def build_consume() -> click.Command:
         """
         # The handlers are set before the imports below, because these take seconds.
         stop, reload_requested = stop_on_signals(), reload_on_hangup()
-        # Settings of the process that must precede these imports: the thread of the Kafka client needs a core and quick
+        # Settings of the process that must precede these imports. The thread of the Kafka client needs a core and quick
         # access to the GIL, and threads must share memory that was freed.
         process.reserve_core()
         process.shorten_switch_interval()

@@ -16,15 +16,20 @@ If a JSON object has a key twice, the last value counts. The modules are:
     json_messages    decoder for JSON messages
     arrow_messages   decoder for messages that are Arrow streams
     schema_formats, protobuf_schemas  messages in the formats of a schema registry, converted to JSON
+    avro_schemas     parsers of Avro messages, from the texts of their schemas
     columns, tables  conversion of Arrow columns; decoders for rows of Parquet and CSV tables
+    json_types, number_texts   types and limits of JSON values; conversion of texts to numbers
+    bridge_messages, sparkplug   messages of a plant, such as MQTT and Sparkplug B, converted to events
     output_formats   outputs as Avro, converted from their JSON
     encode_outputs   alerts, drift notices and dead letters as JSON
+    alert_text       alerts and drift notices as lines of text
+    encode_next_readings   suspicious records with the reading to take next
     model_choice     which of several models a message belongs to; their decoders as one
     encode_events    readings as messages, for `deformer-stream produce`
     encode_evidence  evidence about devices, from closed records and alerts
     encode_incidents, incident_text, feedback_messages  incidents and labels of operators
     cloud_events     attributes by which a receiver recognises what a message is
-    state            snapshots and decisions as bytes, for recovery
+    state, state_header   snapshots and decisions as bytes, for recovery; the header with version and checksum
     incident_state   the state of the process that makes incidents
 """
 

@@ -93,7 +93,8 @@ class ArrowDecoder:
         if model_field is not None:
             self._event_columns.add(model_field)
         # A stream with both of these columns has the long layout. Any other stream has the wide layout, with one column
-        # per feature, or per sensor if a sensor has one feature for each time slot (part of a window).
+        # per feature. If a sensor has one feature for each time slot (part of a window), there is one column per
+        # sensor.
         self._long_columns = {field_names.feature, field_names.value}
         self._feature_columns = schema.code_by_name.keys() | schema.slot_layout_by_sensor.keys()
 
@@ -140,8 +141,9 @@ class ArrowDecoder:
             payload: The bytes of the stream.
 
         Returns:
-            The record batches, validated. The names of columns that are rejected as unknown features: in wide layout
-            (one record per row) all columns that are unknown to the model, in long layout (one reading per row) none.
+            The record batches, validated. The names of columns that are rejected as unknown features. In wide layout
+            (one record per row), these are all columns that are unknown to the model. In long layout (one reading per
+            row), there are none.
 
         Raises:
             RejectionError: If the message is too large or compressed, or if it has no row or no known column.

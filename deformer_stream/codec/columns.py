@@ -78,7 +78,7 @@ def _choose_label(value: object, code_by_label: dict[str, int]) -> str:
     """Return the label that a cell stands for.
 
     This is the cell's canonical text (as `format_label` writes it: 3.0 becomes "3"). If the cell is a text that is not
-    a known label, other spellings of it are tried (in lower case, or as a number), and the first known one is returned.
+    a known label, other spellings of it are tried, in lower case or as a number. The first known one is returned.
 
     Args:
         value: The cell as a Python object.

@@ -30,8 +30,8 @@ _FIELDS = {*_REQUIRED_FIELDS, "time"}
 def choose_group_size(rate: float | None) -> int:
     """Return how many readings to collect before they are packed into messages and sent.
 
-    It is the number of readings in a tenth of a second, so that no reading is delayed for longer, but at least 1 and at
-    most `MAX_GROUP_SIZE`.
+    It is the number of readings in a tenth of a second, so that no reading is delayed for longer. It is at least 1 and
+    at most `MAX_GROUP_SIZE`.
 
     Args:
         rate: Readings per second at which the messages are sent, or None for no limit.
@@ -99,8 +99,8 @@ def pack_readings(
 def _parse_reading(value: bytes) -> dict[str, Any] | None:
     """Return the fields of a message if it can be packed with others, else None.
 
-    It can be packed if it is one reading of a named record: a JSON object with the fields `record`, `feature` and
-    `value`, at most a numeric `time` in addition, and no other field.
+    It can be packed if it is one reading of a named record. It must be a JSON object with the fields `record`,
+    `feature` and `value`. It may have a numeric `time` in addition, and no other field.
 
     Args:
         value: The value of the message.

@@ -105,9 +105,9 @@ def encode_drift(notice: DriftNotice) -> bytes:
         notice: The notice that a partition's records no longer resemble the calibration records (the normal records
             with which p-values are computed).
     """
-    # The public format has names of its own: the wealth (evidence of drift) is the value of a test martingale, and the
-    # mean of −ln p over the readings of a feature is called surprise. The level is the evidence at which a notice is
-    # sent.
+    # The public format has names of its own. The value of a test martingale is called wealth there (evidence of drift),
+    # and the mean of −ln p over the readings of a feature is called surprise. The level is the evidence at which a
+    # notice is sent.
     document = {
         "kind": "drift",
         "id": notice.id,
@@ -220,7 +220,7 @@ def get_message(data: Payload, message_index: int) -> tuple[bytes | None, bytes]
 def _cell_to_json(cell: pa.Array) -> Any:
     """Return a cell of a rejected table row as a value that orjson can encode, for a person to read.
 
-    Invalid UTF-8 is escaped, a number that is not finite becomes null, and a value that Python cannot express is
+    Invalid UTF-8 is escaped, and a number that is not finite becomes null. A value that Python cannot express is
     replaced by the name of its type in parentheses.
 
     Args:

@@ -61,7 +61,7 @@ def make_label(
         num_reopened: How often the incident had been reopened then, None if unknown.
 
     Raises:
-        InputError: A text is too long or is not Unicode, a time is outside the years 1 to 9999, or the label is not
+        InputError: A text is too long or is not Unicode, or a time is outside the years 1 to 9999. Or the label is not
             about exactly one of an incident, a device and a record.
     """
     draft = FeedbackLabel(

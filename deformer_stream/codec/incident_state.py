@@ -9,7 +9,7 @@ state.
   releases can read it.
 - Version 3 has a map with the name and the `TrackerState` of each of several models.
 
-The checksum does not include the header. So the content itself must show which of the two versions it has: a map of
+The checksum does not include the header. So the content itself must show which of the two versions it has. A map of
 models, read as the state of one model, would be a state without devices.
 """
 

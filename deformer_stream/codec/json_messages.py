@@ -352,9 +352,9 @@ class MessageDecoder:
     def decode(self, data: Messages) -> tuple[EventBatch, list[Rejection]]:
         """Return the events (decoded readings) of the messages in their order, and the rejections.
 
-        The first part of the loop is the fast path for the common message: one number of a known feature, with a text
-        record id, and with a numeric time or none. It takes less than a microsecond per message. Any other message,
-        valid or not, is decoded by `_decode_other`.
+        The first part of the loop is the fast path for the common message. It has one number of a known feature, a text
+        as record id, and a numeric time or none. It takes less than a microsecond per message. Any other message, valid
+        or not, is decoded by `_decode_other`.
 
         Args:
             data: The messages of one poll.

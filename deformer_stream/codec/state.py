@@ -282,8 +282,8 @@ def encode_decisions(decisions: Decisions) -> bytes:
         **_drift_to_columns(decisions.drift_state),
     }
     if decisions.tie_timeouts:
-        # Tie groups (readings of one record with the same event time) that were scored because of a time-out, as pairs
-        # of the record and the number of readings that it had then.
+        # Tie groups (readings of one record with the same event time) that were scored because of a time-out. Each is a
+        # pair of the record and the number of readings that it had then.
         pairs = [(record_id, n) for record_id, counts in decisions.tie_timeouts.items() for n in counts]
         columns["waited"] = [record_id for record_id, _ in pairs]
         columns["waited_at"] = np.array([num_readings for _, num_readings in pairs], np.int32)

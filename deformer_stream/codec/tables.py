@@ -591,8 +591,8 @@ class LongDecoder:
     def find_time_slots(self, devices: list[str] | None, times: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the time slot (part of a window) of each reading.
 
-        A sensor that reports several times per window has one feature for each time slot, so that the name and the time
-        slot of a reading determine its feature.
+        A sensor that reports several times per window has one feature for each time slot. So the name and the time slot
+        of a reading determine its feature.
 
         Args:
             devices: The device of each of N rows, "" if the row names its record; None if no row can name a device.

@@ -1,0 +1,7 @@
+"""The command `demo`: simulated pumps, a model of them, and their alerts.
+
+simulate     the pumps: coupled sensors, faults, and readings that arrive asynchronously
+operation    the same pumps in continuous operation
+run, report  the demo, and its results as a page
+page_demo    the demo with the operator's page
+"""

@@ -1,7 +1,7 @@
 """The simulated pumps in continuous operation: faults that begin, last for a while and end, and readings in real time.
 
 `simulate` draws records that are independent of each other. Here each pump takes the records of its own state, normal
-or with one kind of fault, so that a fault affects all records of a pump for some minutes.
+or with one kind of fault. So a fault affects all records of a pump for some minutes.
 """
 
 from __future__ import annotations

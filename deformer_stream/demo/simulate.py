@@ -423,9 +423,9 @@ def _draw_damage(faults: NDArray[Any], rng: np.random.Generator) -> dict[str, Fl
 
     Returns:
         Arrays of shape (N,) by name of the changed quantity, for `_solve`. "bearing" and "winding" are temperature
-        rises in kelvin, 0 without a fault. All others are factors, 1 without a fault: of the pump's "head", its
-        "efficiency", the flow resistance of the "strainer" and of the pipe ("resistance"), the "vibration", the
-        "friction" losses, and the measured "current" and "voltage".
+        rises in kelvin, 0 without a fault. All others are factors, which are 1 without a fault. They multiply the
+        pump's "head", its "efficiency", the flow resistance of the "strainer" and of the pipe ("resistance"), the
+        "vibration", the "friction" losses, and the measured "current" and "voltage".
     """
 
     def draw_for(kind: str, low: float, high: float, neutral: float = 1.0) -> Floats:

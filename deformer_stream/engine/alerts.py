@@ -71,7 +71,7 @@ class AlertBuilder:
     Attributes:
         records: The table of open records, which holds the readings of the records that raise alerts.
         alphas: The false-alarm rates at which alerts are raised, in descending order.
-        effort: How thoroughly alerts are explained: "full", "fast" (without finding the readings to blame) or "off".
+        effort: How thoroughly alerts are explained: "full", "fast" (without finding the suspects) or "off".
         versions: The model versions (networks with their calibrations) that score open records.
         max_suggested: Largest number of alerting records of a batch for which the reading to take next is suggested.
         max_explained: Largest number of alerts of a batch that are explained as `effort` states: those that
@@ -297,8 +297,8 @@ class AlertBuilder:
 
         It is the event of the alerting reading itself, if this reading did not wait for others with the same event
         time (its tie group). Otherwise it is the event of the next reading of the record, which shows that the tie
-        group is complete. If the batch has no next reading of the record, the alert is raised by the end of the record
-        or by a timeout, after all events of the batch. The returned index is then the number of events in the batch.
+        group is complete. If the batch has no next reading of the record, the end of the record or a timeout raises the
+        alert, after all events of the batch. The returned index is then the number of events in the batch.
 
         Args:
             batch: The events.

@@ -65,8 +65,8 @@ def observe_drift(
 ) -> None:
     """Pass closed records to the drift monitor, which tests whether they still resemble the calibration records.
 
-    Three kinds of records are left out: those without readings, those that another model than the current one has
-    scored, and those that were closed before all of their readings had arrived.
+    Three kinds of records are left out. They have no readings, or another model than the current one has scored them,
+    or they were closed before all of their readings had arrived.
 
     Args:
         monitor: The drift monitor.

@@ -5,9 +5,9 @@ returns everything that it has decided as `Effects`, and the runtime writes them
 partition follows from its log and from the few decisions that the log alone cannot reproduce (`Effects.decisions`). A
 new run can therefore continue where the previous run ended; the docstring of `Engine` states the order of calls.
 
-`Engine` holds the order of the steps in which a batch is handled. Each step is in a module of its own: the ingestion of
-events (`ingest`), the selection of records to close (`closing`), scoring with the models and caches of open records
-(`model_versions`), alerts (`alerts`), and the final scores of closed records (`closed_records`).
+`Engine` holds the order of the steps in which a batch is handled. Each step has a module of its own. `ingest` ingests
+events, and `closing` selects the records to close. `model_versions` scores with the models and caches of open records.
+`alerts` makes alerts, and `closed_records` the final scores of closed records.
 """
 
 from __future__ import annotations
@@ -833,8 +833,8 @@ class Engine:
     def _load_snapshot(self, partition: int) -> None:
         """Load the snapshot of a partition in `_rescorings`, and determine which of its records must be scored again.
 
-        A record is scored again if this engine does not have the model that scored it, or if the snapshot has other
-        features, labels or rules for readings with the same event time.
+        A record is scored again in two cases: this engine does not have the model that scored it, or the snapshot has
+        other features, labels or rules for readings with the same event time.
 
         Args:
             partition: Number of the partition, which has no state in the table of records.

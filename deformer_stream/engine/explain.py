@@ -6,9 +6,9 @@ value given earlier readings, in nats. The surprisal of a record is the sum over
 1. How much does each reading contribute to the surprisal of the record? Its attribution is its mean surprisal over
    orders of the readings. That is its Shapley value in the game −ln p(v_S), so attributions add up to the record's
    surprisal. Its leave-one-out surprisal is −ln p(v_i | all other readings).
-2. Which reading is to blame? The relief of a reading is the surprisal of the record minus the surprisal of the record
-   without it. In an exact density, relief and leave-one-out surprisal are equal. A network gives poor estimates for a
-   normal reading given a broken one, so the relief evaluates the others without the broken one
+2. Which readings are suspicious? The relief of a reading is the surprisal of the record minus the surprisal of the
+   record without it. In an exact density, relief and leave-one-out surprisal are equal. A network gives poor estimates
+   for a normal reading given a broken one, so the relief evaluates the others without the broken one
    (docs/experiments/07-attribution-of-alerts.md).
 3. Which values would have avoided the alert? Suspects are the smallest set of readings, found by greedy search, whose
    replacement by expected values makes the record raise no alert. Each set is tested in the record's order of arrival.
@@ -20,8 +20,8 @@ nodes. Each node stands for a reading given the readings at its ancestors.
 An alert of a record with irregular readings is explained by `explain_context`. The first question is answered in the
 same way, for the readings of the alert's context, each at its own time. These are the readings on which the alerting
 reading is conditional, and itself. The second and the third are not, for two reasons. A faulty sensor has several
-readings in a context, which make each other probable, so that no single reading is to blame. And the alert may depend
-on readings before the context, so that replacements cannot be tested. The suspects are therefore the latest readings of
+readings in a context, which make each other probable. So no single reading is the suspect. And the alert may depend on
+readings before the context, so that replacements cannot be tested. The suspects are therefore the latest readings of
 one sensor. If a cumulative sum of one sensor has raised the alert (`calibration.cusum`), they are readings of this
 sensor (`_find_readings_of_evidence`). Otherwise they are those that are together most improbable given the readings of
 all other sensors (`_find_suspect_readings`).
@@ -54,7 +54,7 @@ Bools = NDArray[np.bool_]
 ExplanationEffort = Literal["full", "fast", "off"]
 """How much is computed to explain an alert.
 
-"full" computes which readings are to blame, how much each contributes, and which values were expected. "fast" takes one
+"full" computes which readings are suspects, how much each contributes, and which values were expected. "fast" takes one
 forward pass per record: it computes how improbable each reading was given the earlier ones, and which values were
 expected. "off" returns empty explanations.
 """
@@ -458,8 +458,9 @@ def _find_suspect_readings(model: Model, group: _RecordGroup) -> Ints:
     A sensor that becomes faulty at some time has faulty readings from then on. For each sensor and each number j, the
     last j readings of the sensor have an excess: −ln p of them given all other readings of the context, minus its
     expectation, minus `EARLIER_ONSET_COST` · (j − 1). The suspects are the readings with the largest excess. In an
-    exact density, this is the logarithm of the ratio of the probabilities of two explanations: a fault after which the
-    last j readings of a sensor are arbitrary, but as probable as usual, and no fault. The last term is the prior of j.
+    exact density, this is the logarithm of the ratio of the probabilities of two explanations. One is a fault after
+    which the last j readings of a sensor are arbitrary, but as probable as usual. The other is no fault. The last term
+    is the prior of j.
 
     −ln p minus its expectation is the sum of the centered NLLs of these readings in an order that ends with the
     sensor's readings. It is the mean over two orders of the sensors, of which one is the reverse of the other.

@@ -131,8 +131,8 @@ def _ingest_vectorized(records: RecordTable, batch: EventBatch, owners: Ints, no
     begin, num_events = boundaries[:-1], boundaries[1:] - boundaries[:-1]
     touched = owners[by_record[begin]]
     num_before = records.num_readings[touched]
-    # A reading's position is the number of earlier readings of its record: those stored before this batch, and those
-    # before it in the record's run (all earlier ones in sorted order minus those before the run).
+    # A reading's position is the number of earlier readings of its record. These are the ones stored before this batch,
+    # and the ones before it in the record's run (all earlier ones in sorted order minus those before the run).
     seq = np.empty(len(owners), np.int64)
     readings_before = is_reading_by_record.cumsum() - is_reading_by_record
     seq[by_record] = readings_before + (num_before - readings_before[begin]).repeat(num_events)
@@ -391,9 +391,9 @@ def reject(
         records: The record table.
         batch: The batch of events.
         event_index: Index of the event in the batch.
-        reason: `LATE` (the event's record is closed), `DUPLICATE` (its record has the feature already), `REPEATED`
-            (the same, if the record is a window of a model with windows) or `MISSING_FIELD` (irregular readings need
-            times, and the event has none).
+        reason: `LATE` if the event's record is closed; `DUPLICATE` if its record has the feature already, or `REPEATED`
+            if this record is a window of a model with windows; `MISSING_FIELD` if the event has no time, which
+            irregular readings need.
         cause: What the message says about the cause; by default the text of `CAUSE_BY_REASON`.
     """
     feature = records.schema.names[batch.features[event_index]]

@@ -15,8 +15,8 @@ ends there.
 If the Gaussian process has as many neighbors as a context has readings, its conditionals are computed for all targets
 of a context from one Cholesky factor (`model.process_conditionals`).
 
-The order of a context is that of a training example in random order (`trainer.examples`): first the readings outside of
-the run, in order of time, then those of the run in an order that is random but always the same.
+The order of a context is that of a training example in random order (`trainer.examples`). The readings outside of the
+run come first, in order of time. The readings of the run follow, in an order that is random but always the same.
 
 Targets have shape (T,), all other readings (M,). Values are in raw units, or codes of labels.
 """
@@ -527,9 +527,9 @@ def draw_at_times(
     """Draw values of sensors at given times jointly, several times, given observed readings of their records.
 
     By the chain rule, each value is drawn given observed readings and values that were drawn before it. The targets of
-    a record are drawn in groups, in order of time. Within a group, the order is random. The context of a group has
-    half as many observed and drawn readings around it as an example of training, and the readings of each sensor
-    outside of them (see the docstring of the module). Each value of the group is added to the context of the next one.
+    a record are drawn in groups, in order of time. Within a group, the order is random. The context of a group has half
+    as many observed and drawn readings around it as a training example. It also has the readings of each sensor outside
+    of them (see the docstring of the module). Each value of the group is added to the context of the next one.
 
     Args:
         model: The network, in evaluation mode, for irregular readings.

@@ -447,9 +447,9 @@ def arrange_by_next_reading(
     """Return the orders in which the readings of complete records arrive if suspicious records choose the next one.
 
     The readings of a record arrive in the given order. If the p-value of the record is at most `suspicious` and above
-    `alpha`, the next reading is the most informative one that the record has and that has not arrived yet. The scores
-    of normal records in these orders make a calibration for streams whose readings are chosen in the same way, with
-    the same `calibration`, `alpha` and `suspicious`.
+    `alpha`, the next reading is the most informative one of the record's readings that have not arrived yet. The scores
+    of normal records in these orders make a calibration for streams. The readings of these streams must be chosen in
+    the same way, with the same `calibration`, `alpha` and `suspicious`.
 
     Args:
         model: The network, in evaluation mode.

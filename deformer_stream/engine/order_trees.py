@@ -43,12 +43,13 @@ class OrderTree:
     Attributes:
         reading_index: (T,) number of the reading at each node, 0 … W − 1.
         paths: (P, D) the nodes of each order from first to last; D is the length of the longest order. Shorter orders
-            are padded with −1 at the end. The rows are the orders that end with the first item, the second item, …; in
-            a mirrored tree, the second orders that end with these items; and the orders that end with extra readings.
+            are padded with −1 at the end. The rows are the orders that end with the first item, the second item, and so
+            on. A mirrored tree then has the second orders that end with these items. The orders that end with extra
+            readings follow.
         path_and_depth: (2, T) where each node is in `paths`: row 0 holds the index of an order that contains the node,
             row 1 the position of the node in that order, from 0.
         num_parts: Number of equal parts of the nodes, one after the other. No node has an ancestor in another part, and
-            ancestors are the same in all parts, so each part can be computed like a record of its own. There are two
+            ancestors are the same in all parts. So each part can be computed like a record of its own. There are two
             parts in a mirrored tree without given and extra readings, and one part otherwise.
         num_items: Number of items.
         num_extra: Number of extra readings.

@@ -1,8 +1,8 @@
 """The bounded contexts of open records with irregular readings, and which readings are not needed any more.
 
 The readings of a record are divided into blocks (`deformer_stream.model.bounded_context`). The context of a reading
-consists of the earlier readings of its block, and of a selection of the readings before the block: the latest ones, and
-the latest one of each sensor.
+consists of the earlier readings of its block, and of a selection of the readings before the block. The selection has
+the latest readings, and the latest reading of each sensor.
 
 A record can have thousands of readings. The selection for the next block contains only readings of the current block
 and of its own selection. Therefore the reading log stores only these: first the readings from before the block that
@@ -106,8 +106,8 @@ class RecordContexts:
     def find_block_starts(self, record_indices: Ints, positions: Ints) -> Ints:
         """Return the position of the first reading of the block to which each of R readings belongs, (R,).
 
-        If the block began with readings that are dropped, which is possible if another model scores the record again,
-        the first stored reading is the first one of the block.
+        If another model scores the record again, the block can begin with readings that were dropped. The first stored
+        reading is then the first one of the block.
 
         Args:
             record_indices: (R,) row of each reading's record.

@@ -782,7 +782,7 @@ def import_state(records: RecordTable, partition_id: int, snapshot: Snapshot, no
         if snapshot.cusums is not None:
             records.cusum_states[rows[part]] = snapshot.cusums[part]
     # If only the table or only the snapshot has tie groups (readings of one record with the same event time), none are
-    # loaded, and the caller scores the records again.
+    # loaded. The caller then scores the records again.
     if records.holds_ties and snapshot.ties is not None:
         ties = snapshot.ties
         records.restore_ties(rows, ties.is_tied, ties.num_pending, ties.tie_time)

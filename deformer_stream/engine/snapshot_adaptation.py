@@ -37,8 +37,8 @@ def adapt_snapshot(snapshot: Snapshot, schema: Schema, holds_ties: bool) -> Adap
     vocabulary, is_irregular = Vocabulary.from_schema(schema), schema.reading_times is not None
     num_dropped, is_translated = 0, False
     if snapshot.waiting is not None and not _can_wait(snapshot, schema):
-        # The model does not combine the readings of a time slot in the same way, so those that wait for the end of
-        # their slot become readings of their records now.
+        # The model does not combine the readings of a time slot in the same way. So the readings that wait for the end
+        # of their slot are added to their records now.
         snapshot, is_translated = snapshot.accept_waiting(snapshot.waiting), True
     if snapshot.vocabulary != vocabulary:
         # The snapshot has other features or labels. Its codes are translated to those of the model.

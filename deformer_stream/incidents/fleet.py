@@ -1,8 +1,8 @@
 """Fleet incidents: one incident for many devices of a group that have the same suspects at about the same time.
 
-A fleet incident opens at the record that opens the incident of the last device that is needed, or at a message about
-it soon after, when its suspects are better known. Later incidents with the same suspects join it while it is open. It
-is resolved when all of its members are.
+A fleet incident opens at the record that opens the incident of the last device that is needed. It can also open at a
+message about it soon after, when its suspects are better known. Later incidents with the same suspects join it while it
+is open. It is resolved when all of its members are.
 
 Faults of several devices at the same time can be unrelated. Suspects must therefore match more closely
 (`MIN_FLEET_COSINE`) than for reopening an incident of one device, and an incident without suspects is no member. With

@@ -25,7 +25,7 @@ log, not on how the rows are divided into batches. So a restart, a replay and a 
   end of a fault.
 - Silence. An incident is resolved as well if its device sends nothing for `silent_after` while other devices send. The
   time is that of the handled rows, so a replay gives the same result. A step of this time counts for at most a quarter
-  of `silent_after`, so that neither a pause of the whole stream nor one row with a wrong time resolves an incident.
+  of `silent_after`. So neither a pause of the whole stream nor one row with a wrong time resolves an incident.
 - Messages. An incident is sent when it opens, when its severity or its first suspect changes, and when it is resolved.
   It is also sent at 1, 2, 4, 8, … records, and about once a minute of event time.
 """
@@ -966,7 +966,7 @@ def divide_state(
     """Return the parts of a state from which the trackers of several models continue.
 
     A device and its alerts belong to the model that has scored its last record. If none of its records has been
-    handled, each model that has scored others gets its alerts, and only the tracker in which the record closes uses
+    handled, each model that has scored other records gets its alerts. Only the tracker in which the record closes uses
     them. What belongs to none of the models is dropped, as are fleet incidents with devices of several models.
     `IncidentTracker.reconcile` must then be called.
 

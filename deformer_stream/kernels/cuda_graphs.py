@@ -5,7 +5,7 @@ next one. A CUDA graph contains the launches of a whole pass and replays them at
 fixed. Therefore shapes are rounded up, and inputs are copied to fixed memory: in one copy, from pinned memory. The
 tokens of the padding that this adds are written to a page of the cache that belongs to no record.
 
-The conditionals of the Gaussian prior, which are inputs of the network, are computed before each replay, because
+The conditionals of the Gaussian prior are inputs of the network. They are computed before each replay, because
 libraries that factorise matrices do not guarantee that they can be captured.
 """
 
@@ -166,8 +166,8 @@ class CudaGraphs:
         """Return the CUDA graph for inputs of this shape, and capture it if there is none yet.
 
         Returns:
-            The graph. None if the inputs have too many records or too many readings per record for a graph to pay off,
-            if an earlier capture has failed, or if there is no GPU.
+            The graph. None if there is no GPU, or if an earlier capture has failed. None also if the inputs have too
+            many records or too many readings per record, so that a graph would not be faster.
         """
         if self.capture is None:  # there is no GPU, or an earlier capture has failed
             return None

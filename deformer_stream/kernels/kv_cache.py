@@ -47,9 +47,9 @@ class PagePool:
     is expected to be the latest. Their pages become free. What the pages held is computed again from the readings when
     it is next needed.
 
-    The next use is predicted from the average interval between the uses of a record. To evict the least recently used
-    records would be bad if records report in turn, and all of them need slightly more pages than there are: each record
-    would be evicted just before it is needed.
+    The next use is predicted from the average interval between the uses of a record. Eviction of the least recently
+    used records would be bad if records report in turn and need slightly more pages than there are. Each record would
+    be evicted just before it is needed.
 
     Args:
         max_readings: The largest number of readings of a record.
@@ -404,8 +404,8 @@ class CpuKVCache(PagePool):
     A page holds the keys and values of some tokens for all layers. If the model has a Gaussian prior (a mixture whose
     exact conditionals are inputs of the network), a record has further pages. They hold the Cholesky factors of the
     covariances of its readings: one row per reading, in float32, for all components of the mixture. If readings are
-    irregular, or if the prior is a Gaussian process, a page also holds the readings of its tokens, from which time
-    inputs and the prior are computed.
+    irregular, or if the prior is a Gaussian process, a page also holds the readings of its tokens. Time inputs and the
+    prior are computed from them.
 
     Args:
         parameters: The model whose keys and values are cached.

@@ -1,8 +1,9 @@
 """The threads on which the compiled kernels run.
 
 If PyTorch is loaded, the kernels run on its threads. After an operator, these threads spin (wait in a busy loop) for a
-while, and additional threads would compete with them for the processor's cores. Without PyTorch, they run on those of
-GNU OpenMP if the system has it, and otherwise on threads of Python, which need about 0.1 ms to start work.
+while, and additional threads would compete with them for the processor's cores. Without PyTorch, they run on the
+threads of GNU OpenMP, if the system has it. Otherwise they run on threads of Python, which need about 0.1 ms to start
+work.
 """
 
 from __future__ import annotations

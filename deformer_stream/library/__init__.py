@@ -1,1 +1,8 @@
-"""The library: its objects and functions. `deformer_stream.api` offers the public ones."""
+"""The library: its objects and functions. `deformer_stream.api` offers the public ones.
+
+detector           a trained model as an object: loading, scores, explanations, imputation
+scorer             scoring of readings that arrive one by one
+training           training on a table
+frames, records, readings   conversion of data frames, of records, and of readings with times
+results            scores, predictions and tables of explanations
+"""

@@ -41,8 +41,8 @@ class Update:
             other records if a timeout has closed these records, or has ended the wait of their readings (`is_waiting`).
         rejection: Why the reading was rejected, or None if it was accepted.
         is_waiting: Whether the reading is not scored yet. Either further readings of the record with the same event
-            time may follow (`ties="hold"` in `Detector.scorer`), or the model combines the readings of a time slot,
-            which is not over. A later update or `Scorer.finish` then returns its alerts.
+            time may follow (`ties="hold"` in `Detector.scorer`). Or the model combines the readings of a time slot, and
+            the slot is not over. A later update or `Scorer.finish` then returns its alerts.
     """
 
     log_likelihood: float
@@ -124,8 +124,8 @@ class Scorer:
     def update(self, record: str, feature: str, value: Value, time: float | datetime | None = None) -> Update:
         """Add one reading to a record, and return its scores and alerts.
 
-        A reading that cannot be accepted changes nothing, and the result states the reason: an unknown feature, a
-        number that is not finite, or a second value of the same feature.
+        A reading that cannot be accepted changes nothing, and the result states the reason. Reasons are an unknown
+        feature, a number that is not finite, or a second value of the same feature.
 
         Args:
             record: The record id; a new id opens a new record.

@@ -44,8 +44,8 @@ NON_NEGATIVE = (
 class ModelConfig:
     """The hyperparameters of a network.
 
-    A reading (one value of one feature) enters the Transformer as two tokens: a query token, whose output predicts the
-    value, and an observation token, which holds the value. The names of the attributes are keys of the entry
+    A reading (one value of one feature) enters the Transformer as two tokens. The output of the query token predicts
+    the value, and the observation token holds the value. The names of the attributes are keys of the entry
     `hyperparameters` in the manifest of a model directory, and keys of the configuration file of deformer-train. They
     must not be renamed.
 

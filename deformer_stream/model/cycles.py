@@ -73,8 +73,8 @@ def compute_circular_mean(
     """Return circular means in raw units, each from sums over its readings. All arrays have the same shape.
 
     A single reading is returned without change. If the directions cancel, as those of 0° and 180° do, no direction is
-    their mean. The latest reading is returned then, as the rule "last" does: it is a value that the sensor has sent,
-    and the slot is not reported as missing.
+    their mean. The latest reading is then returned, as by the rule "last". It is a value that the sensor has sent, and
+    the slot is not reported as missing.
 
     Args:
         sines: Sums of the sines of the readings (`Cycle.compute_components`).

@@ -11,8 +11,8 @@ Two tokens per reading enter the Transformer, interleaved as z_1, u_1, z_2, u_2,
   conditional distribution of its value.
 - The observation token u_k = g_u(identity of feature o_k, its value) says which value it had.
 
-The causal mask lets z_k attend to u_1 … u_{k−1} and u_k to u_1 … u_k, so that no token depends on the value it
-predicts or on later readings. There are no positional encodings: a feature's identity is all that the order needs.
+The causal mask lets z_k attend to u_1 … u_{k−1}, and u_k to u_1 … u_k. So no token depends on the value it predicts or
+on later readings. There are no positional encodings: a feature's identity is all that the order needs.
 
 The hyperparameters (`config.ModelConfig`) select variants:
 
@@ -31,9 +31,10 @@ context of the last one: the earlier readings of its record, or some of them (`b
 - `forward_cached` adds readings to records whose keys and values are cached. Adding one reading is a step of streaming,
   adding several to an empty cache is a prefill. Any split of a record gives the conditionals of the first way.
 
-Shapes use these letters: N is the number of records, L the number of (new) readings of each record, F the number of
-features, d the width of a token (`d_model`), H the number of attention heads, d_head = d / H, T the number of (new)
-tokens of each record, P the number of cached tokens of the longest record. *S stands for a shape S of any length.
+Shapes use these letters: N is the number of records, L the number of (new) readings of each record, and F the number of
+features. d is the width of a token (`d_model`), H the number of attention heads, and d_head = d / H. T is the number of
+(new) tokens of each record, and P the number of cached tokens of the longest record. *S stands for a shape S of any
+length.
 """
 
 from __future__ import annotations
@@ -226,7 +227,7 @@ class DEformer(nn.Module):
 
         Row 0 of the embedding is the zero vector, which continuous values get. Then each discrete sensor has one row
         for each label and one row for all labels that did not occur in training. If features are identified by their
-        coordinates alone (given numbers, such as the row and column of a pixel), they all share one set of rows: a
+        coordinates alone (given numbers, such as the row and column of a pixel), they all share one set of rows. A
         label then means the same for each feature, as the colour black does for each pixel.
         """
         counts = torch.tensor(self.schema.label_counts)
@@ -525,8 +526,8 @@ class DEformer(nn.Module):
     ) -> StepOutput:
         """Return the conditional distributions and the KV cache entries of new readings, given cached earlier ones.
 
-        A CUDA graph can capture this method if `prior` is passed in: the operations then do not depend on the contents
-        of tensors and create no tensor on the CPU. `compute_prior` cannot be captured, because it contains a Cholesky
+        A CUDA graph can capture this method if `prior` is passed in. The operations then do not depend on the contents
+        of tensors, and create no tensor on the CPU. `compute_prior` cannot be captured, because it contains a Cholesky
         factorisation, which checks its result on the CPU.
 
         Args:

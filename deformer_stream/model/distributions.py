@@ -508,8 +508,9 @@ def _compute_continuous_score_terms(surprisal: Surprisal) -> ScoreTerms:
     """Return the log-probability, the log p-value and the centered NLL of observed values of continuous features.
 
     The p-value of a value v is the highest-density p-value P(−ln p(V) ≥ −ln p(v)), where V is drawn from the
-    distribution p: the probability of a value that is at most as probable as v. Unlike a two-sided tail probability, it
-    is also small in a gap between two modes. The centered NLL is −ln p(v) minus its expectation, the entropy of p.
+    distribution p. It is the probability of a value that is at most as probable as v. Unlike a two-sided tail
+    probability, it is also small in a gap between two modes. The centered NLL is −ln p(v) minus its expectation, the
+    entropy of p.
 
     Let s₀ be the minimum of the surprisal −ln p. For a single Gaussian, −ln p(V) − s₀ is half of a χ² variable with one
     degree of freedom. This is a Gamma variable with shape 1/2 and scale 1, so the p-value is exact. For a mixture, the

@@ -63,7 +63,7 @@ def _sum_series(a: Floats, x: Floats, log_factor: Floats) -> Floats:
     """
     term = 1.0 / a
     total, n = term.copy(), a.copy()
-    # Further terms do not change a sum of which they are less than the last digit, so the result of an entry does not
+    # Further terms are less than the last digit of the sum, and do not change it. So the result of an entry does not
     # depend on how many terms the other entries need.
     while (term > _TOLERANCE * total).any():
         n += 1.0

@@ -84,7 +84,7 @@ class GaussianPrior(nn.Module):
 
     Its exact conditional distributions are inputs of the network. A model that scores has one variant. Training has V
     variants, each fitted without some of the records. For each record it uses a variant that was fitted without that
-    record, because a variant fitted with it would be better in training than it will be on new records.
+    record. A variant fitted with it would be better in training than it will be on new records.
 
     Args:
         schema: The features. The mixture leaves out labels and cyclic values.

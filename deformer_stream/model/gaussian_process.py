@@ -2,8 +2,8 @@
 
 A network learns slowly that a sensor's next value is near its last one, and that sensors move together. A Gaussian
 process over (sensor, time) expresses it directly. It is fitted to the training records before the network is trained.
-For each reading, it gives a distribution given earlier readings of the record, which the output of the network may
-shift, widen and reweight (`distributions.Head`), as that of the mixture of `gaussian_prior`.
+It gives a distribution of each reading, given earlier readings of the record. As with the mixture of `gaussian_prior`,
+the output of the network may shift, widen and reweight this distribution (`distributions.Head`).
 
 The covariance of two readings of the sensors s and s' at the times t and t' is a linear model of coregionalisation
 (Journel and Huijbregts, "Mining Geostatistics", 1978):
@@ -33,8 +33,8 @@ Wide records, which are not irregular, have the process with one time scale as w
 time, so that its covariance is that of a factor analysis (`trainer.factor_analysis`).
 
 The process contains only features whose values are numbers on a line (`Schema.is_linear`). Shapes use these letters: N
-is the number of records, L the number of readings of each record, S the number of features, Q the number of time
-scales, R the rank of B_q, K the number of neighbors.
+is the number of records, L the number of readings of each record, and S the number of features. Q is the number of time
+scales, R the rank of B_q, and K the number of neighbors.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 A Transformer layer has one method for the computation before attention and one for that after it. The attention itself
 is left to the callers, who compute it over complete records or over a KV cache.
 
-Shapes use these letters: N is the number of records, T the number of tokens of each record, d the width of a token
-(`d_model`), H the number of attention heads and d_head = d / H the width of a head.
+Shapes use these letters: N is the number of records, and T the number of tokens of each record. d is the width of a
+token (`d_model`), H the number of attention heads, and d_head = d / H the width of a head.
 """
 
 from __future__ import annotations

@@ -22,9 +22,9 @@ from deformer_stream.model.reading_times import ReadingTimes
 def encode_times(scales: ReadingTimes, ages: Tensor, gaps: Tensor) -> Tensor:
     """Return the inputs of the network that express the times of readings.
 
-    Let a be the age as a fraction of the duration. The inputs are a; the sines and the cosines of 2π · 2ᵏ · a for
-    k = 0, 1, …, from which attention can compute differences of times; and three numbers that describe the gap: its
-    signed logarithm, whether the sensor has reported before, and whether the gap is zero.
+    Let a be the age as a fraction of the duration. The inputs are a, and the sines and the cosines of 2π · 2ᵏ · a for k
+    = 0, 1, …, from which attention can compute differences of times. Three more numbers describe the gap: its signed
+    logarithm, whether the sensor has reported before, and whether the gap is zero.
 
     Args:
         scales: The time scales of the records.

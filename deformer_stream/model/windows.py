@@ -47,8 +47,8 @@ class Window:
             reading that is "last". `Schema.per_slot_by_sensor` says which of the rules applies to which sensor.
 
     Raises:
-        ValueError: The width or the number of slots is not a positive integer, there are more slots than
-            microseconds, their product exceeds 64 bits, or `per_slot` is none of its five values.
+        ValueError: The width or the number of slots is not a positive integer, there are more slots than microseconds,
+            or their product exceeds 64 bits. Or `per_slot` is none of its five values.
     """
 
     width: int

@@ -1,9 +1,9 @@
 """A bound on the number of alerts per second that a process sends.
 
-If a fault of a model or of a plant makes every record alert, receivers and people could not read the alerts, and other
-processes that share the brokers would suffer. A token bucket therefore decides which alerts are sent. The others are
-held back: they are counted, summarised in notices, and part of the evidence, but never sent later. Their records count
-as alerted, so neither this run nor the next one raises the same alerts again.
+A fault of a model or of a plant can make every record alert. Receivers and people could not read so many alerts, and
+other processes that share the brokers would be delayed. A token bucket therefore decides which alerts are sent. The
+others are held back: they are counted, summarised in notices, and part of the evidence, but never sent later. Their
+records count as alerted, so neither this run nor the next one raises the same alerts again.
 """
 
 from __future__ import annotations

@@ -69,8 +69,8 @@ def calibrate_from_evidence(
             those at these alerts.
 
     Raises:
-        InputError: Another model has scored the records, there are none, the alerts have no scores from which new
-            p-values could be computed, or an earlier release has written the evidence without p-values of complete
+        InputError: There are no records, or another model has scored them. Or the alerts have no scores from which new
+            p-values could be computed. Or an earlier release has written the evidence without p-values of complete
             records, which new evidence has.
     """
     collectors = [SegmentCollector(length, tail, opens_early=opens_early) for length in SEGMENT_LENGTHS]

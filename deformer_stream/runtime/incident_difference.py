@@ -222,8 +222,8 @@ def compare_incidents(
 def predict_count(count: int, ratio: float = 1.0, confidence: float = PREDICTION_CONFIDENCE) -> tuple[int, int]:
     """Return an interval that includes the number of events in a further span, if events occur at a constant rate.
 
-    With the number of events in the past span, the rate has a gamma distribution (Jeffreys' prior), so the number in
-    the further span has a negative binomial one.
+    Given the number of events in the past span, the rate has a gamma distribution (with Jeffreys' prior). So the number
+    in the further span has a negative binomial distribution.
 
     Args:
         count: Number of events in the past span.

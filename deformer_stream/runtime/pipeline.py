@@ -382,7 +382,8 @@ class Pipeline:
 
         Args:
             all_effects: The effects of this turn of the loop. If they contain an alert or a notice, a commit is due at
-                once, because consumers of a Kafka topic see a message only when its transaction is committed.
+                once. The reason is that consumers of a Kafka topic get a message only when its transaction is
+                committed.
         """
         # Without partitions, such as for a file, an alert is visible before the commit.
         has_messages = any(

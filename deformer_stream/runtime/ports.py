@@ -160,10 +160,10 @@ class WaitingSource(EventSource, Protocol):
 
 @runtime_checkable
 class StoppableSource(EventSource, Protocol):
-    """A source that gives up sooner during an outage if the process is to end.
+    """A source that gives up sooner during an outage if the process has received a signal to end.
 
     Attributes:
-        stop: Set by the pipeline: the event that is set when the process is to end.
+        stop: Set by the pipeline: the event that is set when the process receives a signal to end.
     """
 
     stop: threading.Event

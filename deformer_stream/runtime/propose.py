@@ -11,10 +11,10 @@ Each past incident is compared with the others of its pattern and not with itsel
 on new incidents. If a confirmed fault would no longer be found with a pattern, suspects must match the pattern more
 closely. If the fault is then still not found, the pattern is left out of the candidate.
 
-A new calibration leaves out the records of confirmed faults and of known maintenance, and no others: without all
-unusual records, it would give too many alerts (Label-Trim, arXiv 2502.04807). The unlabelled records with the largest
-scores are offered for review. So is a random sample of records without an alert, because labels of alerts give no
-information about faults that were missed.
+A new calibration leaves out the records of confirmed faults and of known maintenance, and no others. If all unusual
+records were left out, it would give too many alerts (Label-Trim, arXiv 2502.04807). The unlabelled records with the
+largest scores are offered for review. So is a random sample of records without an alert, because labels of alerts give
+no information about faults that were missed.
 """
 
 from __future__ import annotations

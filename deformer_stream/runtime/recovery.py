@@ -1,9 +1,10 @@
 """Recovery of partitions after a restart or a rebalance, by snapshots, saved decisions and replay.
 
-The state of a partition is determined by its messages and by a few decisions that the messages do not determine (alerts
-raised, records closed by a time-out or evicted). Every commit therefore saves the decisions made since the last one.
-Every few seconds a commit saves a snapshot (the complete state of a partition), which replaces everything saved before.
-A process to which the partition is assigned continues exactly where the previous one stopped, in three steps:
+The state of a partition follows from its messages and from a few decisions, which do not follow from the messages:
+alerts that were raised, and records that were closed by a time-out or evicted. Every commit therefore saves the
+decisions made since the last one. Every few seconds a commit saves a snapshot (the complete state of a partition),
+which replaces everything saved before. A process to which the partition is assigned continues exactly where the
+previous one stopped, in three steps:
 
     1. load the snapshot; if another model has scored its records, score them again
     2. process the messages between the snapshot and the committed offset again, without effects
@@ -291,8 +292,8 @@ class Recovery:
         else:
             self._metrics.set_snapshot(partition, len(restored.snapshot))
             self._has_snapshot.add(partition)
-            # The next snapshots of partitions that are restored together are due after 8/16 to 15/16 of the interval,
-            # so that no commit has to save all of them.
+            # For partitions that are restored together, the next snapshots are due after 8/16 to 15/16 of the interval.
+            # So no commit has to save all of them.
             self._next_snapshot[partition] = self._now() + self._interval * (8 + partition % 8) / 16
         log.get_logger("recovery").info(
             "partition_restored",

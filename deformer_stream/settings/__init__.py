@@ -4,6 +4,14 @@ The value of an option is taken from the first of these places that has one: a f
 variable, a TOML file, the default. Each option is defined once, as a field of a settings class. The command-line
 options (`add_options`), the output of `deformer-stream config` and the table of all options are generated from these
 classes. Hyperparameters of a model are not settings: they are stored in the model's manifest.
+The modules are:
+
+    base            the base class, the types of values, and the names of flags and variables
+    by_command      the settings class of each command
+    commands, incident_commands, bridge_commands   the options of each command
+    tables, kafka, registry, plant_source, incident_rule, logins   options that several commands share
+    loading, option_files   values from flags, variables and files
+    option_groups   the headings of the options in `--help`
 """
 
 from __future__ import annotations

@@ -256,8 +256,8 @@ def are_times(column: pa.Array) -> bool:
 def holds_numbers(texts: pa.Array, values: NDArray[np.float64], is_bad: NDArray[np.bool_]) -> bool:
     """Return whether a column of N texts is meant to hold numbers, although some cells may be bad.
 
-    This is so if at least one cell is a number, and the texts of bad cells are known ones such as "I/O Timeout", or at
-    most `MAX_BAD_SHARE` of the cells are bad.
+    For this, at least one cell must be a number. In addition, the texts of bad cells must be known ones such as "I/O
+    Timeout", or at most `MAX_BAD_SHARE` of the cells must be bad.
 
     Args:
         texts: The cells, without nulls.

@@ -1,7 +1,7 @@
 """The dialect of a CSV file: how its bytes become cells, guessed from the beginning of the file or set by the user.
 
-The guesses are careful. If a property cannot be recognised with certainty, the file is read as a plain CSV file: with
-commas, decimal points and the column names in the first line.
+The guesses are careful. If a property cannot be recognised with certainty, the file is read as a plain CSV file. It
+then has commas, decimal points, and the column names in the first line.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _SEPARATOR_LINE = re.compile(r"sep=(.)\s*", re.IGNORECASE)  # the first line of 
 
 @dataclass(frozen=True, slots=True)
 class CsvOptions:
-    """The properties of CSV files that the user has set; None for each that is to be guessed.
+    """The properties of CSV files that the user has set; None for each that is guessed.
 
     Attributes:
         delimiter: The character between two cells.
@@ -276,8 +276,8 @@ def _count_title_lines(lines: Sequence[str], delimiter: str) -> int:
 def _has_header(rows: Sequence[Sequence[str]], decimal: Decimal | None) -> bool:
     """Return whether the first row holds the names of the columns.
 
-    It does unless it looks like a row of values: a cell is a number or a time, and no column has a text in the first
-    row and values below. Names that count the columns (0, 1, 2, …) are names.
+    It does unless it looks like a row of values. In a row of values, a cell is a number or a time, and no column has a
+    text in the first row and values below. Names that count the columns (0, 1, 2, …) are names.
 
     Args:
         rows: The first rows of the file.

@@ -1,9 +1,9 @@
 """Find the input files of a command: files, folders and quoted patterns such as `'logs/*.parquet'`, local or remote.
 
 Nothing heavy is imported here, so that every command can report a wrong path at once. Hidden files in folders are
-skipped. The folder of a Delta Lake or Apache Iceberg table may also hold files of older versions of the table. If an
-input is the folder of such a table, and the extra `delta` or `iceberg` is installed, only the files of the current
-version are input files. Other folders of tables are accepted only if each data file belongs to the current version.
+skipped. The folder of a Delta Lake or Apache Iceberg table may also hold files of older versions of the table. An input
+can be the folder of such a table. If the extra `delta` or `iceberg` is installed, only the files of the current version
+are then input files. Other folders of tables are accepted only if each data file belongs to the current version.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def find_data_files(
         endings: Endings of the names of data files in lower case.
 
     Raises:
-        InputError: An input does not exist or has an unknown ending, a folder or a pattern holds no data file, a
+        InputError: An input does not exist or has an unknown ending, or a folder or a pattern holds no data file. Or a
             folder is a Delta Lake or Iceberg table that may hold outdated files, or a file is named twice.
         ConfigError: A URL contains credentials or has no bucket.
     """

@@ -1,8 +1,9 @@
 """Conditions that choose rows of tables, written as in the WHERE clause of SQL: `site = 'A' AND day >= '2025-01-01'`.
 
 A condition is parsed with sqlglot, and only comparisons of a column with a constant are accepted, and their
-combinations. It is applied in three steps: to the values that the folders of a path state, so that other files are not
-opened; to the statistics of Parquet row groups, so that others are not read; and to the rows.
+combinations. It is applied in three steps. The first compares the values that the folders of a path state, so that
+other files are not opened. The second compares the statistics of Parquet row groups, so that others are not read. The
+third compares the rows.
 
 As in SQL, a comparison with a missing value is neither true nor false, and only rows for which the condition is true
 are kept. NaN is a missing value, as everywhere in tables.

@@ -67,7 +67,7 @@ def split_table(
 ) -> tuple[dict[str, Table], int]:
     """Write the rows of each value of a column to a Parquet file of its own.
 
-    The cells are written as the file holds them, so each part is read as the table itself is: with the same types,
+    The cells are written as the file holds them. So each part is read as the table itself is, with the same types,
     dialect of numbers and options.
 
     Args:

@@ -41,7 +41,8 @@ Layout = Literal["wide", "long"]
 """wide: a row is a record and a column is a feature. long: a row is one reading of one feature of a record."""
 
 CellForm = Literal["number", "mixed", "text", "time"]
-"""What the cells of a column are to be, if the table holds them as text. Columns of other types stay as they are.
+"""The type to which the cells of a column are converted, if the table holds them as text. Columns of other types stay
+as they are.
 
     number  numbers: the batch has float64. If a cell of the batch spells no number, the batch has text instead, in
             which numbers have a decimal point and texts such as "No Data" are null; so one bad cell can be rejected.
@@ -715,7 +716,7 @@ class Table:
 
         Args:
             name: The column, which does not come from the path.
-            form: What its cells are to be, None for what the schema says.
+            form: The type to which its cells are converted, None for the type in the schema.
         """
         column_type = self.schema.field(name).type
         if form == "time":  # timestamps without a zone are converted as well
@@ -765,7 +766,7 @@ class Table:
 
         Args:
             columns: Columns of the file.
-            forms: What their cells are to be.
+            forms: The types to which their cells are converted.
         """
         if self.dialect is not None:
             return self._decimals
@@ -959,8 +960,8 @@ def _check_unique_names(names: Sequence[str], table: str) -> None:
 def _find_index_columns(schema: pa.Schema, kept_columns: Collection[str]) -> tuple[str, ...]:
     """Return the columns that are the index of a pandas data frame and hold no data of their own.
 
-    An index of times is kept, because it is the time of the rows, and so are the columns of long tables and those that
-    an option or the model names.
+    An index of times is kept, because it is the time of the rows. The columns of long tables, and those that an option
+    or the model names, are kept as well.
 
     Args:
         schema: The columns, with the metadata of the file.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import tomllib
 from pathlib import Path
@@ -41,6 +42,18 @@ def test_every_package_of_the_wheel_has_types(project: Any) -> None:
     for package in project["tool"]["scikit-build"]["wheel"]["packages"]:
         assert (ROOT / package / "py.typed").exists()
         assert package in project["tool"]["mypy"]["packages"]
+
+
+@pytest.mark.parametrize("top", ["benchmarks", "connectors", "deformer_stream", "experiments", "trainer"])
+def test_the_docstring_of_a_package_names_its_modules(top: str) -> None:
+    """A reader finds every module by the docstring of its package, or in the table of the page on architecture."""
+    page = (ROOT / "docs" / "explanation" / "architecture.md").read_text()
+    for file in sorted((ROOT / top).rglob("__init__.py")):
+        text = (ast.get_docstring(ast.parse(file.read_text())) or "") + (page if file.parent == ROOT / top else "")
+        modules = [path.stem for path in file.parent.glob("*.py") if not path.name.startswith("__")]
+        packages = [path.parent.name for path in file.parent.glob("*/__init__.py")]
+        for name in modules + packages:
+            assert re.search(rf"\b{name}\b", text), f"{file.parent.relative_to(ROOT)}: {name}"
 
 
 def test_versions_of_python_are_the_same_everywhere(project: Any) -> None:
