@@ -1,8 +1,10 @@
 """Kafka connector: events from a topic, alerts and dead letters to topics, and a load generator.
 
 - `ports` is the interface to a client library. `kafka_python_client` and `librdkafka_client` implement it, each with
-  the public functions of one library; no other file imports one. `compat` has the only attributes that are not public.
-  `client` chooses between the libraries, checks a broker before it connects, and holds the texts of errors. `tokens`
+  the public functions of one library. For each library, a module `…_connection` holds the connections and the
+  translation of errors, and a module `…_admin` the admin client. No other module imports a library.
+- `compat` has the only attributes of a library that are not public.
+- `client` chooses between the libraries, checks a broker before it connects, and holds the texts of errors. `tokens`
   provides login tokens, and `background` waits for functions that block.
 - `source` polls and commits; `start_point` finds where a partition begins, `liveness` detects a partition that stops
   delivering.
