@@ -1,10 +1,12 @@
 """Kafka connector: events from a topic, alerts and dead letters to topics, and a load generator.
 
 - `ports` is the interface to a client library. `kafka_python_client` and `librdkafka_client` implement it, each with
-  the public functions of one library; no other file imports one. `compat` has the only attributes that are not public.
-  `client` chooses between the libraries, checks a broker before it connects, and holds the texts of errors. `tokens`
-  provides login tokens, and `background` waits for functions that block. `librdkafka_connection` and `librdkafka_admin`
-  are parts of the client for librdkafka. `patience` is the time for which failures are tolerated (`--patience`).
+  the public functions of one library. `kafka_python_connection` and `librdkafka_connection` hold the connections and the
+  translation of errors, `kafka_python_admin` and `librdkafka_admin` the admin clients. No other module imports a library.
+- `compat` has the only attributes of a library that are not public.
+- `client` chooses between the libraries, checks a broker before it connects, and holds the texts of errors. `tokens`
+  provides login tokens, and `background` waits for functions that block. `patience` is the time for which failures are
+  tolerated (`--patience`).
 - `source` polls and commits; `start_point` finds where a partition begins, `liveness` detects a partition that stops
   delivering.
 - `sink` encodes alerts and dead letters, `evidence_sink` what incidents are made of, `state` the snapshots of open

@@ -7,50 +7,50 @@ their own, and the caller waits with a limit.
 
 from __future__ import annotations
 
-import importlib.util
-import logging
 import threading
 import time
-import traceback
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import kafka.errors as errors
 import numpy as np
-from kafka import ConsumerRebalanceListener, KafkaAdminClient, KafkaConsumer, KafkaProducer
+from kafka import ConsumerRebalanceListener, KafkaConsumer, KafkaProducer
 from kafka import TopicPartition as KafkaTopicPartition
 from kafka import __version__ as kafka_version
-from kafka.admin import ConfigResource, ConfigResourceType, OffsetSpec
 from kafka.coordinator.assignors.cooperative_sticky import CooperativeStickyAssignor
-from kafka.net.sasl.oauth import AbstractTokenProvider
 from kafka.structs import MemberState, OffsetAndMetadata
 
 from connectors.kafka import client, compat
 from connectors.kafka.background import WAIT_SECONDS, BackgroundCall
-from connectors.kafka.client import Failure, make_error
+from connectors.kafka.client import make_error
+from connectors.kafka.kafka_python_admin import KafkaPythonAdmin
+from connectors.kafka.kafka_python_connection import (
+    connect,
+    from_client_partitions,
+    is_decoding_error,
+    to_client_partitions,
+    to_milliseconds,
+    translate,
+    translate_errors,
+)
 from connectors.kafka.ports import (
     MAX_BATCH_BYTES,
     MAX_MESSAGE_BYTES,
     CommittedOffset,
     ConsumerOptions,
-    GroupMember,
     KafkaCluster,
     MessageColumns,
     OffsetOutOfRange,
     Offsets,
     OutgoingMessage,
-    ProducerFenced,
     RebalanceHandler,
-    RebalanceInProgress,
     ReceivedMessage,
-    TopicDescription,
     TopicPartition,
 )
-from connectors.kafka.tokens import TokenProvider, make_token_provider
-from deformer_stream.errors import ConfigError, DeformerError, InvariantViolated, Unavailable
+from deformer_stream.errors import DeformerError, InvariantViolated, Unavailable
 
 FETCH_BYTES = 8 * 2**20
 """Largest response to a fetch request, in bytes of compressed batches. Together with the limit per partition, it bounds
@@ -65,239 +65,6 @@ MAX_UNACKNOWLEDGED = 10_000
 JOIN_SECONDS = 0.2
 """Shortest duration of a poll in seconds while this process joins the group. kafka-python completes a join only inside
 a poll: one that the broker has completed between two polls is begun again."""
-
-_UNKNOWN_TOPIC = (errors.UnknownTopicOrPartitionError, errors.UnknownTopicIdError)
-_REBALANCING = (
-    errors.RebalanceInProgressError,
-    errors.CommitFailedError,
-    errors.IllegalGenerationError,
-    errors.UnknownMemberIdError,
-)
-_FENCED = (errors.ProducerFencedError, errors.InvalidProducerEpochError)
-
-FAILURES: tuple[tuple[tuple[type[Exception], ...], Failure], ...] = (
-    ((errors.SaslAuthenticationFailedError, errors.UnacceptableCredentialError), client.LOGIN_REFUSED),
-    (
-        (errors.UnsupportedSaslMechanismError, errors.IllegalSaslStateError, errors.SecurityDisabledError),
-        client.MECHANISM_REFUSED,
-    ),
-    ((errors.AuthorizationError,), client.NOT_AUTHORIZED),
-    (
-        (errors.InvalidTopicError, errors.InvalidGroupIdError, errors.InvalidReplicationFactorError),
-        client.INVALID_NAME,
-    ),
-    ((errors.MessageSizeTooLargeError, errors.RecordListTooLargeError), client.MESSAGE_TOO_LARGE),
-    (
-        (errors.UnsupportedVersionError, errors.UnrecognizedBrokerVersion, errors.IncompatibleBrokerVersion),
-        client.VERSION_NOT_SUPPORTED,
-    ),
-    ((errors.InconsistentGroupProtocolError, errors.GroupMaxSizeReachedError), client.GROUP_REFUSED),
-    ((errors.FencedInstanceIdError,), client.INSTANCE_FENCED),
-    ((errors.LogTruncationError,), client.LOG_TRUNCATED),
-    ((errors.CorruptRecordError, errors.UnsupportedCodecError), client.UNREADABLE_BATCH),
-    ((errors.KafkaProtocolError,), client.NOT_KAFKA),
-    ((errors.KafkaConfigurationError, ValueError, TypeError), client.SETTINGS_REJECTED),
-    (_UNKNOWN_TOPIC, client.NO_TOPIC),
-    ((errors.RetriableError, errors.BrokerNotAvailableError), client.NO_RESPONSE),
-    ((OSError,), client.CONNECTION_LOST),
-    ((errors.KafkaError,), client.REQUEST_FAILED),
-)
-"""Exceptions of kafka-python with the kind of failure that they mean. The first row that matches counts."""
-
-RESERVED_OPTIONS = frozenset(
-    {
-        *("bootstrap_servers", "group_id", "group_instance_id", "session_timeout_ms", "max_poll_interval_ms"),
-        *("enable_auto_commit", "auto_offset_reset", "isolation_level", "partition_assignment_strategy"),
-        *("transactional_id", "transaction_timeout_ms", "enable_idempotence", "acks", "partitioner"),
-        *("allow_auto_create_topics", "key_serializer", "value_serializer", "key_deserializer", "value_deserializer"),
-        *("security_protocol", "ssl_context", "ssl_check_hostname", "kafka_client", "sasl_oauth_token_provider"),
-    }
-)
-"""Options of kafka-python on which the guarantees rely (delivery, encryption), so that they cannot be passed
-through."""
-
-Result = TypeVar("Result")
-
-_forwarder = client.ClientLogForwarder()
-logging.getLogger("kafka").addHandler(_forwarder)
-# It warns that its event loop is slow, which is normal on a busy machine.
-logging.getLogger("kafka.net.selector").setLevel(logging.ERROR)
-
-
-def translate(error: Exception, servers: str, action: str) -> DeformerError:
-    """Return the exception of this package that replaces an exception of kafka-python.
-
-    Args:
-        error: An exception whose type is in `FAILURES`, or an exception that kafka-python has wrapped.
-        servers: The brokers' addresses, for the message.
-        action: What failed, for the message, such as "reading topic 'sensors'".
-    """
-    cause = _find_cause(error)
-    if isinstance(cause, DeformerError):  # raised by a rebalance handler
-        return cause
-    name = type(cause).__name__
-    if isinstance(cause, _REBALANCING):
-        return RebalanceInProgress(f"Kafka at {servers}: {action} failed ({name}): the consumer group is rebalancing")
-    if isinstance(cause, _FENCED):
-        return ProducerFenced(client.describe_failure(client.PRODUCER_FENCED, servers, action, name))
-    failure = next(failure for types, failure in FAILURES if isinstance(cause, types))
-    return make_error(failure, servers, action, name)
-
-
-def _find_cause(error: Exception) -> Exception:
-    """Return the exception that kafka-python has wrapped in a KafkaError, or the exception itself.
-
-    The wrapper is of the class KafkaError itself; all other errors of kafka-python are of subclasses. It holds the
-    original as its cause (rebalance listeners) or among its arguments (a producer that has failed before).
-    """
-    if type(error) is not errors.KafkaError:
-        return error
-    candidates = (error.__cause__, *error.args)
-    return next((cause for cause in candidates if isinstance(cause, errors.KafkaError | DeformerError)), error)
-
-
-def _is_decoding_error(error: BaseException) -> bool:
-    """Return whether kafka-python has raised an exception because it cannot decode a batch of messages.
-
-    Beside its own exceptions, these are all that decompression and damaged fields can raise, for example zlib.error and
-    UnicodeDecodeError. They are recognised by the modules in which they were raised.
-    """
-    if isinstance(error, errors.CorruptRecordError | errors.UnsupportedCodecError):
-        return True
-    frames = traceback.walk_tb(error.__traceback__)
-    modules = (str(frame.f_globals.get("__name__")) for frame, _ in frames)
-    return any(f"{module}.".startswith(("kafka.record.", "kafka.codec.")) for module in modules)
-
-
-@contextmanager
-def translate_errors(servers: str, action: str, *extra_types: type[Exception]) -> Iterator[None]:
-    """Replace exceptions of kafka-python that the `with` block raises by those of this package, see `translate`.
-
-    Args:
-        servers: The brokers' addresses, for the message.
-        action: What the block does, for the message, such as "reading topic 'sensors'".
-        *extra_types: Types to replace in addition to KafkaError and OSError. `FAILURES` must contain them.
-    """
-    try:
-        yield
-    except (errors.KafkaError, OSError, *extra_types) as error:
-        raise translate(error, servers, action) from error
-
-
-def _connect(create: Any, cluster: KafkaCluster, **settings: Any) -> Any:
-    """Create a client of kafka-python, after checking that a broker is reachable.
-
-    While it connects, its warnings are not logged, because the raised error states the reason.
-
-    Args:
-        create: The class of the client.
-        cluster: The brokers and the security options.
-        **settings: Further keyword arguments for `create`.
-
-    Raises:
-        Unavailable: No broker responds within `client.CONNECT_SECONDS`.
-        ConfigError: The broker refuses the connection, or a setting is invalid.
-    """
-    client.check_options(cluster, RESERVED_OPTIONS)
-    _forwarder.add_secrets(cluster)
-    client.check_reachable(cluster)
-    network_clients: list[Any] = []  # those that were created, so that they can be closed
-
-    def create_network_client(**configuration: Any) -> Any:
-        """Create the client's network client, and add it to `network_clients`."""
-        network_clients.append(create.DEFAULT_CONFIG["kafka_client"](**configuration))
-        return network_clients[-1]
-
-    arguments = {
-        "bootstrap_servers": cluster.servers.split(","),
-        "bootstrap_timeout_ms": int(client.CONNECT_SECONDS * 1000),
-        "reconnect_backoff_max_ms": int(client.RECONNECT_SECONDS * 1000),
-        "metadata_max_age_ms": int(client.METADATA_SECONDS * 1000),
-        "kafka_client": create_network_client,
-        "ssl_context": client.create_ssl_context(cluster.security),
-        **_make_login_settings(cluster.security),
-        **settings,
-        **_parse_options(create, cluster.options),
-    }
-    _forwarder.setLevel(logging.CRITICAL)
-    try:
-        with translate_errors(cluster.servers, "connecting", ValueError, TypeError):
-            return create(**arguments)
-    except DeformerError as error:
-        # Otherwise the network threads of these clients would try to connect forever.
-        for network_client in network_clients:
-            network_client.close()
-        # kafka-python retries after every error, also after a refused login, until it times out.
-        raise (client.explain_failed_connection(cluster) if isinstance(error, Unavailable) else error) from error
-    finally:
-        _forwarder.setLevel(logging.WARNING)
-
-
-class _TokenProvider(AbstractTokenProvider):  # type: ignore[misc]  # the client ships no types
-    """A provider of login tokens in the form that kafka-python expects."""
-
-    def __init__(self, provide: TokenProvider) -> None:
-        self._provide = provide
-
-    def token(self) -> str:
-        """Return a valid token; called for each login."""
-        token, _expires_at = self._provide()
-        return token
-
-
-def _make_login_settings(security: Mapping[str, Any]) -> dict[str, Any]:
-    """Return kafka-python's settings for encryption and login. The certificates are part of the TLS context.
-
-    Raises:
-        ConfigError: kafka-python cannot log in like this.
-    """
-    if "sasl_oauth_token_endpoint" in security:
-        raise ConfigError(
-            "--sasl-oauth-token-endpoint: kafka-python cannot request login tokens: use --client librdkafka, or write "
-            "the token to a file and use --sasl-oauth-token-file"
-        )
-    settings = {name: value for name, value in security.items() if name in KafkaConsumer.DEFAULT_CONFIG}
-    settings = {name: value for name, value in settings.items() if not name.startswith("ssl_")}
-    provide_token = make_token_provider(security)
-    if provide_token is not None:
-        settings |= {"sasl_mechanism": "OAUTHBEARER", "sasl_oauth_token_provider": _TokenProvider(provide_token)}
-    elif security.get("sasl_mechanism") == "GSSAPI" and importlib.util.find_spec("gssapi") is None:
-        raise ConfigError("--sasl-mechanism GSSAPI needs the package gssapi, which is not installed: install it")
-    return settings
-
-
-def _parse_options(create: Any, options: Mapping[str, str]) -> dict[str, Any]:
-    """Return those values of the option --client-option that a client has a setting for.
-
-    Args:
-        create: The class of the client.
-        options: Names of kafka-python's settings, with values as text.
-
-    Raises:
-        ConfigError: No client of kafka-python has such a setting, or a value is not of its type.
-    """
-    parsed: dict[str, Any] = {}
-    for name, text in options.items():
-        if not any(name in known.DEFAULT_CONFIG for known in (KafkaConsumer, KafkaProducer, KafkaAdminClient)):
-            raise ConfigError(f"--client-option {name}: kafka-python has no such setting: check its name")
-        if name in create.DEFAULT_CONFIG:
-            parsed[name] = _parse_option(name, text, create.DEFAULT_CONFIG[name])
-    return parsed
-
-
-def _parse_option(name: str, text: str, default: Any) -> Any:
-    """Return the value of a setting, of the same type as its default. The error never quotes it."""
-    if isinstance(default, bool):
-        if text not in ("true", "false"):
-            raise ConfigError(f"--client-option {name}: the value must be true or false")
-        return text == "true"
-    for number_type in (int, float):
-        if isinstance(default, number_type):
-            try:
-                return number_type(text)
-            except ValueError:
-                raise ConfigError(f"--client-option {name}: the value must be a number") from None
-    return text
 
 
 class ClearableAssignor(CooperativeStickyAssignor):  # type: ignore[misc]  # the client ships no types
@@ -335,16 +102,6 @@ class _RebalanceListener(ConsumerRebalanceListener):  # type: ignore[misc]
         self._on_lost(lost)
 
 
-def _from_client(partitions: Iterable[Any]) -> frozenset[TopicPartition]:
-    """Return partitions of kafka-python as those of this package."""
-    return frozenset(TopicPartition(*tp) for tp in partitions)
-
-
-def _to_client(partitions: Iterable[TopicPartition]) -> list[Any]:
-    """Return partitions of this package as those of kafka-python."""
-    return [KafkaTopicPartition(*tp) for tp in partitions]
-
-
 def _to_client_offsets(offsets: Offsets) -> dict[Any, Any]:
     """Return committed offsets as those of kafka-python."""
     unknown_leader_epoch = -1
@@ -352,11 +109,6 @@ def _to_client_offsets(offsets: Offsets) -> dict[Any, Any]:
         KafkaTopicPartition(*tp): OffsetAndMetadata(committed.offset, committed.metadata, unknown_leader_epoch)
         for tp, committed in offsets.items()
     }
-
-
-def _to_milliseconds(seconds: float) -> int:
-    """Return seconds as milliseconds, not negative."""
-    return max(0, int(seconds * 1000))
 
 
 class KafkaPythonConsumer:
@@ -386,7 +138,7 @@ class KafkaPythonConsumer:
         self._session = options.session_seconds
         self._topic = ""  # the one that is subscribed
         self._joining_since: float | None = None  # monotonic time since which this process is no member of the group
-        self._consumer: Any = _connect(
+        self._consumer: Any = connect(
             KafkaConsumer,
             cluster,
             group_id=options.group,
@@ -398,9 +150,9 @@ class KafkaPythonConsumer:
             partition_assignment_strategy=[self._assignor],
             max_poll_records=options.max_messages,
             fetch_max_bytes=FETCH_BYTES,
-            session_timeout_ms=_to_milliseconds(options.session_seconds),
-            max_poll_interval_ms=_to_milliseconds(options.max_poll_seconds),
-            heartbeat_interval_ms=_to_milliseconds(client.HEARTBEAT_SECONDS),
+            session_timeout_ms=to_milliseconds(options.session_seconds),
+            max_poll_interval_ms=to_milliseconds(options.max_poll_seconds),
+            heartbeat_interval_ms=to_milliseconds(client.HEARTBEAT_SECONDS),
         )
 
     def subscribe(self, topic: str, handler: RebalanceHandler) -> None:
@@ -412,12 +164,12 @@ class KafkaPythonConsumer:
             # Wait for the topic's metadata, which this request needs. If they arrived after this member has joined, it
             # would join a second time. The public functions for metadata wait without a limit, for those of all topics.
             first = KafkaTopicPartition(topic, 0)
-            self._consumer.beginning_offsets([first], timeout_ms=_to_milliseconds(client.DELIVERY_SECONDS))
+            self._consumer.beginning_offsets([first], timeout_ms=to_milliseconds(client.DELIVERY_SECONDS))
 
     def assign(self, start_offsets: Mapping[TopicPartition, int]) -> None:
         """Read the given partitions from the given offsets on."""
         with translate_errors(self._servers, "assigning partitions", ValueError, TypeError):
-            self._consumer.assign(_to_client(start_offsets))
+            self._consumer.assign(to_client_partitions(start_offsets))
             self._stopped.clear()
             self._must_pause = False
             for tp, offset in start_offsets.items():
@@ -426,7 +178,7 @@ class KafkaPythonConsumer:
     @property
     def assignment(self) -> frozenset[TopicPartition]:
         """The partitions that this consumer owns."""
-        return _from_client(self._consumer.assignment())
+        return from_client_partitions(self._consumer.assignment())
 
     def start(self, tp: TopicPartition, offset: int) -> None:
         """Begin to read a partition at an offset."""
@@ -445,7 +197,7 @@ class KafkaPythonConsumer:
     def _pause_stopped(self) -> None:
         """Pause the partitions that were stopped."""
         if self._must_pause:
-            self._consumer.pause(*_to_client(self._stopped & self.assignment))
+            self._consumer.pause(*to_client_partitions(self._stopped & self.assignment))
             self._must_pause = False
 
     def poll(self, timeout: float) -> MessageColumns | None:
@@ -487,14 +239,14 @@ class KafkaPythonConsumer:
         self._pause_stopped()
         # kafka-python takes part in a rebalance only inside `poll`, which returns nothing of paused partitions.
         active = self.assignment - self._stopped
-        self._consumer.pause(*_to_client(active))
+        self._consumer.pause(*to_client_partitions(active))
         try:
             if self._fetch(max(0.0, deadline - time.monotonic())):
                 raise InvariantViolated(
                     "kafka-python has returned messages of a paused partition; this is a bug, please report it"
                 )
         finally:
-            self._consumer.resume(*_to_client(active & self.assignment - self._stopped))
+            self._consumer.resume(*to_client_partitions(active & self.assignment - self._stopped))
 
     def _can_pause(self, timeout: float) -> bool:
         """Return whether partitions can be paused without losing an error that kafka-python stores.
@@ -544,18 +296,18 @@ class KafkaPythonConsumer:
         compat.drop_kept_messages(self._consumer, kafka_version)
         try:
             with translate_errors(self._servers, action):
-                fetched = dict(self._consumer.poll(timeout_ms=_to_milliseconds(timeout), max_records=num_messages))
+                fetched = dict(self._consumer.poll(timeout_ms=to_milliseconds(timeout), max_records=num_messages))
         except DeformerError as error:
             if isinstance(error.__cause__, errors.OffsetOutOfRangeError):
                 self._can_have_stored_error = False  # kafka-python looks at a stored error first
                 (offsets,) = error.__cause__.args
                 by_partition = {TopicPartition(*tp): offset for tp, offset in offsets.items()}
                 raise OffsetOutOfRange(str(error), by_partition) from error
-            if error.__cause__ is not None and _is_decoding_error(error.__cause__):
+            if error.__cause__ is not None and is_decoding_error(error.__cause__):
                 raise self._note_unreadable(error.__cause__) from error
             raise
         except Exception as error:
-            if _is_decoding_error(error):
+            if is_decoding_error(error):
                 raise self._note_unreadable(error) from error
             raise make_error(client.UNEXPECTED_ERROR, self._servers, action, type(error).__name__) from error
         finally:
@@ -622,7 +374,7 @@ class KafkaPythonConsumer:
         committed: dict[TopicPartition, CommittedOffset | None] = {}
         with translate_errors(self._servers, "requesting the committed offsets"):
             for tp in tps:
-                remaining_ms = _to_milliseconds(deadline - time.monotonic())
+                remaining_ms = to_milliseconds(deadline - time.monotonic())
                 found = self._consumer.committed(KafkaTopicPartition(*tp), metadata=True, timeout_ms=remaining_ms)
                 # A member that uses librdkafka through confluent-kafka appends a null character.
                 committed[tp] = found and CommittedOffset(found.offset, (found.metadata or "").rstrip("\0"))
@@ -631,19 +383,19 @@ class KafkaPythonConsumer:
     def fetch_first_offsets(self, tps: Iterable[TopicPartition], timeout: float) -> dict[TopicPartition, int]:
         """Return the offset of the first message that each partition still holds."""
         with translate_errors(self._servers, "requesting the first offsets of partitions"):
-            offsets = self._consumer.beginning_offsets(_to_client(tps), timeout_ms=_to_milliseconds(timeout))
+            offsets = self._consumer.beginning_offsets(to_client_partitions(tps), timeout_ms=to_milliseconds(timeout))
         return {TopicPartition(*tp): int(offset) for tp, offset in offsets.items()}
 
     def fetch_end_offsets(self, tps: Iterable[TopicPartition], timeout: float) -> dict[TopicPartition, int]:
         """Return the offset after the last message that this consumer could read."""
         with translate_errors(self._servers, "requesting the end offsets of partitions"):
-            offsets = self._consumer.end_offsets(_to_client(tps), timeout_ms=_to_milliseconds(timeout))
+            offsets = self._consumer.end_offsets(to_client_partitions(tps), timeout_ms=to_milliseconds(timeout))
         return {TopicPartition(*tp): int(offset) for tp, offset in offsets.items()}
 
     def commit(self, offsets: Offsets, timeout: float) -> None:
         """Commit offsets of the group."""
         with translate_errors(self._servers, "committing"):
-            self._consumer.commit(_to_client_offsets(offsets), timeout_ms=_to_milliseconds(timeout))
+            self._consumer.commit(_to_client_offsets(offsets), timeout_ms=to_milliseconds(timeout))
 
     @property
     def member_id(self) -> str | None:
@@ -659,7 +411,7 @@ class KafkaPythonConsumer:
     def close(self) -> None:
         """Close without committing, and leave the group if there is no instance name."""
         with suppress(errors.KafkaError, OSError):
-            self._consumer.close(autocommit=False, timeout_ms=_to_milliseconds(client.CONNECT_SECONDS))
+            self._consumer.close(autocommit=False, timeout_ms=to_milliseconds(client.CONNECT_SECONDS))
         self._finish_revocation()
 
     # kafka-python's network thread calls the following methods, while our thread waits inside `poll` or `close`.
@@ -669,7 +421,7 @@ class KafkaPythonConsumer:
         for tp in assigned:
             self._consumer.seek(tp, 0)  # any position, so that kafka-python does not look for one
             self._consumer.pause(tp)
-        partitions = _from_client(assigned)
+        partitions = from_client_partitions(assigned)
         self._stopped |= partitions
         self._unpositioned |= partitions
         if self._handler is not None:
@@ -681,7 +433,7 @@ class KafkaPythonConsumer:
         The request is on its way to the coordinator of the group before the one with which this member joins again.
         Brokers process the requests of a connection in order. So the next owner of the partitions sees the offsets.
         """
-        partitions = _from_client(revoked)
+        partitions = from_client_partitions(revoked)
         offsets = {} if self._handler is None else self._handler.on_revoked(partitions)
         self._stopped -= partitions
         self._unpositioned -= partitions
@@ -702,7 +454,7 @@ class KafkaPythonConsumer:
     def _on_lost(self, lost: Iterable[Any]) -> None:
         """Drop partitions that other members own already."""
         self._assignor.clear()
-        partitions = _from_client(lost)
+        partitions = from_client_partitions(lost)
         self._stopped -= partitions
         self._unpositioned -= partitions
         if self._handler is not None:
@@ -775,20 +527,20 @@ class KafkaPythonProducer:
         self._futures: deque[Any] = deque()  # of messages that `enqueue` has sent
         self._enqueue_error: DeformerError | None = None  # the first one since the last `flush`
         self._is_closed = False
-        self._producer: Any = _connect(
+        self._producer: Any = connect(
             KafkaProducer,
             cluster,
             transactional_id=transactional_id,
-            transaction_timeout_ms=_to_milliseconds(transaction_seconds),
+            transaction_timeout_ms=to_milliseconds(transaction_seconds),
             acks="all",
             enable_idempotence=True,
             compression_type="lz4",
             batch_size=max_batch_bytes,
             max_request_size=max_message_bytes,
-            max_block_ms=_to_milliseconds(client.DELIVERY_SECONDS),
-            delivery_timeout_ms=_to_milliseconds(client.DELIVERY_SECONDS),
+            max_block_ms=to_milliseconds(client.DELIVERY_SECONDS),
+            delivery_timeout_ms=to_milliseconds(client.DELIVERY_SECONDS),
             # kafka-python requires that a request times out before the delivery does.
-            request_timeout_ms=_to_milliseconds(client.DELIVERY_SECONDS) - 1000,
+            request_timeout_ms=to_milliseconds(client.DELIVERY_SECONDS) - 1000,
             # The broker refuses a transaction for a few milliseconds, while it ends the one before.
             retry_backoff_ms=BACKOFF_MILLISECONDS,
             allow_auto_create_topics=False,
@@ -908,151 +660,6 @@ def _close_later(producer: Any) -> None:
         except errors.KafkaError:
             pass
         return
-
-
-class KafkaPythonAdmin:
-    """An admin client of `connectors.kafka.ports`.
-
-    Args:
-        cluster: The brokers.
-    """
-
-    def __init__(self, cluster: KafkaCluster) -> None:
-        self._servers = cluster.servers
-        request_ms = _to_milliseconds(client.DELIVERY_SECONDS)
-        self._admin: Any = _connect(KafkaAdminClient, cluster, request_timeout_ms=request_ms)
-
-    def _retry(self, call: Callable[[], Result], timeout: float, action: str) -> Result:
-        """Return the result of a request; repeat it on errors that may pass, for up to `timeout` seconds.
-
-        While brokers restart, requests fail until each partition has a leader again. An error that says that the topic
-        does not exist is raised at once, although kafka-python counts it as retriable.
-        """
-        deadline = time.monotonic() + timeout
-        with translate_errors(self._servers, action, ValueError, TypeError):
-            while True:
-                try:
-                    return call()
-                except errors.RetriableError as error:
-                    if isinstance(error, _UNKNOWN_TOPIC) or time.monotonic() > deadline:
-                        raise
-                    time.sleep(client.RETRY_SECONDS)
-
-    def describe_topics(self, names: Iterable[str], timeout: float) -> dict[str, TopicDescription]:
-        """Return descriptions of the topics that exist; the others are left out."""
-        requested = list(names)
-        if not requested:
-            return {}
-
-        def describe() -> list[dict[str, Any]]:
-            """Request the descriptions, and raise the error of a topic that does exist."""
-            topics: list[dict[str, Any]] = self._admin.describe_topics(requested)
-            error_types = [errors.for_code(topic["error_code"]) for topic in topics]
-            for error_type in error_types:
-                if error_type is not errors.NoError and error_type not in _UNKNOWN_TOPIC:
-                    raise error_type()
-            return [topic for topic, kind in zip(topics, error_types, strict=True) if kind is errors.NoError]
-
-        action = f"describing topics {', '.join(requested)}"
-        return {
-            topic["name"]: TopicDescription(
-                len(topic["partitions"]),
-                frozenset(topic["authorized_operations"]) if topic.get("authorized_operations") else None,
-            )
-            for topic in self._retry(describe, timeout, action)
-            if topic["partitions"]
-        }
-
-    def fetch_settings(self, names: Iterable[str], timeout: float) -> dict[str, dict[str, str]]:
-        """Return the settings of topics, also those that have their default; empty for a topic that hides them."""
-        settings_by_topic: dict[str, dict[str, str]] = {name: {} for name in names}
-        resources = [ConfigResource(ConfigResourceType.TOPIC, name) for name in settings_by_topic]
-        if not resources:
-            return {}
-
-        def describe() -> dict[str, Any]:
-            """Request the settings; none if this user may not read them."""
-            try:
-                response: dict[str, Any] = self._admin.describe_configs(resources, config_filter="all")
-            except errors.AuthorizationError:
-                return {}
-            return response
-
-        response = self._retry(describe, timeout, "reading the topics' settings")
-        for topic, settings in response.get("topic", {}).items():
-            settings_by_topic[topic] = {name: setting["value"] for name, setting in settings.items()}
-        return settings_by_topic
-
-    def create_topic(self, name: str, num_partitions: int, settings: Mapping[str, str], timeout: float) -> bool:
-        """Create a topic and wait until it can be used. Return False if it exists already."""
-        specification = {name: {"num_partitions": num_partitions, "configs": dict(settings)}}
-
-        def create() -> bool:
-            """Request the topic."""
-            try:
-                self._admin.create_topics(specification)
-            except errors.TopicAlreadyExistsError:
-                return False
-            except (errors.AuthorizationError, errors.PolicyViolationError) as error:
-                raise ConfigError(
-                    f"topic {name!r} does not exist on {self._servers} and this user may not create it "
-                    f"({type(error).__name__}): create it, or grant the permission"
-                ) from error
-            return True
-
-        is_new = self._retry(create, timeout, f"creating topic {name!r}")
-        wait = partial(self._admin.wait_for_topics, [name], timeout_ms=_to_milliseconds(timeout))
-        self._retry(wait, timeout, f"waiting for topic {name!r}")
-        return is_new
-
-    def add_partitions(self, name: str, num_partitions: int, timeout: float) -> None:
-        """Raise the number of partitions of a topic."""
-
-        def add() -> None:
-            """Request the partitions; another process may have added them already."""
-            with suppress(errors.InvalidPartitionsError):
-                self._admin.create_partitions({name: num_partitions})
-
-        self._retry(add, timeout, f"adding partitions to topic {name!r}")
-
-    def fetch_log_ends(self, tps: Iterable[TopicPartition], timeout: float) -> dict[TopicPartition, int]:
-        """Return the offset after the last message of each partition, messages of open transactions included."""
-        request = {KafkaTopicPartition(*tp): OffsetSpec.LATEST for tp in tps}
-        if not request:
-            return {}
-        offsets = self._retry(
-            lambda: self._admin.list_partition_offsets(request, timeout_ms=_to_milliseconds(timeout)),
-            timeout,
-            "requesting the end offsets of partitions",
-        )
-        return {TopicPartition(*tp): int(found.offset) for tp, found in offsets.items()}
-
-    def describe_group(self, group: str, timeout: float) -> list[GroupMember]:
-        """Return the members of a consumer group; none if there is no such group."""
-
-        def describe() -> dict[str, Any]:
-            """Request the description of the group."""
-            description: dict[str, Any] = self._admin.describe_groups([group])[group]
-            return description
-
-        description = self._retry(describe, timeout, f"describing group {group!r}")
-        return [
-            GroupMember(
-                member["member_id"],
-                member.get("group_instance_id") or None,
-                frozenset(
-                    TopicPartition(topic["topic"], number)
-                    for topic in (member["member_assignment"] or {}).get("assigned_partitions", ())
-                    for number in topic["partitions"]
-                ),
-            )
-            for member in description["members"]
-        ]
-
-    def close(self) -> None:
-        """Close the connections."""
-        with suppress(errors.KafkaError, OSError):
-            self._admin.close()
 
 
 open_consumer, open_producer, open_admin = KafkaPythonConsumer, KafkaPythonProducer, KafkaPythonAdmin

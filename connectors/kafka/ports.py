@@ -1,8 +1,9 @@
 """Protocols of a Kafka client library: a consumer, a producer and an admin client.
 
 `kafka_python_client` and `librdkafka_client` implement them with the public functions of one library each, and with the
-two attributes in `compat`. No other file of the package imports a client library. Both raise the exceptions of this
-package, with a message that says what failed and what to do. So callers do not depend on which library is in use.
+two attributes in `compat`. Their connections and admin clients are in modules beside them (`…_connection`, `…_admin`).
+No other module of the package imports a client library. Both raise the exceptions of this package, with a message that
+says what failed and what to do. So callers do not depend on which library is in use.
 
 A consumer and an admin client belong to the thread that created them. A producer may be used by one thread at a time.
 """

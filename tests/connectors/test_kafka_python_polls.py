@@ -68,7 +68,7 @@ def test_error_of_a_batch_is_raised_although_a_rebalance_takes_long(
 ) -> None:
     """During a rebalance, a poll for one message returns nothing, so the error may still be stored."""
     stored = StoringClient()
-    monkeypatch.setattr("connectors.kafka.kafka_python_client._connect", lambda *args, **settings: stored)
+    monkeypatch.setattr("connectors.kafka.kafka_python_client.connect", lambda *args, **settings: stored)
     consumer = KafkaPythonConsumer(KafkaCluster("fake:1"), ConsumerOptions())
     consumer.assign({TP: 0})
     polled = consumer.poll(0.0)

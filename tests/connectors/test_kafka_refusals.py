@@ -13,7 +13,7 @@ from kafka import errors as refusals
 
 from connectors.kafka import Delivery, KafkaCluster, KafkaSource, client, produce
 from connectors.kafka.client import CONNECT_SECONDS, explain_failed_connection
-from connectors.kafka.kafka_python_client import FAILURES, translate
+from connectors.kafka.kafka_python_connection import FAILURES, translate
 from deformer_stream.errors import ConfigError, DeformerError, Unavailable
 
 pytestmark = pytest.mark.kafka
