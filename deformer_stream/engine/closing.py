@@ -98,7 +98,7 @@ class ClosingRules:
         self._translated_partitions.add(partition)
 
     def reset_timeouts(self) -> None:
-        """Search all records for timeouts at the next selection, because restored ones may be idle for longest."""
+        """Search all records for timeouts at the next selection, after records were restored or limits replaced."""
         self._next_record_timeout = self._next_tie_timeout = 0
 
     def drop_partitions(self, partitions: Iterable[int]) -> None:

@@ -228,7 +228,10 @@ class Engine:
                     f"Limits.{name} of an engine cannot be changed from {value} to {new_value}, because it is in force "
                     "since the engine was created: create a new engine"
                 )
+        has_other_times = (limits.record_timeout, limits.tie_wait) != (self.limits.record_timeout, self.limits.tie_wait)
         self._closing_rules.limits = limits
+        if has_other_times:
+            self._closing_rules.reset_timeouts()
 
     @property
     def current_version(self) -> ModelVersion:

@@ -148,6 +148,15 @@ def test_limits_are_replaced_except_those_that_are_fixed_at_the_start() -> None:
     assert effects.closed.reasons == [CloseReason.EVICTED]
 
 
+def test_a_shorter_timeout_is_in_force_at_once() -> None:
+    model, calibration = build_model()
+    engine = Engine(model, calibration, "fp", 0.05, Limits(record_timeout=100))
+    engine.handle(batch_of([("a", 0, 0.0)]), 0)
+    assert not len(engine.handle(EventBatch.empty(), 50).closed)
+    engine.limits = replace(engine.limits, record_timeout=20)
+    assert engine.handle(EventBatch.empty(), 50).closed.reasons == [CloseReason.TIMEOUT]
+
+
 def test_timeout_starts_at_the_last_accepted_event() -> None:
     model, calibration = build_model()
     engine = Engine(model, calibration, "fp", 0.05, Limits(record_timeout=100))
