@@ -27,7 +27,16 @@ from deformer_stream.cli import (
 )
 from deformer_stream.cli.examples import EXAMPLES_BY_COMMAND
 from deformer_stream.cli.init import command as init
-from deformer_stream.cli_utils import HELP, HelpCommand, LazyGroup, add_debug_option, is_debugging, run, stop_on_signals
+from deformer_stream.cli_utils import (
+    HELP,
+    HelpCommand,
+    LazyGroup,
+    add_debug_option,
+    interrupt_on_termination,
+    is_debugging,
+    run,
+    stop_on_signals,
+)
 
 SUMMARY_BY_COMMAND = {
     "init": "Look at a table or a topic, and write a configuration to start with.",
@@ -60,6 +69,7 @@ def build_demo() -> click.Command:
     def command(config: Path | None, **flags: Any) -> int:
         """Simulate a fleet of pumps, train for a minute, and show alerts that precede the end of a record."""
         settings = load_settings(DemoSettings, flags, config, "demo")
+        interrupt_on_termination()  # so that the training ends with the demo and saves its progress
         if settings.page:
             serve.check_page_packages()
             from deformer_stream import log

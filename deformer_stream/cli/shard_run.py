@@ -28,12 +28,13 @@ from deformer_stream.cli.shard_job import (
 )
 from deformer_stream.cli.shard_tasks import Receipt, prepare_partitioning, read_receipt
 from deformer_stream.cli_utils import is_debugging
+from deformer_stream.counts import format_count
 from deformer_stream.errors import ConfigError
 from deformer_stream.tables.data_files import describe_unknown_scheme, parse_url
 
 VISIBLE_SECONDS = 75.0
-"""How long this process waits until it sees what processes of other machines have written. A client of NFS may use what
-it has stored about a folder for a minute (`acdirmax`)."""
+"""How long this process waits until it sees what processes of Ray have written, which may run on other machines. A
+client of NFS may use what it has stored about a folder for a minute (`acdirmax`)."""
 
 RETRY_SECONDS, LOG_SECONDS = 0.5, 10.0
 """Seconds between two attempts to see it, and between two log lines."""
@@ -170,7 +171,9 @@ def run_shards(
 
 
 def _wait_until_written(job: ShardJob, list_missing: Callable[[], list[int]], stop: threading.Event) -> list[int]:
-    """Wait until this process sees what the processes have written, perhaps on other machines.
+    """Check that this process sees what the processes have written, and wait for it if they are processes of Ray.
+
+    Processes of Ray may run on other machines. What processes of this machine have written is seen at once.
 
     Args:
         job: The job, whose tasks have ended.
@@ -181,11 +184,19 @@ def _wait_until_written(job: ShardJob, list_missing: Callable[[], list[int]], st
         The numbers of the folders that do not exist; none unless `stop` is set.
 
     Raises:
-        ConfigError: Folders are still missing after `VISIBLE_SECONDS`.
+        ConfigError: Folders of local processes are missing, or folders of Ray are still missing after
+            `VISIBLE_SECONDS`.
     """
+    is_local = job.settings.engine == "local"
     began = time.monotonic()
     next_log = began
     while (missing := list_missing()) and not stop.is_set():
+        if is_local:
+            raise ConfigError(
+                f"{job.folder} lacks what the processes have written there ({format_count(len(missing), 'folder')} "
+                "missing), so another program has removed or renamed it: choose a folder that no other program "
+                "changes, or run the same command again, which continues"
+            )
         now = time.monotonic()
         if now - began >= VISIBLE_SECONDS:
             raise ConfigError(

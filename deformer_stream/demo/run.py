@@ -7,8 +7,6 @@ put into the records; the demo shows these faults next to the alerts.
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
 import time
 import webbrowser
@@ -34,6 +32,7 @@ from deformer_stream.demo.report import (
     summarize,
 )
 from deformer_stream.demo.simulate import FEATURES, MAX_DELAY, SimulatedFleet, simulate
+from deformer_stream.demo.training import begin_training, run_trainer
 from deformer_stream.engine.engine import Engine, Limits
 from deformer_stream.engine.events import Alert, Effects
 from deformer_stream.errors import ConfigError
@@ -138,26 +137,25 @@ def run_demo(output: Path, seed: int, train_time: str = "60s", open_report: bool
         The exit code of the demo: 0, or the exit code of the trainer if the training fails.
 
     Raises:
-        ConfigError: If the folder cannot be written.
+        ConfigError: If the folder cannot be written, or holds a model or a training that is not that of the demo.
     """
     console = Console(highlight=False)
     table, model = output / "normal.parquet", output / "model"
+    create_output(output)
+    unfinished = begin_training(output, model, seed, train_time)
 
     _print_step(
         console, 1, f"Simulate twelve pumps: {NUM_TRAINING_RECORDS:,} normal records of {len(FEATURES)} sensors"
     )
     try:
-        output.mkdir(parents=True, exist_ok=True)
         # Even seeds are for training records and odd seeds for streamed records, so that they always differ.
         pq.write_table(simulate(NUM_TRAINING_RECORDS, seed=2 * seed).select_normal_records(), table)
     except OSError as error:
-        raise ConfigError(
-            f"the folder --output {output} cannot be written ({error.strerror or error}); choose another folder"
-        ) from None
+        raise make_write_error(output, error) from None
     console.print(f"  wrote {table}")
 
     _print_step(console, 2, f"Train on normal records ({train_time} on this machine)")
-    exit_code = run_trainer(console, table, model, seed, train_time)
+    exit_code = run_trainer(console, table, model, seed, train_time, unfinished)
     if exit_code:
         return exit_code
 
@@ -192,30 +190,28 @@ def run_demo(output: Path, seed: int, train_time: str = "60s", open_report: bool
     return 0
 
 
+def create_output(output: Path) -> None:
+    """Create the folder of the demo, if it does not exist.
+
+    Raises:
+        ConfigError: It cannot be created.
+    """
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise make_write_error(output, error) from None
+
+
+def make_write_error(output: Path, error: OSError) -> ConfigError:
+    """Return the error that the folder of the demo cannot be written."""
+    return ConfigError(
+        f"the folder --output {output} cannot be written ({error.strerror or error}); choose another folder"
+    )
+
+
 def _print_step(console: Console, number: int, words: str) -> None:
     """Print the heading of a step of the demo: the number of the step and the given words."""
     console.print(Text(f"\n{number}  {words}", "bold"), soft_wrap=True)
-
-
-def run_trainer(console: Console, table: Path, model: Path, seed: int, train_time: str) -> int:
-    """Train the model in a child process, and return the exit code of this process.
-
-    The equivalent shell command is printed first, so that the user can repeat the training.
-
-    Args:
-        console: The terminal to print on.
-        table: Parquet file with the training records.
-        model: Folder for the trained model.
-        seed: Seed of the training.
-        train_time: Time limit of the training, such as "60s".
-    """
-    options = ["--out", str(model), "--preset", "tiny", "--max-time", train_time]
-    options += ["--exclude", "record,time", "--seed", str(seed)]
-    console.print(Text("  $ " + " ".join(["deformer-train", str(table), *options]), "cyan"), soft_wrap=True)
-    sys.stdout.flush()  # before the child process writes to the same terminal
-    # The same program as `deformer-train`, which need not be on the PATH.
-    command = [sys.executable, "-m", "trainer.cli", str(table), *options]
-    return subprocess.run(command, stdin=subprocess.DEVNULL, check=False).returncode  # noqa: S603 - ours
 
 
 def stream_readings(

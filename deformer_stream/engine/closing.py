@@ -27,9 +27,10 @@ class Limits:
         max_record_bytes: Largest number of bytes of the ids, readings and scores of open records, without the KV cache.
             If there are more, the records that have been idle for longest are closed.
         cache_bytes: Largest number of bytes of the KV caches, which hold the network's keys and values of the readings
-            that are scored already.
+            that are scored already. It is fixed when an engine is created.
         max_closed_ids: Number of ids of closed records that are kept per partition, so that late events of these
-            records are rejected. It is also the number of devices whose watermark (latest event time) is kept.
+            records are rejected. It is also the number of devices whose watermark (latest event time) is kept. It is
+            fixed when an engine is created.
         tie_wait: Only used if readings of one record with the same event time are scored together (a tie group). They
             wait for further readings of the group until the record has had no accepted event for `tie_wait`
             microseconds. None: they wait until a reading with another event time arrives, or the record is closed.
@@ -41,6 +42,10 @@ class Limits:
     cache_bytes: int = 512 * 2**20
     max_closed_ids: int = MAX_CLOSED_IDS
     tie_wait: int | None = None
+
+
+FIXED_LIMITS = ("cache_bytes", "max_closed_ids")
+"""Names of the limits that an engine cannot change after it was created."""
 
 
 class ClosingRules:
@@ -93,7 +98,7 @@ class ClosingRules:
         self._translated_partitions.add(partition)
 
     def reset_timeouts(self) -> None:
-        """Search all records for timeouts at the next selection, because restored ones may be idle for longest."""
+        """Search all records for timeouts at the next selection, after records were restored or limits replaced."""
         self._next_record_timeout = self._next_tie_timeout = 0
 
     def drop_partitions(self, partitions: Iterable[int]) -> None:

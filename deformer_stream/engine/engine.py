@@ -26,7 +26,7 @@ from deformer_stream.calibration.drift_state import DriftNotice, DriftState
 from deformer_stream.calibration.fault_classifier import FaultClassifier
 from deformer_stream.engine.alerts import AlertBuilder, compute_alert_id, do_nothing
 from deformer_stream.engine.closed_records import add_final_scores, observe_drift
-from deformer_stream.engine.closing import ClosingRules, Limits
+from deformer_stream.engine.closing import FIXED_LIMITS, ClosingRules, Limits
 from deformer_stream.engine.events import (
     NO_ALERT,
     Alert,
@@ -214,12 +214,24 @@ class Engine:
 
     @property
     def limits(self) -> Limits:
-        """Limits on time and memory; may be replaced at any time, except for the memory of the KV caches."""
+        """Limits on time and memory. They may be replaced at any time, but without another `cache_bytes` or
+        `max_closed_ids`, because the KV caches and the table of records keep the sizes with which they were created.
+        """
         return self._closing_rules.limits
 
     @limits.setter
     def limits(self, limits: Limits) -> None:
+        for name in FIXED_LIMITS:
+            value, new_value = getattr(self.limits, name), getattr(limits, name)
+            if new_value != value:
+                raise ConfigError(
+                    f"Limits.{name} of an engine cannot be changed from {value} to {new_value}, because it is in force "
+                    "since the engine was created: create a new engine"
+                )
+        has_other_times = (limits.record_timeout, limits.tie_wait) != (self.limits.record_timeout, self.limits.tie_wait)
         self._closing_rules.limits = limits
+        if has_other_times:
+            self._closing_rules.reset_timeouts()
 
     @property
     def current_version(self) -> ModelVersion:

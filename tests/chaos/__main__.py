@@ -1,6 +1,7 @@
 """Command line of the chaos test: `python -m tests.chaos`.
 
-The last line of the output has the figures as JSON. The exit code is 0 if nothing was lost or duplicated.
+The last line of the output has the figures as JSON. The exit code is 0 if nothing was lost or duplicated, and all
+planned disturbances have happened.
 """
 
 from __future__ import annotations

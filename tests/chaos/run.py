@@ -5,6 +5,8 @@ events.
 from __future__ import annotations
 
 import contextlib
+import heapq
+import itertools
 import json
 import random
 import signal
@@ -14,14 +16,13 @@ import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from kafka import KafkaProducer
-from kafka.errors import KafkaError
 
 from connectors.kafka import KafkaCluster, TopicSpec, ensure_topics
 from tests.chaos.self_killing import NO_TRANSACTIONS, STEPS, TRANSACTIONS
@@ -31,8 +32,12 @@ from tests.models import SCHEMA, draw_rows, write_model
 
 ALPHA = 0.3
 TIMEOUT_SECONDS = 600.0
-STEP_SECONDS = 120.0
-"""Time that a process has to kill itself at a step."""
+"""Largest time of a wait, among others for a process that is to kill itself at a step."""
+KILLS_AT_A_STEP = 2
+"""Number of kills of `Disturbance.kill_and_restart` as long as there are steps: one before the step, and that at it."""
+NUM_INTERLEAVED = 2000
+"""Largest number of places by which a reading arrives late."""
+RECORDS_PER_DRAW = 1000
 INVALID_SHARE = 0.005
 """Share of events that are not JSON, so that dead letters are compared too."""
 
@@ -54,8 +59,8 @@ class Size:
     """The size of a run.
 
     Attributes:
-        events: Number of events.
-        rate: Events per second, so that events arrive during the whole run.
+        events: Smallest number of events. More are sent as long as there are disturbances.
+        rate: Events per second.
         partitions: Number of partitions of the events topic, at least one for each consumer and one for the guest.
         consumers: Number of consumers of a group.
         kills: Minimum number of kills.
@@ -118,16 +123,28 @@ class World:
         ]
 
 
-def iterate_events(size: Size) -> Iterator[tuple[bytes, bytes]]:
-    """Yield keys and values of readings of interleaved records, some of them not JSON."""
+def iterate_events() -> Iterator[tuple[bytes, bytes]]:
+    """Yield keys and values of readings of interleaved records without end, some of them not JSON."""
     rng = np.random.default_rng(0)
-    rows = draw_rows(SCHEMA, size.events // 5, 1)
-    readings = [(f"r{i}", name, value) for i, row in enumerate(rows) for name, value in row.items()]
-    order = np.argsort(np.arange(len(readings)) + rng.uniform(0, 2000, len(readings)))
-    for count, i in enumerate(order[: size.events].tolist()):
-        record, name, value = readings[i]
-        document = json.dumps({"record": record, "feature": name, "value": value}).encode()
-        yield record.encode(), b"nonsense %d" % count if rng.random() < INVALID_SHARE else document
+    waiting: list[tuple[float, str, dict[str, Any]]] = []  # a heap by the place of the reading in the stream
+    num_yielded = 0
+    for place, (record, name, value) in enumerate(iterate_readings()):
+        document = {"record": record, "feature": name, "value": value}
+        heapq.heappush(waiting, (place + rng.uniform(0, NUM_INTERLEAVED), record + name, document))
+        while waiting and waiting[0][0] <= place:
+            document = heapq.heappop(waiting)[2]
+            message = json.dumps(document).encode()
+            is_invalid = rng.random() < INVALID_SHARE
+            yield document["record"].encode(), b"nonsense %d" % num_yielded if is_invalid else message
+            num_yielded += 1
+
+
+def iterate_readings() -> Iterator[tuple[str, str, float | str]]:
+    """Yield record, feature and value of the readings of random records without end, record by record."""
+    for draw in itertools.count():
+        for i, row in enumerate(draw_rows(SCHEMA, RECORDS_PER_DRAW, seed=draw + 1)):
+            for name, value in row.items():
+                yield f"r{draw * RECORDS_PER_DRAW + i}", name, value
 
 
 @dataclass
@@ -167,17 +184,16 @@ class Disturbance:
     Args:
         world: What all parts of the run share.
         mode: The delivery of the group, which is also its name.
+        sending: The task that sends the events until the last disturbance has happened.
     """
 
-    def __init__(self, world: World, mode: str) -> None:
-        self.world, self.group = world, mode
+    def __init__(self, world: World, mode: str, sending: Future[int]) -> None:
+        self.world, self.group, self.sending = world, mode, sending
         self.options = world.make_options(get_topic(mode), mode, mode)
         self.num_started = 0
-        self.has_sent_all = threading.Event()
         self.counts: Counter[str] = Counter()
         self.steps: Counter[str] = Counter()
-        others = NO_TRANSACTIONS if mode == "exactly-once" else TRANSACTIONS
-        self.steps_left = [step for step in STEPS if step not in others]
+        self.steps_left = list_steps(mode)
         world.rng.shuffle(self.steps_left)
         self.members: dict[int, RunningConsumer] = {i: self.start(i) for i in range(world.size.consumers)}
         self.guest: RunningConsumer | None = None
@@ -199,8 +215,8 @@ class Disturbance:
     def kill_and_restart(self) -> None:
         """Kill a consumer and start it again.
 
-        If there is a step at which no consumer has died, the new consumer kills itself at that step, and is then
-        started again.
+        If there is a step at which no consumer was to die yet, the new consumer kills itself at that step, and is then
+        started again. If it has not reached the step after `TIMEOUT_SECONDS`, the step is missing in `steps`.
         """
         rng = self.world.rng
         seat = rng.choice(sorted(self.members))
@@ -216,33 +232,24 @@ class Disturbance:
                 assert member.process.returncode == -signal.SIGKILL, member.read_log()[-2000:]
                 self.counts["kills"] += 1
                 self.steps[step] += 1
-            else:  # the process has not executed the step often enough
+            else:
                 print(f"chaos: {step} not reached", file=sys.stderr, flush=True)
                 self.kill_process(member)
         self.members[seat] = self.start(seat)
 
     def wait_for_end(self, member: RunningConsumer) -> bool:
-        """Wait until a process has ended; return False if all events are consumed before, or after two minutes."""
-        deadline = time.monotonic() + STEP_SECONDS
+        """Wait until a process has ended, and return whether it has within `TIMEOUT_SECONDS`.
+
+        Events are sent meanwhile, so that the process has something to do.
+        """
+        deadline = time.monotonic() + TIMEOUT_SECONDS
         while time.monotonic() < deadline:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 member.process.wait(1.0)
                 return True
-            if self.has_consumed_all():
-                return False
+            if self.sending.done():
+                raise AssertionError("the sender has ended before the last disturbance") from self.sending.exception()
         return False
-
-    def has_consumed_all(self) -> bool:
-        """Return whether all events were sent, and the group has committed the offset after the last one.
-
-        False if the brokers do not respond, because they may be restarted at the same time.
-        """
-        if not self.has_sent_all.is_set():
-            return False
-        try:
-            return self.world.cluster.is_consumed(get_topic(self.group), self.group)()
-        except KafkaError:
-            return False
 
     def kill_process(self, member: RunningConsumer) -> None:
         """Kill a process and count it."""
@@ -344,7 +351,10 @@ class Disturbance:
 
 
 def run_chaos(size: Size, modes: list[str], seed: int, logs: Path) -> dict[str, Any]:
-    """Run the whole test and return its figures; the key `ok` says whether nothing was lost or duplicated."""
+    """Run the whole test and return its figures.
+
+    The key `ok` says whether nothing was lost or duplicated, and all planned disturbances have happened.
+    """
     broker = load_broker_script().start(size.brokers)
     cluster = None
     try:
@@ -355,11 +365,11 @@ def run_chaos(size: Size, modes: list[str], seed: int, logs: Path) -> dict[str, 
         figures: dict[str, Any] = {"ok": True, "seed": seed, "events": size.events, "partitions": size.partitions}
         for mode in modes:
             figures[mode] = run_disturbed(world, mode)
-        calm = run_undisturbed(world, get_topic(modes[0]))
         for mode in modes:
+            calm = run_undisturbed(world, mode)
+            figures[mode] |= {"alerts": len(calm.alerts), "letters": len(calm.letters)}
             figures[mode] |= compare_outputs(calm, read_output(world, mode), mode)
-            figures["ok"] &= figures[mode].pop("ok")
-        figures["alerts"], figures["letters"] = len(calm.alerts), len(calm.letters)
+            figures["ok"] &= figures[mode].pop("ok") and not figures[mode]["missing"]
         return figures
     finally:
         if cluster is not None:
@@ -374,16 +384,26 @@ def get_topic(mode: str) -> str:
     return f"events-{mode}"
 
 
-def run_undisturbed(world: World, topic: str) -> Output:
-    """Read all events with one uninterrupted consumer and return its output."""
-    with RunningConsumer(world.logs / "calm.log", *world.make_options(topic, "calm", "exactly-once")) as consumer:
-        consumer.wait_for(world.cluster.is_consumed(topic, "calm"), "all events", TIMEOUT_SECONDS)
+def run_undisturbed(world: World, mode: str) -> Output:
+    """Read all events of a mode with one uninterrupted consumer and return its output."""
+    topic, group = get_topic(mode), f"calm-{mode}"
+    with RunningConsumer(world.logs / f"{group}.log", *world.make_options(topic, group, "exactly-once")) as consumer:
+        consumer.wait_for(world.cluster.is_consumed(topic, group), "all events", TIMEOUT_SECONDS)
         consumer.stop()
-    return read_output(world, "calm")
+    return read_output(world, group)
 
 
-def send(world: World, topic: str) -> None:
-    """Send all events at the rate of the run, with a producer that survives every outage and keeps the order."""
+def send(world: World, topic: str, is_over: threading.Event) -> int:
+    """Send events at the rate of the run, with a producer that survives every outage and keeps the order.
+
+    Args:
+        world: What all parts of the run share.
+        topic: The events topic.
+        is_over: Set when no disturbance is left. Until then events are sent, and at least `Size.events` of them.
+
+    Returns:
+        The number of events.
+    """
     sender = KafkaProducer(
         bootstrap_servers=world.broker.bootstrap.split(","),
         acks="all",
@@ -391,30 +411,80 @@ def send(world: World, topic: str) -> None:
         delivery_timeout_ms=900_000,
     )
     began = time.monotonic()
-    sent = []
-    for count, (key, value) in enumerate(iterate_events(world.size)):
-        time.sleep(max(0.0, began + count / world.size.rate - time.monotonic()))
-        sent.append(sender.send(topic, key=key, value=value))
+    num_sent, failures = 0, list[BaseException]()
+    for key, value in iterate_events():
+        if num_sent >= world.size.events and is_over.is_set():
+            break
+        time.sleep(max(0.0, began + num_sent / world.size.rate - time.monotonic()))
+        sender.send(topic, key=key, value=value).add_errback(failures.append)
+        num_sent += 1
+        assert not failures, failures
     sender.flush(timeout=TIMEOUT_SECONDS)
-    assert all(future.succeeded() for future in sent)
+    assert not failures, failures
     sender.close()
+    return num_sent
 
 
 def run_disturbed(world: World, mode: str) -> dict[str, Any]:
     """Disturb several consumers while the events arrive, and return the numbers of disturbances."""
     began = time.monotonic()
-    disturbance = Disturbance(world, mode)
-    try:
-        with ThreadPoolExecutor(1) as pool:
-            sending = pool.submit(send, world, get_topic(mode))
-            sending.add_done_callback(lambda _: disturbance.has_sent_all.set())
+    is_over = threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        sending = pool.submit(send, world, get_topic(mode), is_over)
+        disturbance = None
+        try:
+            disturbance = Disturbance(world, mode, sending)
             disturbance.run()
-            sending.result()
-        wait_until(world.cluster.is_consumed(get_topic(mode), mode), "all events", TIMEOUT_SECONDS)
-        disturbance.stop_all()
-    finally:
-        disturbance.kill_all()
-    return {**disturbance.counts, "steps": dict(disturbance.steps), "seconds": round(time.monotonic() - began)}
+            is_over.set()
+            num_events = sending.result()
+            wait_until(world.cluster.is_consumed(get_topic(mode), mode), "all events", TIMEOUT_SECONDS)
+            disturbance.stop_all()
+        finally:
+            is_over.set()
+            if disturbance is not None:
+                disturbance.kill_all()
+    counts, steps = dict(disturbance.counts), dict(disturbance.steps)
+    missing = list_missing_disturbances(world.size, mode, counts, steps)
+    return {
+        "events": num_events,
+        **counts,
+        "steps": steps,
+        "missing": missing,
+        "seconds": round(time.monotonic() - began),
+    }
+
+
+def list_steps(mode: str) -> list[str]:
+    """Return the steps at which consumers of a delivery can kill themselves."""
+    others = NO_TRANSACTIONS if mode == "exactly-once" else TRANSACTIONS
+    return [step for step in STEPS if step not in others]
+
+
+def list_missing_disturbances(size: Size, mode: str, counts: Mapping[str, int], steps: Mapping[str, int]) -> list[str]:
+    """Return the planned disturbances that have not happened, each as a text.
+
+    Args:
+        size: The size of the run.
+        mode: The delivery of the group.
+        counts: Numbers of disturbances by name.
+        steps: Numbers of consumers that have killed themselves, by step.
+    """
+    planned_counts = {
+        "kills": size.kills,
+        "rebalances": size.rebalances,
+        "broker_restarts": size.broker_restarts,
+        "blackouts": int(size.blackout > 0),
+    }
+    # One step after the other, as long as there are kills.
+    num_steps = min(len(list_steps(mode)), -(-size.kills // KILLS_AT_A_STEP))
+    missing = [
+        f"{name}: {counts.get(name, 0)} of {number}"
+        for name, number in planned_counts.items()
+        if counts.get(name, 0) < number
+    ]
+    if len(steps) < num_steps:
+        missing.append(f"steps: {len(steps)} of {num_steps}")
+    return missing
 
 
 def compare_outputs(calm: Output, found: Output, mode: str) -> dict[str, Any]:

@@ -288,20 +288,36 @@ def test_the_input_grows_or_changes_while_shards_are_scored(
         assert (result.code, "1.parquet: the input has changed while it was read" in result.err) == (3, True)
 
 
+class PoolWithoutOutputs:
+    """A pool whose processes write to a folder that this process does not see."""
+
+    def run(self, tasks: Sequence[int], *_: object) -> list[tuple[int, dict[str, int]]]:
+        return [(task, {"readings": 1}) for task in tasks]
+
+
 def test_outputs_that_are_not_in_the_folder_of_this_process_are_an_error(
     cli: RunCommand, model_dir: Path, wide: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Machines of Ray may see another folder under the same path."""
-
-    class OtherMachine:
-        def run(self, tasks: Sequence[int], *_: object) -> list[tuple[int, dict[str, int]]]:
-            return [(task, {"readings": 1}) for task in tasks]
-
-    monkeypatch.setattr(shard_run, "_make_pool", lambda *_: OtherMachine())
+    monkeypatch.setattr(shard_run, "_make_pool", lambda *_: PoolWithoutOutputs())
     monkeypatch.setattr(shard_run, "VISIBLE_SECONDS", 0.1)
-    result = cli("replay", wide, "--model", model_dir, "--output-dir", tmp_path / "out")
+    result = cli("replay", wide, "--model", model_dir, "--output-dir", tmp_path / "out", "--engine", "ray")
     assert result.code == 2
-    assert "the same one on all machines" in result.lines[-1]
+    assert "waiting_for_written_folders" in result.err
+    assert "the same one on all machines of RAY_ADDRESS" in result.lines[-1]
+
+
+def test_missing_outputs_of_local_processes_are_an_error_at_once(
+    cli: RunCommand, model_dir: Path, wide: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No other machine writes them, so waiting cannot help."""
+    monkeypatch.setattr(shard_run, "_make_pool", lambda *_: PoolWithoutOutputs())
+    monkeypatch.setattr(shard_run, "VISIBLE_SECONDS", 0.1)
+    result = cli("replay", wide, "--model", model_dir, "--output-dir", tmp_path / "out", "--shards", "3")
+    assert result.code == 2
+    assert f"{tmp_path / 'out'} lacks what the processes have written there (1 folder missing)" in result.lines[-1]
+    assert "waiting" not in result.err
+    assert "ray" not in result.err.lower()
 
 
 @pytest.mark.usefixtures("in_this_process")
@@ -332,7 +348,7 @@ def test_outputs_that_this_machine_sees_later_than_they_were_written_are_awaited
         return open_file(path, flags, *more, **options)
 
     monkeypatch.setattr(os, "open", open_later)
-    options = ("--model", model_dir, "--output-dir", folder, "--shards", "2")
+    options = ("--model", model_dir, "--output-dir", folder, "--shards", "2", "--engine", "ray")
     result = cli("replay", wide, *options)
     assert result.code == 0, result.err
     assert "waiting_for_written_folders" in result.err
@@ -343,7 +359,7 @@ def test_outputs_that_this_machine_sees_later_than_they_were_written_are_awaited
 
 
 def test_the_wait_for_outputs_ends_when_the_command_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    stop, job = threading.Event(), SimpleNamespace(folder=tmp_path)
+    stop, job = threading.Event(), SimpleNamespace(folder=tmp_path, settings=SimpleNamespace(engine="ray"))
     calls: list[None] = []
 
     def list_missing() -> list[int]:

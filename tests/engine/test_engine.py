@@ -17,7 +17,7 @@ import torch
 from deformer_stream.calibration.torch_scoring import compute_max_statistics
 from deformer_stream.engine.engine import Engine, Limits, compute_alert_id
 from deformer_stream.engine.events import CloseReason, Decisions, EventBatch, RejectionReason
-from deformer_stream.errors import InvariantViolated
+from deformer_stream.errors import ConfigError, InvariantViolated
 from deformer_stream.model.exemplars import Exemplars
 from tests.engine.random_models import draw_records, normalise_values
 from tests.engine.streams import CONFIG, ENOUGH_CACHE_BYTES, SCHEMA, batch_of, build_model, run_stream
@@ -132,6 +132,29 @@ def test_features_declared_missing_complete_a_record() -> None:
     assert effects.closed.num_readings.tolist() == [F - 2]
     again = engine.handle(batch_of([("b", 1, np.nan), ("b", 1, 0.0)]), 1)
     assert [r.reason for r in again.rejections] == [RejectionReason.DUPLICATE]
+
+
+def test_limits_are_replaced_except_those_that_are_fixed_at_the_start() -> None:
+    """An engine states no limit that is not in force: its caches and its table of records keep their sizes."""
+    model, calibration = build_model()
+    limits = Limits(record_timeout=100)
+    engine = Engine(model, calibration, "fp", 0.05, limits)
+    for name, value in (("cache_bytes", 2**20), ("max_closed_ids", 7)):
+        with pytest.raises(ConfigError, match=rf"Limits\.{name} .* cannot be changed from \d+ to {value}"):
+            engine.limits = replace(limits, **{name: value})
+        assert engine.limits == limits
+    engine.limits = replace(limits, max_open_records=2)
+    effects = engine.handle(batch_of([("a", 0, 0.0), ("b", 0, 0.0), ("c", 0, 0.0)]), 0)
+    assert effects.closed.reasons == [CloseReason.EVICTED]
+
+
+def test_a_shorter_timeout_is_in_force_at_once() -> None:
+    model, calibration = build_model()
+    engine = Engine(model, calibration, "fp", 0.05, Limits(record_timeout=100))
+    engine.handle(batch_of([("a", 0, 0.0)]), 0)
+    assert not len(engine.handle(EventBatch.empty(), 50).closed)
+    engine.limits = replace(engine.limits, record_timeout=20)
+    assert engine.handle(EventBatch.empty(), 50).closed.reasons == [CloseReason.TIMEOUT]
 
 
 def test_timeout_starts_at_the_last_accepted_event() -> None:
