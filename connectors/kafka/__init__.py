@@ -1,8 +1,9 @@
 """Kafka connector: events from a topic, alerts and dead letters to topics, and a load generator.
 
 - `ports` is the interface to a client library. `kafka_python_client` and `librdkafka_client` implement it, each with
-  the public functions of one library. `kafka_python_connection` and `librdkafka_connection` hold the connections and the
-  translation of errors, `kafka_python_admin` and `librdkafka_admin` the admin clients. No other module imports a library.
+  the public functions of one library. `kafka_python_connection` and `librdkafka_connection` hold the connections and
+  the translation of errors, `kafka_python_admin` and `librdkafka_admin` the admin clients. No other module imports a
+  library.
 - `compat` has the only attributes of a library that are not public.
 - `client` chooses between the libraries, checks a broker before it connects, and holds the texts of errors. `tokens`
   provides login tokens, and `background` waits for functions that block. `patience` is the time for which failures are
