@@ -75,14 +75,23 @@ UNUSED_LIBRARIES = (
 They have 55 MB.
 """
 
-UNUSED_LEXERS = "pygments/lexers/[!_]*.py"
-"""Languages that `rich` could colour, 9 MB. This program prints no source code but Python's, in tracebacks."""
+USED_BY_FOLDER = {
+    "pygments/lexers": ("python.py",),
+    "sqlglot/dialects": ("dialect.py",),
+    "sqlglot/generators": (),
+    "sqlglot/parsers": ("base.py",),
+}
+"""Folders of packages with one module for each language, and the modules that this program uses. The others are left
+out; those whose names begin with an underscore stay. They have 13 MB.
 
-USED_LEXER = "python.py"
+`rich` colours only Python's source code, in tracebacks. The conditions of `--where` are standard SQL.
+"""
 
 CHECK = """
 import pyarrow.compute, pyarrow.csv, pyarrow.dataset, pyarrow.parquet
-import deformer_stream.cli.main, numpy, rich.traceback, ssl, zoneinfo
+import deformer_stream.cli.main, numpy, rich.syntax, sqlglot, ssl, zoneinfo
+rich.syntax.Syntax.guess_lexer("name.py")
+sqlglot.parse("site = 'A' AND (speed > 3 OR time IS NULL)")
 numpy.linalg.svd(numpy.eye(3))
 zoneinfo.ZoneInfo("Europe/Berlin")
 """
@@ -109,17 +118,18 @@ def copy(source: Path, root: Path, unused: tuple[str, ...] = ()) -> None:
         shutil.copy2(source, target)
 
 
-def remove_lexers(packages: Path) -> None:
-    """Remove the languages that are never coloured, as source and as compiled files.
+def remove_languages(packages: Path) -> None:
+    """Remove the modules of languages that are never used (`USED_BY_FOLDER`), as source and as compiled files.
 
     Args:
         packages: The folder `site-packages` of the image.
     """
-    for source in packages.glob(UNUSED_LEXERS):
-        if source.name != USED_LEXER:
-            source.unlink()
-            for compiled in (source.parent / "__pycache__").glob(f"{source.stem}.*.pyc"):
-                compiled.unlink()
+    for folder, used in USED_BY_FOLDER.items():
+        for source in (packages / folder).glob("[!_]*.py"):
+            if source.name not in used:
+                source.unlink()
+                for compiled in (source.parent / "__pycache__").glob(f"{source.stem}.*.pyc"):
+                    compiled.unlink()
 
 
 def list_libraries(programs: Iterable[Path]) -> set[Path]:
@@ -149,7 +159,7 @@ def main(environment: Path, root: Path) -> None:
     # `site-packages` of the environment is left out above by its name, and needed.
     (packages,) = environment.glob("lib/python*/site-packages")
     copy(packages, root, (*UNUSED_FILES, *UNUSED_LIBRARIES))
-    remove_lexers(root / packages.relative_to("/"))
+    remove_languages(root / packages.relative_to("/"))
     copy(standard_library, root, (*UNUSED_FILES, *UNUSED_MODULES))
     # The image of Python has no compiled files of its standard library, and the file system is read-only later: without
     # this step, every process would compile 200 modules when it starts.
