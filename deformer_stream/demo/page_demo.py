@@ -24,7 +24,7 @@ from deformer_stream.codec import Codec
 from deformer_stream.demo.operation import NUM_PUMPS, RECORD_TIMEOUT, RealTimeSource, iterate_operation
 from deformer_stream.demo.run import ALPHA, NUM_TRAINING_RECORDS, create_output
 from deformer_stream.demo.simulate import FEATURES, INTERVAL, SENSORS, simulate
-from deformer_stream.demo.training import begin_training, run_trainer
+from deformer_stream.demo.training import run_trainer
 from deformer_stream.engine.engine import Engine, Limits
 from deformer_stream.engine.events import ONLY_MODEL
 from deformer_stream.engine.suggestions import DEFAULT_SUSPICIOUS
@@ -160,13 +160,11 @@ def run_page_demo(
         The exit code: 0, or that of the trainer if the training fails.
 
     Raises:
-        ConfigError: The folder cannot be written, or holds a model or a training that is not that of the demo, or the
-            page cannot listen.
+        ConfigError: The folder cannot be written, or the page cannot listen.
     """
     console = Console(highlight=False)
     table, model, time_limit = output / "normal.parquet", output / "model", f"{train_time:.12g}s"
     create_output(output)
-    unfinished = begin_training(output, model, seed, time_limit)
     store, incident_log, feedback_log = IncidentStore(), MemoryIncidentLog(), MemoryFeedbackLog()
     next_reading_log = MemoryNextReadingLog()
     progress = DemoProgress(store)
@@ -190,7 +188,7 @@ def run_page_demo(
         sys.stdout.flush()
         end = progress.count_down("The demo trains a model on normal operation", train_time + TRAINING_EXTRA_SECONDS)
         try:
-            exit_code = run_trainer(console, table, model, seed, time_limit, unfinished)
+            exit_code = run_trainer(console, table, model, seed, time_limit)
         finally:
             end()
         if exit_code:

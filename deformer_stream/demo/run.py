@@ -32,7 +32,7 @@ from deformer_stream.demo.report import (
     summarize,
 )
 from deformer_stream.demo.simulate import FEATURES, MAX_DELAY, SimulatedFleet, simulate
-from deformer_stream.demo.training import begin_training, run_trainer
+from deformer_stream.demo.training import run_trainer
 from deformer_stream.engine.engine import Engine, Limits
 from deformer_stream.engine.events import Alert, Effects
 from deformer_stream.errors import ConfigError
@@ -137,12 +137,11 @@ def run_demo(output: Path, seed: int, train_time: str = "60s", open_report: bool
         The exit code of the demo: 0, or the exit code of the trainer if the training fails.
 
     Raises:
-        ConfigError: If the folder cannot be written, or holds a model or a training that is not that of the demo.
+        ConfigError: If the folder cannot be written.
     """
     console = Console(highlight=False)
     table, model = output / "normal.parquet", output / "model"
     create_output(output)
-    unfinished = begin_training(output, model, seed, train_time)
 
     _print_step(
         console, 1, f"Simulate twelve pumps: {NUM_TRAINING_RECORDS:,} normal records of {len(FEATURES)} sensors"
@@ -155,7 +154,7 @@ def run_demo(output: Path, seed: int, train_time: str = "60s", open_report: bool
     console.print(f"  wrote {table}")
 
     _print_step(console, 2, f"Train on normal records ({train_time} on this machine)")
-    exit_code = run_trainer(console, table, model, seed, train_time, unfinished)
+    exit_code = run_trainer(console, table, model, seed, train_time)
     if exit_code:
         return exit_code
 

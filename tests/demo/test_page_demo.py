@@ -25,7 +25,6 @@ from deformer_stream.demo.operation import (
     iterate_operation,
 )
 from deformer_stream.demo.simulate import FEATURES, MAX_DELAY, MEANING_BY_FAULT
-from deformer_stream.demo.training import Unfinished
 from deformer_stream.page.store import IncidentStore
 from trainer.job import train
 from trainer.settings import TrainConfig
@@ -107,11 +106,8 @@ def test_a_short_run_shows_incidents_and_suspicious_records_and_takes_labels(
     stop, found = threading.Event(), {}
     monkeypatch.setattr(page_demo, "NUM_TRAINING_RECORDS", 800)
 
-    def train_few_steps(
-        console: Console, table: Path, model: Path, seed: int, train_time: str, unfinished: Unfinished
-    ) -> int:
+    def train_few_steps(console: Console, table: Path, model: Path, seed: int, train_time: str) -> int:
         """Train in this process, with a number of steps that does not depend on the speed of the machine."""
-        assert unfinished is Unfinished.NOTHING
         assert train_time == "20s"
         train([table], TrainConfig(out=model, preset="tiny", epochs=4, exclude="record,time", seed=seed))
         return 0
