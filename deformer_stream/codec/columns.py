@@ -285,8 +285,9 @@ def encode_distinct(column: pa.Array) -> tuple[NDArray[np.int64], list[Any]]:
         return np.zeros(len(column), np.int64), []  # D is 0, so each index is D
     if pa.types.is_dictionary(column.type) and column.dictionary.null_count:
         column = column.dictionary_decode()  # encoding it again leaves nulls out of the distinct values
-    if pa.types.is_decimal(column.type):
-        column = column.cast(pa.float64())  # so that the decimal 3.0 is the label 3
+    # So that the decimal 3.0 is the label 3. Arrow before version 26 cannot encode numbers of 16 bits.
+    if pa.types.is_decimal(column.type) or pa.types.is_float16(column.type):
+        column = column.cast(pa.float64())
     encoded = column if pa.types.is_dictionary(column.type) else pc.dictionary_encode(column)
     distinct_values = to_python_values(encoded.dictionary)
     indices = encoded.indices.cast(pa.int64()).fill_null(len(distinct_values)).to_numpy()
