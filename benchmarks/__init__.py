@@ -16,6 +16,7 @@ The other modules are parts of them:
 
     command                    common options, errors, and storage of results
     early_report               the report of `early`
+    prefix_statistics          other prefix statistics and rules for p-values, on the records of `early`
     irregular_records, irregular_alerts, irregular_contenders   data, rule and contenders of `icu`, `hydraulic`, `fleet`
     irregular_deformer, irregular_peers, irregular_cusums, gru_d   these contenders
     incident_detectors         detectors of many devices, for `incidents`
