@@ -21,12 +21,19 @@ from connectors.kafka.ports import (
     TopicPartition,
 )
 from deformer_stream.errors import ConfigError, DeformerError, Unavailable
+from tests.conftest import CLIENT_VARIABLE
 from tests.connectors.kafka_groups import Group, Member, list_alert_keys, poll_in_background
 from tests.connectors.kafka_helpers import read_topic, wait_for_transactions, wait_until
 
 pytestmark = pytest.mark.kafka
 
 Open = Callable[..., Delivery]
+
+
+@pytest.fixture(autouse=True)
+def client_of_this_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Use kafka-python, because these tests replace functions of its consumer and producer."""
+    monkeypatch.setenv(CLIENT_VARIABLE, "kafka-python")
 
 
 @pytest.fixture
