@@ -13,9 +13,6 @@ from deformer_stream.errors import ConfigError
 from trainer import checkpoint
 from trainer.settings import TrainConfig
 
-LOCK_NAME = "lock"
-"""Name of the file in the working folder that a process locks."""
-
 
 @contextmanager
 def lock_working_folder(out: Path) -> Iterator[Path]:
@@ -41,23 +38,23 @@ def lock_working_folder(out: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def lock_folder(folder: Path, out: Path, flag: str = "--out") -> Iterator[None]:
+def lock_folder(folder: Path, out: Path) -> Iterator[None]:
     """Create a folder and lock it while the context is open, so that no other process uses it.
 
     Args:
         folder: The folder.
-        out: The path of the option that determines it, for messages.
-        flag: That option.
+        out: The path of `--out`, for messages.
 
     Raises:
         ConfigError: The folder cannot be written, or another process is using it.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = (folder / LOCK_NAME).open("w")
+        lock = (folder / "lock").open("w")
     except OSError as error:
         raise ConfigError(
-            f"{flag} {out}: the working folder {folder} cannot be written ({error.strerror}); choose another {flag}"
+            f"--out {out}: the working folder {folder} cannot be written ({error.strerror}); "
+            "choose a model directory in another folder"
         ) from None
     with lock:
         try:
@@ -69,8 +66,8 @@ def lock_folder(folder: Path, out: Path, flag: str = "--out") -> Iterator[None]:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ConfigError(
-                f"{flag} {out}: another deformer-train process is using {folder}; "
-                f"wait until it has ended, or choose another {flag}"
+                f"--out {out}: another deformer-train process is using {folder}; "
+                "wait until it has ended, or choose another model directory"
             ) from None
         yield
 

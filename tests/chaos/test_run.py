@@ -110,7 +110,7 @@ def test_events_are_readings_of_interleaved_records_without_end() -> None:
     assert all(
         key.decode() == json.loads(value)["record"] for key, value in events if not value.startswith(b"nonsense")
     )
-    # A draw of records is not all that there are, and records of two draws are interleaved.
+    # There are events of more than one draw of records, and records of two draws are interleaved.
     numbers = [int(reading["record"][1:]) for reading in readings]
     assert max(numbers) > 2 * run.RECORDS_PER_DRAW
     changes = Counter(a < run.RECORDS_PER_DRAW <= b for a, b in itertools.pairwise(numbers))
