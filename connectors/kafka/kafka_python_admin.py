@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import kafka.errors as errors
 from kafka import KafkaAdminClient
 from kafka import TopicPartition as KafkaTopicPartition
-from kafka.admin import ConfigResource, ConfigResourceType, OffsetSpec
+from kafka.admin import ConfigResource, ConfigResourceType, MemberToRemove, OffsetSpec
 
 from connectors.kafka import client
 from connectors.kafka.kafka_python_connection import UNKNOWN_TOPIC, connect, to_milliseconds, translate_errors
@@ -159,6 +159,18 @@ class KafkaPythonAdmin:
             )
             for member in description["members"]
         ]
+
+    def remove_member(self, group: str, instance: str, timeout: float) -> None:
+        """Remove the member with an instance name from a consumer group, if there is one.
+
+        kafka-python itself never lets such a member leave its group.
+        """
+        member = MemberToRemove(group_instance_id=instance)
+        self._retry(
+            lambda: self._admin.remove_group_members(group, [member]),
+            timeout,
+            f"removing instance {instance!r} from group {group!r}",
+        )
 
     def close(self) -> None:
         """Close the connections."""

@@ -120,7 +120,8 @@ class KafkaPythonConsumer:
     """
 
     def __init__(self, cluster: KafkaCluster, options: ConsumerOptions) -> None:
-        self._servers = cluster.servers
+        self._cluster, self._servers = cluster, cluster.servers
+        self._group, self._instance = options.group, options.instance
         self._poll_size = client.PollSize(options.max_messages)
         self._assignor = ClearableAssignor()
         self._handler: RebalanceHandler | None = None
@@ -165,6 +166,18 @@ class KafkaPythonConsumer:
             # would join a second time. The public functions for metadata wait without a limit, for those of all topics.
             first = KafkaTopicPartition(topic, 0)
             self._consumer.beginning_offsets([first], timeout_ms=to_milliseconds(client.DELIVERY_SECONDS))
+
+    def rejoin(self) -> None:
+        """Leave the group and join it anew, see `ports.Consumer.rejoin`."""
+        if self._handler is None:
+            return
+        if self._group is not None and self._instance is not None:
+            admin = KafkaPythonAdmin(self._cluster)
+            try:
+                admin.remove_member(self._group, self._instance, client.DELIVERY_SECONDS)
+            finally:
+                admin.close()
+        self._subscribe_again(self._handler)
 
     def assign(self, start_offsets: Mapping[TopicPartition, int]) -> None:
         """Read the given partitions from the given offsets on."""
@@ -288,7 +301,7 @@ class KafkaPythonConsumer:
             raise Unavailable(self._unreadable_error)
         if self._handler is not None and self.membership is None:
             if not compat.request_rejoin(self._consumer, kafka_version):
-                self._subscribe_again()
+                self._rejoin_if_stopped()
             timeout = max(timeout, JOIN_SECONDS)  # a poll that ends before the join is complete can stop it
         else:
             self._joining_since = None
@@ -335,7 +348,7 @@ class KafkaPythonConsumer:
         self._unreadable_error = str(failure)
         return failure
 
-    def _subscribe_again(self) -> None:
+    def _rejoin_if_stopped(self) -> None:
         """Leave the group and join it anew, if this process has not been a member for the time of a session.
 
         A poll that has ended before a join was complete can have stopped it for good. The partitions count as lost.
@@ -346,10 +359,14 @@ class KafkaPythonConsumer:
         if self._handler is None or now - self._joining_since < self._session:
             return
         self._joining_since = now
+        self._subscribe_again(self._handler)
+
+    def _subscribe_again(self, handler: RebalanceHandler) -> None:
+        """Drop the partitions and the member id, and join the group with a new one."""
         self._on_lost(self._consumer.assignment())
         with translate_errors(self._servers, f"leaving the group to join it anew for topic {self._topic!r}"):
             self._consumer.unsubscribe()
-        self.subscribe(self._topic, self._handler)
+        self.subscribe(self._topic, handler)
 
     def get_position(self, tp: TopicPartition) -> int | None:
         """Return the offset after everything that was read, without a request; None if nothing is known yet."""

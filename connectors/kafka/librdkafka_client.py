@@ -160,6 +160,22 @@ class LibrdkafkaConsumer:
         with self._events.translate_errors(f"subscribing to topic {topic!r}"):
             self._client.subscribe([topic], on_assign=self._on_assign, on_revoke=self._on_revoke, on_lost=self._on_lost)
 
+    def rejoin(self) -> None:
+        """Leave the group and join it anew, see `ports.Consumer.rejoin`."""
+        if self._handler is None:
+            return
+        action = f"leaving the group to join it anew for topic {self._topic!r}"
+        deadline = time.monotonic() + client.DELIVERY_SECONDS
+        with self._events.translate_errors(action):
+            self._client.unsubscribe()
+            # librdkafka leaves the group, also with an instance name, after `_on_revoke`. If the topic were subscribed
+            # before, it would remain a member. Messages that the poll returns are read again by the next owner.
+            while self._client.memberid():
+                self._client.poll(PROBE_SECONDS)
+                if time.monotonic() > deadline:
+                    raise self._events.make_timeout_error(action)
+        self.subscribe(self._topic, self._handler)
+
     def assign(self, start_offsets: Mapping[TopicPartition, int]) -> None:
         """Read the given partitions from the given offsets on, and no other partitions."""
         with self._events.translate_errors("assigning partitions"):

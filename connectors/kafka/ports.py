@@ -223,6 +223,12 @@ class Consumer(Protocol):
     def subscribe(self, topic: str, handler: RebalanceHandler) -> None:
         """Join the consumer group; the group then assigns partitions, one by one (cooperative rebalancing)."""
 
+    def rejoin(self) -> None:
+        """Leave the group, also with an instance name, and join it anew, so that it assigns all partitions again.
+
+        The partitions of this consumer are lost, or revoked within the next poll. Call it after `subscribe`.
+        """
+
     def assign(self, start_offsets: Mapping[TopicPartition, int]) -> None:
         """Read the given partitions from the given offsets on, and no other partitions. No group is involved."""
 

@@ -141,6 +141,7 @@ class KafkaSource:
         self._unrestored: set[TopicPartition] = set()  # partitions that were assigned and are not restored yet
         self._pending_starts: dict[TopicPartition, PendingStart] = {}  # those whose saved state is being read
         self._read_states: dict[TopicPartition, SavedState | StateError] = {}  # those whose saved state was read
+        self._gone_positions: dict[TopicPartition, int] = {}  # where reading was to go on, but nothing is
         # Partitions whose committed offsets could not be requested; the next request is for others.
         self._failed_starts: set[TopicPartition] = set()
         self._reader = None if state is None else state.open_reader()
@@ -170,13 +171,16 @@ class KafkaSource:
         self._liveness = LivenessCheck(self._consumer, cluster, topic, patience)
         try:
             self.partitions = self._num_state_partitions = count_partitions(cluster, topic)
-            self._check_model()
+            members = self._describe_group()
+            self._check_model(members)
+            # The group still lists the previous process of this name, and this one joins in its place.
+            self._must_check_owners = any(member.instance == instance for member in members if member.instance)
             self._consumer.subscribe(topic, self)
         except DeformerError:
             self.close()
             raise
 
-    def _check_model(self) -> None:
+    def _check_model(self, members: Iterable[GroupMember]) -> None:
         """Raise `ConfigError` if other processes of the group own partitions, and all of them use another model.
 
         The metadata of the committed offsets state the models. Processes that own partitions commit them again every
@@ -185,7 +189,6 @@ class KafkaSource:
         model = self._commits.model
         if not model:
             return
-        members = self._describe_group()
         # After a restart with the same instance name, the group still lists the previous process.
         others = [member for member in members if member.instance is None or member.instance != self._instance]
         ours = self._consumer.assignment
@@ -222,6 +225,25 @@ class KafkaSource:
 
         # Less than the poll interval, after which the group excludes this process.
         return BackgroundCall(describe).result(client.DELIVERY_SECONDS, self.on_wait)
+
+    def _check_owners(self) -> None:
+        """Join the group again if no member owns some of the partitions, so that the group assigns them.
+
+        A process that takes the place of its predecessor, by its instance name, gets the partitions of it without a
+        rebalance. If the predecessor has ended after the group had asked it to give up others, and before the group
+        could assign these to another member, the group would not assign them before its next rebalance.
+        """
+        try:
+            owned = {tp.partition for member in self._describe_group() for tp in member.partitions}
+        except Unavailable as error:  # the next poll tries again
+            log.get_logger("kafka").debug("owners_not_checked", error=str(error))
+            return
+        self._must_check_owners = False
+        unowned = sorted(set(range(self.partitions)) - owned)
+        # During a rebalance the brokers state no partitions. It assigns all of them.
+        if unowned and owned:
+            log.get_logger("kafka").warning("partitions_without_owner", topic=self.topic, partitions=unowned)
+            self._consumer.rejoin()
 
     def _confirm_instance(self) -> None:
         """Before a failed producer is replaced, raise an error unless this process still has its instance name.
@@ -297,6 +319,8 @@ class KafkaSource:
         if self._must_end_commit():
             self.end_commit()
         self._stop_waiting_partitions()
+        if self._must_check_owners and self._consumer.membership is not None:
+            self._check_owners()
         # Partitions may be assigned, and revoked ones committed, during this call.
         columns = self._fetch(0.0 if self._unrestored else timeout)
         if self._fatal_error is not None:
@@ -386,6 +410,7 @@ class KafkaSource:
             partitions = frozenset(error.offset_by_partition) & self._consumer.assignment
             self._consumer.stop(partitions)
             self._remove_partitions(partitions)
+            self._gone_positions |= {tp: error.offset_by_partition[tp] for tp in partitions}
             self.on_assigned(partitions)
         except DeformerError as error:
             self._poll_patience.record_failure(error)
@@ -555,7 +580,7 @@ class KafkaSource:
         self._commits.num_partitions = self._commits.num_partitions or self._find_first_number(committed)
         models = {parse_model(offset.metadata) for offset in committed.values() if offset is not None}
         if not self._has_owned and models - {"", self._commits.model}:
-            self._check_model()  # a process with another model has started at the same time
+            self._check_model(self._describe_group())  # a process with another model has started at the same time
         self._has_owned = True
         first_offsets = self._consumer.fetch_first_offsets(tps, client.REQUEST_SECONDS)
         end_offsets = self._consumer.fetch_end_offsets(tps, client.REQUEST_SECONDS)
@@ -566,7 +591,9 @@ class KafkaSource:
             is_new = tp.partition >= self._commits.num_partitions  # it was added after the group had begun
             policy: Literal["earliest", "latest"] = "earliest" if is_new else self._start
             offset = committed[tp]
-            if tp in with_state:
+            if offset is None and tp in self._gone_positions:  # Kafka deletes committed offsets together with a topic
+                offset = CommittedOffset(self._gone_positions[tp])
+            elif tp in with_state:
                 log.get_logger("kafka").warning("state_without_committed_offset", partition=tp.partition, start=policy)
             start = find_start(tp, offset, first_offsets[tp], end_offsets[tp], policy, self._on_lost_state)
             if isinstance(start, StartPoint):
@@ -615,6 +642,7 @@ class KafkaSource:
         """Begin to read a partition, and return its state for the engine."""
         self._consumer.start(tp, start.position)
         self._unrestored.discard(tp)
+        self._gone_positions.pop(tp, None)
         self._start_offsets[tp] = start.position
         if start.reference is not None:
             self._commits.reference_by_partition[tp] = start.reference
@@ -944,6 +972,7 @@ class KafkaSource:
             self._stopped_at,
             self._pending_starts,
             self._read_states,
+            self._gone_positions,
         )
         self._unrestored.difference_update(partitions)
         self._failed_starts.difference_update(partitions)

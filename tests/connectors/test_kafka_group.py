@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -13,11 +14,11 @@ from kafka.coordinator.assignors.cooperative_sticky import CooperativeStickyAssi
 from connectors.kafka import KafkaSource, ensure_topics, produce
 from connectors.kafka.client import HEARTBEAT_SECONDS
 from connectors.kafka.ports import RebalanceInProgress
-from deformer_stream.errors import ConfigError
+from deformer_stream.errors import ConfigError, DeformerError
 from deformer_stream.runtime.ports import PartitionState
 from tests.conftest import make_cluster, start_broker
 from tests.connectors.kafka_groups import MODES, Group, Member, list_alert_keys, poll_in_background
-from tests.connectors.kafka_helpers import make_messages, wait_until
+from tests.connectors.kafka_helpers import TIMEOUT_SECONDS, make_messages, wait_until
 
 pytestmark = [pytest.mark.kafka, pytest.mark.usefixtures("client_library")]
 
@@ -145,6 +146,58 @@ def test_restarted_instance_keeps_its_partitions(group: Callable[..., Group], mo
     assert sum(world.read_positions().values()) == world.num_sent
     assert sorted(set(world.list_alerts())) == list_alert_keys(world.read_positions())
     assert world.mode == "at-least-once" or len(world.list_alerts()) == world.num_sent
+
+
+@pytest.mark.parametrize("instance", [None, "two"])
+def test_restart_within_a_rebalance_leaves_no_partition_without_a_member(
+    group: Callable[..., Group], instance: str | None
+) -> None:
+    """A process is killed after it was asked to give up a partition, and before the group could assign it to another.
+
+    The group gives its successor the partitions that it was to keep, without a rebalance.
+    """
+    world = group(3)
+    world.produce(30)
+    first = world.add_member("one", session_seconds=60.0)
+    first.poll_until_assigned(0, 1, 2)
+    first.read(30)
+    first.commit()
+    is_asked, may_end = threading.Event(), threading.Event()
+
+    def hang(partitions: frozenset[int]) -> dict[int, PartitionState]:
+        """Take part in nothing any more, like a process that was killed."""
+        is_asked.set()
+        may_end.wait()
+        raise RebalanceInProgress("the test is over")
+
+    def poll_until_asked() -> None:
+        with suppress(DeformerError):
+            while not may_end.is_set():
+                first.poll()
+
+    first.source.collect_state = hang
+    thread = threading.Thread(target=poll_until_asked)
+    thread.start()
+    try:
+        second = world.add_member(instance, session_seconds=60.0)
+        with poll_in_background(second.poll):
+            assert is_asked.wait(TIMEOUT_SECONDS)
+            assert second.source.assigned_partitions == set()
+            again = world.add_member("one", session_seconds=60.0)
+            wait_until(
+                lambda: (
+                    bool(again.poll())
+                    and again.source.assigned_partitions | second.source.assigned_partitions == {0, 1, 2}
+                ),
+                "an owner of each partition",
+            )
+            assert len(again.source.assigned_partitions) + len(second.source.assigned_partitions) == 3
+            world.produce(30)
+            wait_until(lambda: bool(again.poll()) and world.has_consumed_all(second, again), "all messages")
+        world.check_effects(again, second)
+    finally:
+        may_end.set()
+        thread.join()
 
 
 @pytest.mark.parametrize(("mode", "events"), [(MODES[0], "events"), (MODES[0], "silence"), (MODES[1], "silence")])

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -299,12 +299,22 @@ def test_commit_of_another_program_is_used_as_a_position(world: Group) -> None:
     assert warnings == []
 
 
+@contextmanager
+def stop_reading(reader: Reader) -> Iterator[None]:
+    """Stop reading partition 0 while the block runs, so that no client fetches messages ahead meanwhile."""
+    reader.source.waiting_partitions = frozenset({0})
+    reader.poll()
+    time.sleep(1.0)  # the client's last request has been answered without messages
+    yield
+    reader.source.waiting_partitions = frozenset()
+
+
 def test_messages_that_expire_while_consuming_are_reported(world: Group) -> None:
     reader, _ = read_to_the_end(world, "forget")
     reader.source.commit()
-    time.sleep(1.0)  # the client's last request has been answered without messages
-    produce(world.cluster, world.topic, make_messages(30, first=30))
-    delete_before(world, world.topic, 50)
+    with stop_reading(reader):
+        produce(world.cluster, world.topic, make_messages(30, first=30))
+        delete_before(world, world.topic, 50)
     with capture_logs() as lines:
         reader.read(30)
     assert reader.revoked == [0]
@@ -312,9 +322,9 @@ def test_messages_that_expire_while_consuming_are_reported(world: Group) -> None
     said = list_warnings(lines)
     assert any("20 messages expired before they were consumed" in line for line in said), said
 
-    time.sleep(1.0)
-    produce(world.cluster, world.topic, make_messages(10))
-    delete_before(world, world.topic, 65)
+    with stop_reading(reader):
+        produce(world.cluster, world.topic, make_messages(10))
+        delete_before(world, world.topic, 65)
     reader.source._on_lost_state = "refuse"
     with pytest.raises(StateError, match="messages expired before they were consumed"):
         reader.read(40)
@@ -325,7 +335,9 @@ def test_topic_that_is_replaced_while_consuming_is_reported(world: Group) -> Non
     reader, _ = read_to_the_end(world, "refuse")
     recreate_topic(world, world.topic)
     produce(world.cluster, world.topic, make_messages(7))
-    with pytest.raises(StateError, match="consumed messages are gone, because the topic was replaced or truncated"):
+    # kafka-python itself finds that the topic was replaced; with librdkafka its new end shows it.
+    errors = "consumed messages are gone, because the topic was replaced or truncated|up to offset 30.* was replaced"
+    with pytest.raises(StateError, match=errors):
         wait_until(lambda: bool(reader.poll()) and False, "the end")
     world.close()
     reader, warnings = read_to_the_end(world, "refuse")

@@ -668,6 +668,24 @@ def test_restart_with_an_instance_name_moves_no_partitions(clients: Clients) -> 
     assert [call for call in second.calls[num_calls:] if call[1]] == []
 
 
+@pytest.mark.parametrize("instance", [None, "first"])
+def test_member_that_joins_anew_gets_partitions_again(clients: Clients, instance: str | None) -> None:
+    """The group forgets also a member with an instance name, and assigns all partitions."""
+    topic = clients.create_topic(2)
+    first = clients.open_member(topic, topic, instance=instance)
+    second = clients.open_member(topic, topic)
+    wait_for(lambda: len(first.numbers) == len(second.numbers) == 1, first, second)
+    (before,) = {member.id for member in clients.admin.describe_group(topic, SECONDS)} - {second.consumer.member_id}
+    num_calls = len(first.calls)
+    first.consumer.rejoin()
+    wait_for(lambda: first.consumer.member_id not in (None, before), first, second)
+    wait_for(lambda: len(first.numbers) == len(second.numbers) == 1, first, second)
+    assert first.numbers | second.numbers == {0, 1}
+    assert first.calls[num_calls][0] in ("lost", "revoked")
+    ids = {member.id for member in clients.admin.describe_group(topic, SECONDS)}
+    assert ids == {first.consumer.member_id, second.consumer.member_id}
+
+
 def test_second_process_with_an_instance_name_ends_the_first(clients: Clients) -> None:
     topic = clients.create_topic()
     first = clients.open_member(topic, topic, instance="same")
