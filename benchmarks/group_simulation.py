@@ -17,7 +17,8 @@ from typing import Any
 
 from connectors.kafka.client import HEARTBEAT_SECONDS
 from connectors.kafka.kafka_python_client import ClearableAssignor
-from connectors.kafka.source import RESTORE_SECONDS, STARTS_PER_STEP
+from connectors.kafka.membership import PARTITIONS_PER_STEP
+from connectors.kafka.restore import RESTORE_SECONDS
 from deformer_stream.runtime.pipeline import RECOVERY_SECONDS
 from deformer_stream.runtime.recovery import REPLAYED_MESSAGES
 
@@ -224,7 +225,7 @@ def simulate_restore(num_own: int, num_assigned: int, load: PartitionLoad, costs
         began = now
         deadline = now + RESTORE_SECONDS
         while unstarted and now < deadline:
-            step = min(STARTS_PER_STEP, unstarted)
+            step = min(PARTITIONS_PER_STEP, unstarted)
             now += step * costs.start
             unstarted, unread = unstarted - step, unread + step
         while unread and now < deadline:

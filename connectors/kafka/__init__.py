@@ -8,8 +8,8 @@
 - `client` chooses between the libraries, checks a broker before it connects, and holds the texts of errors. `tokens`
   provides login tokens, and `background` waits for functions that block. `patience` is the time for which failures are
   tolerated (`--patience`).
-- `source` polls and commits; `start_point` finds where a partition begins, `liveness` detects a partition that stops
-  delivering.
+- `source` polls and commits. `membership` checks the consumer group. `restore` restores assigned partitions between
+  polls, and `start_point` decides where a partition begins. `liveness` detects a partition that stops delivering.
 - `sink` encodes alerts and dead letters, `evidence_sink` what incidents are made of, `state` the snapshots of open
   records. `next_reading_topic` sends and reads suspicious records with the readings to take next.
 - `bridge_sink` sends what the bridge has read from MQTT or OPC UA.

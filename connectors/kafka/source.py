@@ -6,23 +6,22 @@ import re
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal, NoReturn
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Literal
 
 import numpy as np
 
 from connectors.kafka import client
-from connectors.kafka.background import BackgroundCall, do_nothing
-from connectors.kafka.client import INSTANCE_FENCED, INVALID_NAME, check_reachable, load_client, make_error
+from connectors.kafka.background import do_nothing
+from connectors.kafka.client import INVALID_NAME, check_reachable, load_client, make_error
 from connectors.kafka.commits import CommitManager
 from connectors.kafka.delivery import Delivery
 from connectors.kafka.liveness import LivenessCheck
+from connectors.kafka.membership import GroupMembership
 from connectors.kafka.patience import Patience
 from connectors.kafka.ports import (
-    CommittedOffset,
     Consumer,
     ConsumerOptions,
-    GroupMember,
     KafkaCluster,
     MessageColumns,
     OffsetOutOfRange,
@@ -31,25 +30,19 @@ from connectors.kafka.ports import (
     RebalanceInProgress,
     TopicPartition,
 )
-from connectors.kafka.start_point import LostState, PendingStart, StartPoint, complete_start, find_start
-from connectors.kafka.state import SavedState, StateTopic, parse_model, parse_num_partitions
-from connectors.kafka.topics import count_partitions, ensure_partitions
+from connectors.kafka.restore import PartitionRestorer
+from connectors.kafka.start_point import LostState, StartPoint
+from connectors.kafka.state import StateTopic
+from connectors.kafka.topics import count_partitions
 from deformer_stream import log
 from deformer_stream.codec.payloads import Messages
 from deformer_stream.engine.events import NO_TIME
-from deformer_stream.errors import ConfigError, DeformerError, StateError, Unavailable
+from deformer_stream.errors import DeformerError, Unavailable
 from deformer_stream.runtime.ports import NO_STATE, CollectState, PartitionState, PollResult, RestoredPartition
 
 CONFIRM_SECONDS = 10.0
 """Seconds after which unchanged offsets are committed again. If another process uses the same instance name, the broker
 refuses the commit, so that this process ends. The metadata of all partitions then state the models in use."""
-
-STARTS_PER_STEP = 8
-"""Number of assigned partitions for which committed offsets are requested at a time. kafka-python sends a request for
-each, one after the other, and `client.REQUEST_SECONDS` limits their sum."""
-
-RESTORE_SECONDS = 1.0
-"""Seconds that one poll may spend on restoring partitions; the next poll continues."""
 
 STOP_SECONDS = 10.0
 """Seconds for which a commit is retried if the process is to end. Supervisors kill a process that takes too long, with
@@ -131,22 +124,11 @@ class KafkaSource:
         self.on_wait: Callable[[], None] = do_nothing
         self.stop = threading.Event()
         self.waiting_partitions: frozenset[int] = frozenset()
-        self._cluster, self._group, self._instance, self._start = cluster, group, instance, start
-        self._state, self._on_lost_state = state, on_lost_state
-        self._session, self._patience = session_seconds, patience
-        self._creates_partitions = creates_partitions
+        self._cluster, self._session, self._patience = cluster, session_seconds, patience
         # Offset of the next event of each partition, after all polls, and after the polls whose effects are written.
         self._polled_positions: dict[TopicPartition, int] = {}
         self._written_positions: dict[TopicPartition, int] = {}
-        self._unrestored: set[TopicPartition] = set()  # partitions that were assigned and are not restored yet
-        self._pending_starts: dict[TopicPartition, PendingStart] = {}  # those whose saved state is being read
-        self._read_states: dict[TopicPartition, SavedState | StateError] = {}  # those whose saved state was read
-        self._gone_positions: dict[TopicPartition, int] = {}  # where reading was to go on, but nothing is
-        # Partitions whose committed offsets could not be requested; the next request is for others.
-        self._failed_starts: set[TopicPartition] = set()
-        self._reader = None if state is None else state.open_reader()
         self._poll_patience = Patience(patience, "poll_failed_retrying")
-        self._restore_patience = Patience(patience, "restore_failed_retrying")
         self._start_offsets: dict[TopicPartition, int] = {}  # where the reading of each partition began
         self._stopped_at: dict[TopicPartition, int] = {}  # positions of the partitions of `waiting_partitions`
         # Committed offsets of partitions whose earlier events (the history) are still being read again.
@@ -155,7 +137,7 @@ class KafkaSource:
         # For each revocation whose end the consumer has not reported yet, whether it has offsets to commit.
         self._revocations: deque[bool] = deque()
         self._fatal_error: Exception | None = None  # of a commit of revoked partitions; raised by the next poll
-        self._has_joined = self._has_owned = self._is_closed = False
+        self._has_joined = self._is_closed = False
         if not _VALID_TOPIC.fullmatch(topic):
             raise make_error(INVALID_NAME, cluster.servers, f"looking for topic {topic!r}", "InvalidTopic")
         options = ConsumerOptions(
@@ -170,105 +152,35 @@ class KafkaSource:
         self._commits = CommitManager(self._consumer, delivery, state, model)
         self._liveness = LivenessCheck(self._consumer, cluster, topic, patience)
         try:
-            self.partitions = self._num_state_partitions = count_partitions(cluster, topic)
-            members = self._describe_group()
-            self._check_model(members)
-            # The group still lists the previous process of this name, and this one joins in its place.
-            self._must_check_owners = any(member.instance == instance for member in members if member.instance)
+            self.partitions = count_partitions(cluster, topic)
+        except DeformerError:
+            self._consumer.close()
+            raise
+        self._membership = GroupMembership(
+            self._consumer, self._commits, cluster, topic, self.partitions, group, instance, self._report_wait
+        )
+        self._restorer = PartitionRestorer(
+            self._membership,
+            self._consumer,
+            self._commits,
+            state,
+            self._begin,
+            start=start,
+            on_lost_state=on_lost_state,
+            patience=patience,
+            creates_partitions=creates_partitions,
+            on_wait=self._report_wait,
+        )
+        try:
+            self._membership.check_before_joining()
             self._consumer.subscribe(topic, self)
         except DeformerError:
             self.close()
             raise
 
-    def _check_model(self, members: Iterable[GroupMember]) -> None:
-        """Raise `ConfigError` if other processes of the group own partitions, and all of them use another model.
-
-        The metadata of the committed offsets state the models. Processes that own partitions commit them again every
-        `CONFIRM_SECONDS`, so the model can be changed in one process after the other.
-        """
-        model = self._commits.model
-        if not model:
-            return
-        # After a restart with the same instance name, the group still lists the previous process.
-        others = [member for member in members if member.instance is None or member.instance != self._instance]
-        ours = self._consumer.assignment
-        if not any(member.partitions and not member.partitions & ours for member in others):
-            return
-        try:
-            committed = self._fetch_committed(TopicPartition(self.topic, number) for number in range(self.partitions))
-        except Unavailable:  # for example during a transaction; it is checked again when partitions are assigned
-            return
-        models = {parse_model(offset.metadata) for offset in committed.values() if offset is not None} - {""}
-        if models and model not in models:
-            raise ConfigError(
-                f"the consumer group uses model {min(models)}, this process has model {model}: give both the same "
-                "model, or choose another --group"
-            )
-
-    def _fetch_committed(self, tps: Iterable[TopicPartition]) -> dict[TopicPartition, CommittedOffset | None]:
-        """Return the committed offsets of partitions, requested in several steps."""
-        committed: dict[TopicPartition, CommittedOffset | None] = {}
-        for step in _divide(list(tps)):
-            committed |= self._consumer.fetch_committed(step, client.REQUEST_SECONDS)
-            self.on_wait()
-        return committed
-
-    def _describe_group(self) -> list[GroupMember]:
-        """Return the members of the group, as the brokers list them now."""
-
-        def describe() -> list[GroupMember]:
-            admin = load_client(self._cluster).open_admin(self._cluster)
-            try:
-                return admin.describe_group(self._group, client.DELIVERY_SECONDS)
-            finally:
-                admin.close()
-
-        # Less than the poll interval, after which the group excludes this process.
-        return BackgroundCall(describe).result(client.DELIVERY_SECONDS, self.on_wait)
-
-    def _check_owners(self) -> None:
-        """Join the group again if no member owns some of the partitions, so that the group assigns them.
-
-        A process that takes the place of its predecessor, by its instance name, gets the partitions of it without a
-        rebalance. If the predecessor has ended after the group had asked it to give up others, and before the group
-        could assign these to another member, the group would not assign them before its next rebalance.
-        """
-        try:
-            owned = {tp.partition for member in self._describe_group() for tp in member.partitions}
-        except Unavailable as error:  # the next poll tries again
-            log.get_logger("kafka").debug("owners_not_checked", error=str(error))
-            return
-        self._must_check_owners = False
-        unowned = sorted(set(range(self.partitions)) - owned)
-        # During a rebalance the brokers state no partitions. It assigns all of them.
-        if unowned and owned:
-            log.get_logger("kafka").warning("partitions_without_owner", topic=self.topic, partitions=unowned)
-            self._consumer.rejoin()
-
-    def _confirm_instance(self) -> None:
-        """Before a failed producer is replaced, raise an error unless this process still has its instance name.
-
-        The new producer fences every other one with the same
-        transactional id, which contains the instance name. After a long pause of this process, or a long loss of its
-        connection, that would be the producer of its successor.
-
-        Raises:
-            RebalanceInProgress: This process is no member of the group now. It may join again.
-            ConfigError: Another process of the group has the instance name.
-            Unavailable: No broker responds.
-        """
-        # Without an instance name, the transactional id belongs to this process alone.
-        if self._instance is None or not self._commits.takes_transactional_id:
-            return
-        action, is_member = "replacing the producer", self._consumer.membership is not None
-        ids = {member.id for member in self._describe_group() if member.instance == self._instance} if is_member else ()
-        if not ids:
-            raise RebalanceInProgress(
-                f"Kafka at {self._cluster.servers}: {action} must wait until this process is a member of the consumer "
-                "group again"
-            )
-        if self._consumer.member_id not in ids:
-            raise make_error(INSTANCE_FENCED, self._cluster.servers, action, "FencedInstanceId")
+    def _report_wait(self) -> None:
+        """Call `on_wait`, which the pipeline may have replaced."""
+        self.on_wait()
 
     @property
     def model_fingerprint(self) -> str:
@@ -301,7 +213,7 @@ class KafkaSource:
         Call it only after the effects of all earlier polls (such as alerts) are written to the sinks. So if a partition
         is revoked during the call, the events of these polls are committed.
 
-        Assigned partitions are restored for at most `RESTORE_SECONDS` in one call; the next calls continue.
+        Assigned partitions are restored for at most `restore.RESTORE_SECONDS` in one call; the next calls continue.
 
         Args:
             timeout: Maximum time to wait for events, in seconds.
@@ -319,10 +231,9 @@ class KafkaSource:
         if self._must_end_commit():
             self.end_commit()
         self._stop_waiting_partitions()
-        if self._must_check_owners and self._consumer.membership is not None:
-            self._check_owners()
+        self._membership.check_owners()
         # Partitions may be assigned, and revoked ones committed, during this call.
-        columns = self._fetch(0.0 if self._unrestored else timeout)
+        columns = self._fetch(0.0 if self._restorer.unrestored else timeout)
         if self._fatal_error is not None:
             raise self._fatal_error
         self._end_failed_transaction()
@@ -331,7 +242,7 @@ class KafkaSource:
                 last_offset = int(columns.offsets[columns.partitions == number].max())
                 self._polled_positions[TopicPartition(self.topic, number)] = last_offset + 1
         revoked, self._revoked = tuple(sorted(self._revoked)), []
-        restored = self._restore_assigned()
+        restored = self._restorer.restore()
         self._liveness.check_progress(self._list_active(), self._stopped_at)
         data = None if columns is None else make_messages(self.topic, columns)
         return PollResult(data, revoked, tuple(restored), self._pop_caught_up())
@@ -348,7 +259,7 @@ class KafkaSource:
             return True
         if not commits.has_commit:
             return False
-        has_unrestored_partitions = bool(self._unrestored)
+        has_unrestored_partitions = bool(self._restorer.unrestored)
         if has_unrestored_partitions or not commits.is_in_background:
             return True
         is_rebalancing = self._consumer.membership is None
@@ -381,7 +292,9 @@ class KafkaSource:
 
     def _list_active(self) -> list[TopicPartition]:
         """Return the partitions that are being read."""
-        return [tp for tp in self._consumer.assignment if tp not in self._unrestored and tp not in self._stopped_at]
+        return [
+            tp for tp in self._consumer.assignment if tp not in self._restorer.unrestored and tp not in self._stopped_at
+        ]
 
     def _fetch(self, timeout: float) -> MessageColumns | None:
         """Poll the consumer and handle its errors.
@@ -410,7 +323,7 @@ class KafkaSource:
             partitions = frozenset(error.offset_by_partition) & self._consumer.assignment
             self._consumer.stop(partitions)
             self._remove_partitions(partitions)
-            self._gone_positions |= {tp: error.offset_by_partition[tp] for tp in partitions}
+            self._restorer.add_gone({tp: error.offset_by_partition[tp] for tp in partitions})
             self.on_assigned(partitions)
         except DeformerError as error:
             self._poll_patience.record_failure(error)
@@ -426,10 +339,19 @@ class KafkaSource:
         # With a commit in progress, its next attempt ends the transaction.
         if self._commits.has_failed and not self._commits.has_commit:
             try:
-                self._confirm_instance()
+                self._membership.confirm_instance()
                 self._commits.renew_producer(self.on_wait)
             except Unavailable as error:
                 log.get_logger("kafka").debug("producer_renewal_failed", error=str(error))
+
+    def _begin(self, tp: TopicPartition, start: StartPoint) -> RestoredPartition:
+        """Begin to read a partition, and return its state for the engine."""
+        self._consumer.start(tp, start.position)
+        self._start_offsets[tp] = start.position
+        if start.reference is not None:
+            self._commits.reference_by_partition[tp] = start.reference
+        self._history_ends[tp] = start.restored.committed_offset  # events before it only rebuild the state
+        return start.restored
 
     def _pop_caught_up(self) -> tuple[int, ...]:
         """Return the numbers of the partitions whose history was read to its end since the last call.
@@ -448,240 +370,6 @@ class KafkaSource:
                 self._polled_positions[tp] = position
                 caught_up.append(tp.partition)
         return tuple(caught_up)
-
-    # --- restoring assigned partitions --------------------------------------------------------------------------------
-
-    def _restore_assigned(self) -> list[RestoredPartition]:
-        """Restore partitions that were assigned, for at most `RESTORE_SECONDS`, and return those that are complete.
-
-        If the brokers do not respond, the remaining partitions are restored by a later call.
-
-        Raises:
-            Unavailable: Nothing could be restored for longer than the constructor's `patience` (in seconds).
-            StateError: The saved state of a partition is gone.
-            ConfigError: The state topic needs more partitions, and this user may not add them.
-        """
-        restored: list[RestoredPartition] = []
-        deadline = time.monotonic() + RESTORE_SECONDS
-        failures: list[Unavailable] = []
-        # Partitions whose saved state can be read do not wait for others whose committed offsets are not known yet.
-        for restore in (self._find_starts, self._restore_pending):
-            try:
-                restore(restored, deadline)
-            except Unavailable as error:
-                failures.append(error)
-        if restored or not failures:
-            self._restore_patience.record_success()
-        if failures:
-            self._restore_patience.record_failure(failures[0])
-            time.sleep(client.RETRY_SECONDS)
-            self.on_wait()
-        return restored
-
-    def _restore_pending(self, restored: list[RestoredPartition], deadline: float) -> None:
-        """Read saved state, and begin the partitions whose state is complete.
-
-        Args:
-            restored: A list to which the partitions that have begun are appended.
-            deadline: A time of `time.monotonic()` after which the next call continues.
-        """
-        if self._reader is None:
-            return
-        # What was read is kept here until its partition has begun, which can fail.
-        for number, state in self._reader.read(max(0.0, deadline - time.monotonic()), self.on_wait).items():
-            self._read_states[TopicPartition(self.topic, number)] = state
-        failure: Unavailable | None = None
-        for tp, state in list(self._read_states.items()):
-            try:
-                restored.append(self._begin(tp, complete_start(self._pending_starts[tp], state, self._on_lost_state)))
-            except Unavailable as error:
-                failure = error
-            else:
-                del self._read_states[tp], self._pending_starts[tp]
-        if failure is not None:
-            raise failure
-
-    def _find_starts(self, restored: list[RestoredPartition], deadline: float) -> None:
-        """Find where to begin the partitions that were assigned newly, and begin those without saved state.
-
-        Args:
-            restored: A list to which the partitions that have begun are appended.
-            deadline: A time of `time.monotonic()` after which the next call continues.
-        """
-        tps = sorted(tp for tp in self._unrestored if tp not in self._pending_starts)
-        if not tps:
-            return
-        self._add_state_partitions(max(tp.partition for tp in tps) + 1)
-        committed: dict[TopicPartition, CommittedOffset | None] = {}
-        failed_step: Sequence[TopicPartition] = ()
-        # A transaction that does not end hides the committed offsets of its partitions. A request for them can last for
-        # longer than this call may, so the partitions of failed requests come last.
-        if self._failed_starts.issuperset(tps):
-            self._failed_starts.clear()
-        others = [tp for tp in tps if tp not in self._failed_starts]
-        for step in [*_divide(others), *_divide([tp for tp in tps if tp in self._failed_starts])]:
-            try:
-                committed |= self._consumer.fetch_committed(step, client.REQUEST_SECONDS)
-                self._failed_starts.difference_update(step)
-            except Unavailable:
-                failed_step = step
-                self._failed_starts.update(step)
-            self.on_wait()
-            if time.monotonic() > deadline:
-                break
-        if committed:
-            self._find_starts_together(committed, restored)
-        if failed_step:
-            self._check_open_transaction(failed_step)
-
-    def _find_starts_together(
-        self, committed: Mapping[TopicPartition, CommittedOffset | None], restored: list[RestoredPartition]
-    ) -> None:
-        """Find where to begin partitions with requests for all of them, or in steps if these fail.
-
-        With kafka-python, the requests for first and end offsets wait for the response to a request for messages. That
-        takes up to half a second. So they are sent for many partitions at a time. But they fail if one partition has no
-        leader. The requests are then sent again in steps of a few partitions, so that the partitions of the other steps
-        begin.
-
-        Args:
-            committed: As in `_find_starts_of`.
-            restored: As in `_find_starts_of`.
-
-        Raises:
-            Unavailable: Some partitions could not be begun.
-        """
-        try:
-            self._find_starts_of(committed, restored)
-            return
-        except Unavailable:
-            if len(committed) <= STARTS_PER_STEP:
-                raise
-        error: Unavailable | None = None
-        for step in _divide(list(committed)):
-            self.on_wait()
-            try:
-                self._find_starts_of({tp: committed[tp] for tp in step}, restored)
-            except Unavailable as step_error:
-                error = step_error
-        if error is not None:
-            raise error
-
-    def _find_starts_of(
-        self, committed: Mapping[TopicPartition, CommittedOffset | None], restored: list[RestoredPartition]
-    ) -> None:
-        """Find where to begin partitions, as `_find_starts` does.
-
-        Args:
-            committed: Their committed offsets.
-            restored: A list to which the partitions that have begun are appended.
-        """
-        tps = list(committed)
-        self._commits.num_partitions = self._commits.num_partitions or self._find_first_number(committed)
-        models = {parse_model(offset.metadata) for offset in committed.values() if offset is not None}
-        if not self._has_owned and models - {"", self._commits.model}:
-            self._check_model(self._describe_group())  # a process with another model has started at the same time
-        self._has_owned = True
-        first_offsets = self._consumer.fetch_first_offsets(tps, client.REQUEST_SECONDS)
-        end_offsets = self._consumer.fetch_end_offsets(tps, client.REQUEST_SECONDS)
-        with_state = self._find_with_state([tp for tp in tps if committed[tp] is None])
-        for tp in tps:
-            if tp not in self._unrestored:  # a call that has failed halfway has begun it
-                continue
-            is_new = tp.partition >= self._commits.num_partitions  # it was added after the group had begun
-            policy: Literal["earliest", "latest"] = "earliest" if is_new else self._start
-            offset = committed[tp]
-            if offset is None and tp in self._gone_positions:  # Kafka deletes committed offsets together with a topic
-                offset = CommittedOffset(self._gone_positions[tp])
-            elif tp in with_state:
-                log.get_logger("kafka").warning("state_without_committed_offset", partition=tp.partition, start=policy)
-            start = find_start(tp, offset, first_offsets[tp], end_offsets[tp], policy, self._on_lost_state)
-            if isinstance(start, StartPoint):
-                restored.append(self._begin(tp, start))
-            elif self._reader is None:
-                without_state = RestoredPartition(tp.partition, start.resume_offset)
-                restored.append(self._begin(tp, StartPoint(without_state, start.resume_offset)))
-            else:
-                self._pending_starts[tp] = start
-                self._reader.add(tp.partition, start.reference)
-
-    def _check_open_transaction(self, tps: Sequence[TopicPartition]) -> NoReturn:
-        """After the committed offsets of partitions were requested in vain, raise an error if the brokers respond.
-
-        Kafka returns committed offsets only if no transaction that changes them is open. It ends an open one after its
-        time-out. If all brokers fail between the decision to commit and its completion, the transaction can stay open.
-
-        Raises:
-            Unavailable: The brokers respond to another request, or do not respond to it either.
-        """
-        self._consumer.fetch_end_offsets(tps, client.REQUEST_SECONDS)
-        raise Unavailable(
-            f"Kafka at {self._cluster.servers} responds, but does not return the committed offsets of group "
-            f"{self._group!r}: a transaction that changes them has not ended, or the brokers have just started: if "
-            "it lasts for more than a few minutes, end the transaction with kafka-transactions.sh (find-hanging, abort)"
-        )
-
-    def _find_first_number(self, committed: Mapping[TopicPartition, CommittedOffset | None]) -> int:
-        """Return the number of partitions that the topic had when the group began to consume it.
-
-        The metadata of the committed offsets state it. Without metadata, the group begins now, or it began with an
-        older version of this package. The number at the start of this process is then returned.
-
-        Args:
-            committed: The committed offsets of some partitions. If they do not state it, the others are requested.
-        """
-
-        def find(offsets: Iterable[CommittedOffset | None]) -> int:
-            stated = [parse_num_partitions(offset.metadata) for offset in offsets if offset is not None]
-            return min(filter(None, stated), default=0)
-
-        others = {TopicPartition(self.topic, number) for number in range(self.partitions)} - committed.keys()
-        return find(committed.values()) or find(self._fetch_committed(sorted(others)).values()) or self.partitions
-
-    def _begin(self, tp: TopicPartition, start: StartPoint) -> RestoredPartition:
-        """Begin to read a partition, and return its state for the engine."""
-        self._consumer.start(tp, start.position)
-        self._unrestored.discard(tp)
-        self._gone_positions.pop(tp, None)
-        self._start_offsets[tp] = start.position
-        if start.reference is not None:
-            self._commits.reference_by_partition[tp] = start.reference
-        self._history_ends[tp] = start.restored.committed_offset  # events before it only rebuild the state
-        return start.restored
-
-    def _find_with_state(self, tps: Sequence[TopicPartition]) -> set[TopicPartition]:
-        """Return those of the given partitions of which the state topic has messages."""
-        if self._state is None or not tps:
-            return set()
-        state_tps = [TopicPartition(self._state.topic, tp.partition) for tp in tps]
-        ends = self._consumer.fetch_end_offsets(state_tps, client.REQUEST_SECONDS)
-        return {tp for tp, state_tp in zip(tps, state_tps, strict=True) if ends[state_tp] > 0}
-
-    def _add_state_partitions(self, num_needed: int) -> None:
-        """Add partitions to the state topic if the topic that is consumed has got more since the start.
-
-        Raises:
-            ConfigError: They may not be added, or the state topic does not exist any more.
-        """
-        if self._state is None or num_needed <= self._num_state_partitions:
-            return
-        topic = self._state.topic
-
-        def add() -> None:
-            admin = load_client(self._cluster).open_admin(self._cluster)
-            try:
-                description = admin.describe_topics([topic], client.REQUEST_SECONDS).get(topic)
-                if description is None:
-                    raise ConfigError(
-                        f"topic {topic!r}, which stores the state of open records, does not exist any more: end all "
-                        "processes of the group and start them again, which creates it (see --lost-state)"
-                    )
-                ensure_partitions(admin, topic, description.num_partitions, num_needed, self._creates_partitions)
-            finally:
-                admin.close()
-
-        BackgroundCall(add).result(client.DELIVERY_SECONDS, self.on_wait)
-        self._num_state_partitions = num_needed
 
     # --- commits ------------------------------------------------------------------------------------------------------
 
@@ -790,7 +478,7 @@ class KafkaSource:
                     f"Kafka at {self._cluster.servers}: the consumer group is rebalancing, so no offsets can be "
                     "committed now"
                 )
-            self._confirm_instance()
+            self._membership.confirm_instance()
             self._commits.recover(self.on_wait)  # does nothing if no earlier attempt has failed
         offsets = self._commits.send(membership, on_wait=self.on_wait)
         if offsets:  # they were not committed in a transaction
@@ -824,9 +512,9 @@ class KafkaSource:
 
     def _is_committable(self, tp: TopicPartition) -> bool:
         """Return whether the state of a partition is complete, so that its offset may be committed."""
-        # `_unrestored` holds partitions whose saved state is not loaded yet. `_history_ends` holds those whose earlier
+        # `unrestored` holds partitions whose saved state is not loaded yet. `_history_ends` holds those whose earlier
         # events are still being read again.
-        is_restored = tp not in self._history_ends and tp not in self._unrestored
+        is_restored = tp not in self._history_ends and tp not in self._restorer.unrestored
         return is_restored and tp.partition not in self.waiting_partitions
 
     def get_lag(self) -> dict[tuple[str, int], int]:
@@ -856,15 +544,14 @@ class KafkaSource:
         """
         self._is_closed = True  # `on_revoked`, which the consumer may call while it closes, then commits nothing
         self._consumer.close()
-        if self._reader is not None:
-            self._reader.close()
+        self._restorer.close()
 
     # --- rebalances: `ports.RebalanceHandler` -------------------------------------------------------------------------
     # The consumer calls the following methods, possibly in another thread, while our thread waits inside a call.
 
     def on_assigned(self, partitions: frozenset[TopicPartition]) -> None:
         """Note newly assigned partitions, which the next polls restore."""
-        self._unrestored |= partitions
+        self._restorer.add(partitions)
         numbers = sorted(tp.partition for tp in partitions)
         log.get_logger("kafka").info("partitions_assigned", topic=self.topic, partitions=numbers)
 
@@ -970,24 +657,13 @@ class KafkaSource:
             self._history_ends,
             self._start_offsets,
             self._stopped_at,
-            self._pending_starts,
-            self._read_states,
-            self._gone_positions,
         )
-        self._unrestored.difference_update(partitions)
-        self._failed_starts.difference_update(partitions)
+        self._restorer.remove(partitions)
         for tp in partitions:
             for value_by_partition in stored:
                 value_by_partition.pop(tp, None)
-            if self._reader is not None:
-                self._reader.remove(tp.partition)
             self._revoked.append(tp.partition)
         self._commits.remove_partitions(partitions)
-
-
-def _divide(tps: Sequence[TopicPartition]) -> list[Sequence[TopicPartition]]:
-    """Return partitions in lists of at most `STARTS_PER_STEP`."""
-    return [tps[i : i + STARTS_PER_STEP] for i in range(0, len(tps), STARTS_PER_STEP)]
 
 
 def make_messages(topic: str, columns: MessageColumns) -> Messages:

@@ -56,7 +56,7 @@ def either(request: pytest.FixtureRequest, group: Callable[..., Group]) -> Calla
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """Return a clock that the modules of the connector use in place of the module `time`."""
     clock = Clock()
-    for module in ("source", "state", "patience", "liveness"):
+    for module in ("source", "restore", "state", "patience", "liveness"):
         monkeypatch.setattr(f"connectors.kafka.{module}.time", clock)
     return clock
 
@@ -65,6 +65,6 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 def fake_kafka(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> FakeKafka:
     """Return a cluster in memory that a source and its reader of saved state connect to."""
     kafka = FakeKafka(clock)
-    for module in ("source", "state", "topics"):
+    for module in ("source", "membership", "restore", "state", "topics"):
         monkeypatch.setattr(f"connectors.kafka.{module}.load_client", lambda cluster: kafka)
     return kafka

@@ -11,6 +11,7 @@ import numpy as np
 from connectors.kafka.ports import (
     CommittedOffset,
     ConsumerOptions,
+    GroupMember,
     KafkaCluster,
     MessageColumns,
     Offsets,
@@ -202,5 +203,10 @@ class FakeAdmin:
         requested = list(tps)
         self._kafka.before("fetch_log_ends", set(requested))
         return {tp: len(self._kafka.messages[tp]) for tp in requested}
+
+    def describe_group(self, group: str, timeout: float) -> list[GroupMember]:
+        """Return no members: the process of the test is the only one, and has not joined when it asks."""
+        self._kafka.before("describe_group", set())
+        return []
 
     def close(self) -> None: ...

@@ -12,8 +12,9 @@ import pytest
 
 from connectors.kafka import produce
 from connectors.kafka.client import load_client
+from connectors.kafka.membership import PARTITIONS_PER_STEP
 from connectors.kafka.ports import CommittedOffset, OutgoingMessage, TopicPartition
-from connectors.kafka.source import STARTS_PER_STEP, KafkaSource
+from connectors.kafka.source import KafkaSource
 from connectors.kafka.state import StateReader
 from deformer_stream.codec.payloads import Messages
 from deformer_stream.errors import ConfigError, Unavailable
@@ -38,7 +39,7 @@ def test_partitions_are_restored_by_one_reader_in_several_polls(
     first.read(80)
     first.commit(snapshots=range(8))
     first.close()
-    monkeypatch.setattr("connectors.kafka.source.RESTORE_SECONDS", 0.0)
+    monkeypatch.setattr("connectors.kafka.restore.RESTORE_SECONDS", 0.0)
     opened: list[Any] = []
     original = StateReader._open_consumer
 
@@ -61,7 +62,7 @@ def test_partitions_are_restored_by_one_reader_in_several_polls(
     assert len({id(consumer) for consumer in opened}) == 1
     assert second.is_state_complete()
     assert second.handled_offsets == []
-    reader = second.source._reader
+    reader = second.source._restorer._reader
     assert reader is not None
     assert reader._consumer is None, "the reader is closed when no partition waits"
 
@@ -79,7 +80,7 @@ def test_offsets_of_many_partitions_are_requested_together(
         first.read(80)
         first.commit(snapshots=range(20))
         first.close()
-    monkeypatch.setattr("connectors.kafka.source.RESTORE_SECONDS", TIMEOUT_SECONDS)
+    monkeypatch.setattr("connectors.kafka.restore.RESTORE_SECONDS", TIMEOUT_SECONDS)
     second = world.add_member()
     consumer = second.source._consumer
     counts_by_method: dict[str, list[int]] = {"fetch_first_offsets": [], "fetch_end_offsets": []}
@@ -134,7 +135,7 @@ def test_partitions_are_begun_although_another_one_has_no_leader(
 ) -> None:
     """A request for the offsets of many partitions fails if one of them has no leader."""
     world = group(20)
-    monkeypatch.setattr("connectors.kafka.source.RESTORE_SECONDS", TIMEOUT_SECONDS)
+    monkeypatch.setattr("connectors.kafka.restore.RESTORE_SECONDS", TIMEOUT_SECONDS)
     monkeypatch.setattr("connectors.kafka.client.RETRY_SECONDS", 0.01)
     member = world.add_member()
     consumer = member.source._consumer
@@ -147,7 +148,7 @@ def test_partitions_are_begun_although_another_one_has_no_leader(
         return original(requested, timeout)
 
     monkeypatch.setattr(consumer, "fetch_first_offsets", fetch)
-    others = set(range(STARTS_PER_STEP, 20))
+    others = set(range(PARTITIONS_PER_STEP, 20))
     wait_until(lambda: bool(member.poll()) and member.caught_up == others, "the partitions of other steps")
     without_leader.clear()
     member.poll_until_assigned(*range(20))
@@ -157,7 +158,7 @@ def test_nothing_is_requested_after_an_error_that_is_permanent(
     group: Callable[..., Group], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world = group(20)
-    monkeypatch.setattr("connectors.kafka.source.RESTORE_SECONDS", TIMEOUT_SECONDS)
+    monkeypatch.setattr("connectors.kafka.restore.RESTORE_SECONDS", TIMEOUT_SECONDS)
     member = world.add_member()
     consumer = member.source._consumer
     original, num_requests = consumer.fetch_committed, Counter[str]()

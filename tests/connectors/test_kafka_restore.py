@@ -8,8 +8,9 @@ from dataclasses import replace
 import pytest
 
 from connectors.kafka.client import DELIVERY_SECONDS, REQUEST_SECONDS, RETRY_SECONDS
+from connectors.kafka.membership import PARTITIONS_PER_STEP
 from connectors.kafka.ports import CommittedOffset, TopicPartition
-from connectors.kafka.source import STARTS_PER_STEP, STOP_SECONDS, KafkaSource
+from connectors.kafka.source import STOP_SECONDS, KafkaSource
 from connectors.kafka.state import MAX_VISIBILITY_SECONDS, StateTopic
 from deformer_stream.errors import StateError, Unavailable
 from deformer_stream.runtime.ports import PartitionState, StoppableSource
@@ -143,20 +144,20 @@ def test_partition_whose_committed_offset_is_hidden_does_not_stop_the_restore_of
     fake_kafka: FakeKafka, clock: Clock
 ) -> None:
     """Kafka returns no committed offsets of a partition while a transaction that changes them is open."""
-    num_partitions = STARTS_PER_STEP + 1
+    num_partitions = PARTITIONS_PER_STEP + 1
     for number in range(num_partitions):
         save_state(fake_kafka, number)
     source, _ = open_source(fake_kafka, num_partitions)
-    last = TopicPartition("events", STARTS_PER_STEP)
+    last = TopicPartition("events", PARTITIONS_PER_STEP)
 
     def fail(name: str, tps: set[TopicPartition]) -> None:
         if name == "fetch_committed" and last in tps:
             raise Unavailable("no response")
 
     answer, fake_kafka.before = fake_kafka.before, fail
-    assert poll_restored(source) == list(range(STARTS_PER_STEP))
+    assert poll_restored(source) == list(range(PARTITIONS_PER_STEP))
     fake_kafka.before = answer
-    assert poll_restored(source) == [STARTS_PER_STEP]
+    assert poll_restored(source) == [PARTITIONS_PER_STEP]
 
 
 @pytest.mark.parametrize("seconds", [0.0, REQUEST_SECONDS])
@@ -164,7 +165,7 @@ def test_hidden_committed_offset_of_the_first_partition_does_not_stop_the_restor
     fake_kafka: FakeKafka, clock: Clock, seconds: float
 ) -> None:
     """Also if the request for it takes all time that a poll may spend on restoring partitions."""
-    num_partitions = 3 * STARTS_PER_STEP + 1
+    num_partitions = 3 * PARTITIONS_PER_STEP + 1
     for number in range(num_partitions):
         save_state(fake_kafka, number)
     source, _ = open_source(fake_kafka, num_partitions)
@@ -177,9 +178,9 @@ def test_hidden_committed_offset_of_the_first_partition_does_not_stop_the_restor
 
     answer, fake_kafka.before = fake_kafka.before, fail
     restored = [number for _ in range(6) for number in poll_restored(source)]
-    assert sorted(restored) == list(range(STARTS_PER_STEP, num_partitions))
+    assert sorted(restored) == list(range(PARTITIONS_PER_STEP, num_partitions))
     fake_kafka.before = answer
-    assert poll_restored(source) == list(range(STARTS_PER_STEP))
+    assert poll_restored(source) == list(range(PARTITIONS_PER_STEP))
 
 
 def test_partitions_that_cannot_begin_are_restored_by_a_later_poll(fake_kafka: FakeKafka, clock: Clock) -> None:
@@ -201,7 +202,7 @@ def test_partitions_that_cannot_begin_are_restored_by_a_later_poll(fake_kafka: F
 
 
 def test_partition_is_begun_once_although_another_one_cannot_begin(fake_kafka: FakeKafka, clock: Clock) -> None:
-    num_partitions = STARTS_PER_STEP + 1
+    num_partitions = PARTITIONS_PER_STEP + 1
     source, _ = open_source(fake_kafka, num_partitions)
     failures = [Unavailable("no response")]
 

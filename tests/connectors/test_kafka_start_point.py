@@ -325,7 +325,7 @@ def test_messages_that_expire_while_consuming_are_reported(world: Group) -> None
     with stop_reading(reader):
         produce(world.cluster, world.topic, make_messages(10))
         delete_before(world, world.topic, 65)
-    reader.source._on_lost_state = "refuse"
+    reader.source._restorer._on_lost_state = "refuse"
     with pytest.raises(StateError, match="messages expired before they were consumed"):
         reader.read(40)
 

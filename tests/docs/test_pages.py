@@ -10,11 +10,13 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 
 import pyarrow.parquet as pq
 import pytest
+from packaging.version import Version
 
 from deformer_stream.codec.encode_evidence import decode_evidence
 from deformer_stream.codec.encode_incidents import decode_incident
@@ -102,6 +104,7 @@ def test_every_page_is_in_the_navigation() -> None:
         assert page in listed or reachable, f"{page} is not reachable"
 
 
+@pytest.mark.skipif(Version(version("click")) < Version("8.5"), reason="earlier versions format usage lines otherwise")
 def test_the_reference_of_commands_is_up_to_date() -> None:
     generator = runpy.run_path(str(DOCS / "generate_reference.py"))
     page = (DOCS / "reference" / "commands.md").read_text()

@@ -1,0 +1,173 @@
+"""Checks of a consumer group: the model of its members, partitions without an owner, and instance names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from connectors.kafka import client
+from connectors.kafka.background import BackgroundCall
+from connectors.kafka.client import INSTANCE_FENCED, load_client, make_error
+from connectors.kafka.commits import CommitManager
+from connectors.kafka.ports import (
+    CommittedOffset,
+    Consumer,
+    GroupMember,
+    KafkaCluster,
+    RebalanceInProgress,
+    TopicPartition,
+)
+from connectors.kafka.state import parse_model
+from deformer_stream import log
+from deformer_stream.errors import ConfigError, Unavailable
+
+PARTITIONS_PER_STEP = 8
+"""Number of partitions for which committed offsets are requested at a time. kafka-python sends a request for each, one
+after the other, and `client.REQUEST_SECONDS` limits their sum."""
+
+
+def divide_into_steps(tps: Sequence[TopicPartition]) -> list[Sequence[TopicPartition]]:
+    """Return partitions in lists of at most `PARTITIONS_PER_STEP`."""
+    return [tps[i : i + PARTITIONS_PER_STEP] for i in range(0, len(tps), PARTITIONS_PER_STEP)]
+
+
+class GroupMembership:
+    """The place of a process in its consumer group, and what has to be checked about it.
+
+    Args:
+        consumer: The consumer of this process.
+        commits: The commits of this process, which know its model.
+        cluster: The brokers.
+        topic: The topic that the group consumes.
+        num_partitions: Number of its partitions.
+        group: Name of the group.
+        instance: The instance name of this process, or None.
+        on_wait: A function that is called at least every few seconds while a method waits for the brokers.
+    """
+
+    def __init__(
+        self,
+        consumer: Consumer,
+        commits: CommitManager,
+        cluster: KafkaCluster,
+        topic: str,
+        num_partitions: int,
+        group: str,
+        instance: str | None,
+        on_wait: Callable[[], None],
+    ) -> None:
+        self.cluster, self.topic, self.num_partitions, self.group = cluster, topic, num_partitions, group
+        self._consumer, self._commits, self._instance, self._on_wait = consumer, commits, instance, on_wait
+        self._must_check_owners = False
+
+    def check_before_joining(self) -> None:
+        """Check the model, and note whether the group still lists the previous process of the same instance name.
+
+        Raises:
+            ConfigError: The group uses another model.
+            Unavailable: No broker responds.
+        """
+        members = self._describe()
+        self._check_model(members)
+        self._must_check_owners = any(member.instance == self._instance for member in members if member.instance)
+
+    def check_model(self) -> None:
+        """Raise `ConfigError` if other processes of the group own partitions, and all of them use another model."""
+        self._check_model(self._describe())
+
+    def _check_model(self, members: Iterable[GroupMember]) -> None:
+        """Check the model against those of the given members of the group.
+
+        The metadata of the committed offsets state the models. Processes that own partitions commit them again every
+        `source.CONFIRM_SECONDS`, so the model can be changed in one process after the other.
+        """
+        model = self._commits.model
+        if not model:
+            return
+        # After a restart with the same instance name, the group still lists the previous process.
+        others = [member for member in members if member.instance is None or member.instance != self._instance]
+        ours = self._consumer.assignment
+        if not any(member.partitions and not member.partitions & ours for member in others):
+            return
+        try:
+            committed = self.fetch_committed(
+                TopicPartition(self.topic, number) for number in range(self.num_partitions)
+            )
+        except Unavailable:  # for example during a transaction; it is checked again when partitions are assigned
+            return
+        models = {parse_model(offset.metadata) for offset in committed.values() if offset is not None} - {""}
+        if models and model not in models:
+            raise ConfigError(
+                f"the consumer group uses model {min(models)}, this process has model {model}: give both the same "
+                "model, or choose another --group"
+            )
+
+    def list_partitions(self) -> list[TopicPartition]:
+        """Return the partitions that the topic had when this process started."""
+        return [TopicPartition(self.topic, number) for number in range(self.num_partitions)]
+
+    def fetch_committed(self, tps: Iterable[TopicPartition]) -> dict[TopicPartition, CommittedOffset | None]:
+        """Return the committed offsets of partitions, requested in several steps."""
+        committed: dict[TopicPartition, CommittedOffset | None] = {}
+        for step in divide_into_steps(list(tps)):
+            committed |= self._consumer.fetch_committed(step, client.REQUEST_SECONDS)
+            self._on_wait()
+        return committed
+
+    def _describe(self) -> list[GroupMember]:
+        """Return the members of the group, as the brokers list them now."""
+
+        def describe() -> list[GroupMember]:
+            admin = load_client(self.cluster).open_admin(self.cluster)
+            try:
+                return admin.describe_group(self.group, client.DELIVERY_SECONDS)
+            finally:
+                admin.close()
+
+        # Less than the poll interval, after which the group excludes this process.
+        return BackgroundCall(describe).result(client.DELIVERY_SECONDS, self._on_wait)
+
+    def check_owners(self) -> None:
+        """Join the group again if no member owns some of the partitions, so that the group assigns them.
+
+        It is checked once, if this process has taken the place of a previous one with the same instance name. It gets
+        the partitions of that process without a rebalance. If that process has ended after the group had asked it to
+        give up other partitions, and before the group could assign them to another member, they would have no owner
+        until the next rebalance.
+        """
+        if not self._must_check_owners or self._consumer.membership is None:
+            return
+        try:
+            owned = {tp.partition for member in self._describe() for tp in member.partitions}
+        except Unavailable as error:  # the next poll tries again
+            log.get_logger("kafka").debug("owners_not_checked", error=str(error))
+            return
+        self._must_check_owners = False
+        unowned = sorted(set(range(self.num_partitions)) - owned)
+        # During a rebalance the brokers state no partitions. It assigns all of them.
+        if unowned and owned:
+            log.get_logger("kafka").warning("partitions_without_owner", topic=self.topic, partitions=unowned)
+            self._consumer.rejoin()
+
+    def confirm_instance(self) -> None:
+        """Before a failed producer is replaced, raise an error unless this process still has its instance name.
+
+        The new producer fences every other one with the same transactional id, which contains the instance name. After
+        a long pause of this process, or a long loss of its connection, that would be the producer of its successor.
+
+        Raises:
+            RebalanceInProgress: This process is no member of the group now. It may join again.
+            ConfigError: Another process of the group has the instance name.
+            Unavailable: No broker responds.
+        """
+        # Without an instance name, the transactional id belongs to this process alone.
+        if self._instance is None or not self._commits.takes_transactional_id:
+            return
+        action, is_member = "replacing the producer", self._consumer.membership is not None
+        ids = {member.id for member in self._describe() if member.instance == self._instance} if is_member else ()
+        if not ids:
+            raise RebalanceInProgress(
+                f"Kafka at {self.cluster.servers}: {action} must wait until this process is a member of the consumer "
+                "group again"
+            )
+        if self._consumer.member_id not in ids:
+            raise make_error(INSTANCE_FENCED, self.cluster.servers, action, "FencedInstanceId")
