@@ -6,7 +6,6 @@ example in parts of ten minutes with `--pause-after 9m` and `--resume`, until re
 
 from __future__ import annotations
 
-import fcntl
 import json
 import platform
 from collections.abc import Callable, Iterator
@@ -21,6 +20,7 @@ from numpy.typing import NDArray
 
 from deformer_stream import model_store
 from deformer_stream.errors import ConfigError
+from deformer_stream.file_lock import open_locked
 from deformer_stream.model.deformer import DEformer
 from experiments.experiment import Experiment, ExperimentData, Preset, ScoredRun, apply_overrides
 from experiments.options import ExperimentSettings
@@ -161,16 +161,12 @@ def _lock_folder(out: Path) -> Iterator[None]:
     """
     try:
         out.mkdir(parents=True, exist_ok=True)
-        lock = (out / "lock").open("w")
+        lock = open_locked(out / "lock")
     except OSError as error:
         raise ConfigError(f"--out {out} cannot be written ({error.strerror}); choose another folder") from None
+    if lock is None:
+        raise ConfigError(f"--out {out} is in use by another run; wait for its end or choose another folder")
     with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(
-                f"--out {out} is in use by another run; wait for its end or choose another folder"
-            ) from None
         yield
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from deformer_stream import model_store
 from deformer_stream.errors import ConfigError
+from deformer_stream.file_lock import open_locked
 from trainer import checkpoint
 from trainer.settings import TrainConfig
 
@@ -50,25 +51,18 @@ def lock_folder(folder: Path, out: Path) -> Iterator[None]:
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = (folder / "lock").open("w")
+        lock = open_locked(folder / "lock")
     except OSError as error:
         raise ConfigError(
             f"--out {out}: the working folder {folder} cannot be written ({error.strerror}); "
             "choose a model directory in another folder"
         ) from None
+    if lock is None:
+        raise ConfigError(
+            f"--out {out}: another deformer-train process is using {folder}; "
+            "wait until it has ended, or choose another model directory"
+        )
     with lock:
-        try:
-            try:
-                import fcntl
-            except ImportError:  # Windows has no such locks
-                pass
-            else:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(
-                f"--out {out}: another deformer-train process is using {folder}; "
-                "wait until it has ended, or choose another model directory"
-            ) from None
         yield
 
 

@@ -29,6 +29,7 @@ from deformer_stream import log
 from deformer_stream.codec.state import check_state
 from deformer_stream.durable_file import replace_file
 from deformer_stream.errors import ConfigError, InvariantViolated, StateError, map_write_errors
+from deformer_stream.file_lock import open_locked
 from deformer_stream.runtime.plant_source import SavedEvent, SavedState
 from deformer_stream.runtime.ports import PartitionState
 
@@ -53,28 +54,14 @@ class StateFolder:
         self._translator_states: dict[str, bytes] = {}
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._lock = (folder / "lock").open("ab")
+            lock = open_locked(folder / "lock")
         except OSError as error:
             raise ConfigError(
                 f"--state-dir {folder} cannot be written ({error.strerror}): choose another folder"
             ) from None
-        self._take_lock()
-
-    def _take_lock(self) -> None:
-        """Hold the lock of the folder until this process ends.
-
-        Raises:
-            ConfigError: Another process holds it.
-        """
-        import fcntl
-
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            self._lock.close()
-            raise ConfigError(
-                f"--state-dir {self._folder} is in use by another process: give each process its own folder"
-            ) from None
+        if lock is None:
+            raise ConfigError(f"--state-dir {folder} is in use by another process: give each process its own folder")
+        self._lock = lock  # held until this process ends
 
     def load(self) -> SavedState:
         """Return what earlier runs have saved, and remove a commit that was cut by a crash.

@@ -29,6 +29,7 @@ import numpy as np
 from deformer_stream import __version__
 from deformer_stream.durable_file import replace_file
 from deformer_stream.errors import ConfigError, InputError, map_write_errors
+from deformer_stream.file_lock import open_locked
 from deformer_stream.tables.iceberg import IcebergFile
 
 if TYPE_CHECKING:
@@ -340,8 +341,6 @@ def lock_folder(folder: Path, flag: str = "--output-dir") -> Iterator[None]:
     Raises:
         ConfigError: Another process holds it, or the folder cannot be created, or it holds something else.
     """
-    import fcntl
-
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"{folder}, the folder for shards, is a file; choose another {flag}")
     if folder.exists() and not _is_of_run(folder):
@@ -350,18 +349,14 @@ def lock_folder(folder: Path, flag: str = "--output-dir") -> Iterator[None]:
         )
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        file = (folder / _LOCK).open("a")
+        lock = open_locked(folder / _LOCK)
     except OSError as error:
         raise ConfigError(
             f"{folder}, the folder for shards, cannot be written ({error.strerror}); choose another {flag}"
         ) from error
-    with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise ConfigError(
-                f"{folder} is in use by another process; wait for it, or choose another {flag}"
-            ) from error
+    if lock is None:
+        raise ConfigError(f"{folder} is in use by another process; wait for it, or choose another {flag}")
+    with lock:
         yield
 
 

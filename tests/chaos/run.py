@@ -25,6 +25,7 @@ import numpy as np
 from kafka import KafkaProducer
 
 from connectors.kafka import KafkaCluster, TopicSpec, ensure_topics
+from deformer_stream.errors import Unavailable
 from tests.chaos.self_killing import NO_TRANSACTIONS, STEPS, TRANSACTIONS
 from tests.conftest import load_broker_script
 from tests.integration.programs import Cluster, RunningConsumer, wait_until
@@ -33,6 +34,8 @@ from tests.models import SCHEMA, draw_rows, write_model
 ALPHA = 0.3
 TIMEOUT_SECONDS = 600.0
 """Largest time of a wait, among others for a process that is to kill itself at a step."""
+OUTAGE_SECONDS = 60.0
+"""Largest time after the restart of a broker in which a commit can fail because of it: one attempt takes up to 35 s."""
 KILLS_AT_A_STEP = 2
 """Number of kills of `Disturbance.kill_and_restart` as long as there are steps: one before the step, and that at it."""
 NUM_INTERLEAVED = 2000
@@ -191,6 +194,7 @@ class Disturbance:
         self.world, self.group, self.sending = world, mode, sending
         self.options = world.make_options(get_topic(mode), mode, mode)
         self.num_started = 0
+        self.restarted_at = -OUTAGE_SECONDS  # monotonic time of the last restart of a broker
         self.counts: Counter[str] = Counter()
         self.steps: Counter[str] = Counter()
         self.steps_left = list_steps(mode)
@@ -263,9 +267,21 @@ class Disturbance:
             self.guest = self.start(None)
         else:
             self.guest.wait_until_ready()
-            self.guest.stop()
+            self.stop_guest(self.guest)
             self.guest = None
         self.counts["rebalances"] += 1
+
+    def stop_guest(self, guest: RunningConsumer) -> None:
+        """Let the guest leave with SIGTERM.
+
+        While the client library still waits for a broker that was restarted, the last commit of the guest can fail. It
+        then ends with exit code 4 after the one attempt that a process that is to end makes.
+        """
+        guest.process.send_signal(signal.SIGTERM)
+        code = guest.process.wait(TIMEOUT_SECONDS)
+        is_outage = code == Unavailable.exit_code and time.monotonic() - self.restarted_at < OUTAGE_SECONDS
+        assert code == 0 or is_outage, guest.read_log()
+        self.counts["stopped_without_commit"] += code != 0
 
     def restart_broker(self) -> None:
         """Stop or kill a broker and start it again."""
@@ -275,6 +291,7 @@ class Disturbance:
         stop(node)
         time.sleep(self.world.rng.uniform(1, 5))
         self.world.broker.start_node(node)
+        self.restarted_at = time.monotonic()
         self.counts["broker_restarts"] += 1
 
     def black_out(self) -> None:
@@ -290,6 +307,7 @@ class Disturbance:
             thread.start()
         for thread in threads:
             thread.join()
+        self.restarted_at = time.monotonic()
         self.counts["blackouts"] += 1
 
     def run(self) -> None:
