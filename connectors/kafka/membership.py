@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Sequence
 
 from connectors.kafka import client
@@ -58,6 +59,9 @@ class GroupMembership:
         self.cluster, self.topic, self.num_partitions, self.group = cluster, topic, num_partitions, group
         self._consumer, self._commits, self._instance, self._on_wait = consumer, commits, instance, on_wait
         self._must_check_owners = False
+        # The id of this process while the brokers list its instance name with another id, and since when (monotonic).
+        self._unlisted_id: str | None = None
+        self._unlisted_since = 0.0
 
     def check_before_joining(self) -> None:
         """Check the model, and note whether the group still lists the previous process of the same instance name.
@@ -154,20 +158,31 @@ class GroupMembership:
         The new producer fences every other one with the same transactional id, which contains the instance name. After
         a long pause of this process, or a long loss of its connection, that would be the producer of its successor.
 
+        After an outage, the brokers and the client library can disagree for a moment about the id of a member that joins
+        again. So another id counts as another process only if it remains for two heartbeats. A process that has lost
+        its name is told so by then.
+
         Raises:
-            RebalanceInProgress: This process is no member of the group now. It may join again.
+            RebalanceInProgress: This process is no member of the group now, or the brokers list its instance name with
+                another id. It may join again.
             ConfigError: Another process of the group has the instance name.
             Unavailable: No broker responds.
         """
         # Without an instance name, the transactional id belongs to this process alone.
         if self._instance is None or not self._commits.takes_transactional_id:
             return
-        action, is_member = "replacing the producer", self._consumer.membership is not None
-        ids = {member.id for member in self._describe() if member.instance == self._instance} if is_member else ()
-        if not ids:
-            raise RebalanceInProgress(
-                f"Kafka at {self.cluster.servers}: {action} must wait until this process is a member of the consumer "
-                "group again"
-            )
-        if self._consumer.member_id not in ids:
+        action = "replacing the producer"
+        our_id = self._consumer.member_id if self._consumer.membership is not None else None
+        ids = {member.id for member in self._describe() if member.instance == self._instance} if our_id else set()
+        if our_id in ids:
+            self._unlisted_id = None
+            return
+        now = time.monotonic()
+        if not ids or our_id != self._unlisted_id:
+            self._unlisted_id, self._unlisted_since = (our_id if ids else None), now
+        elif now - self._unlisted_since > 2 * client.HEARTBEAT_SECONDS:
             raise make_error(INSTANCE_FENCED, self.cluster.servers, action, "FencedInstanceId")
+        raise RebalanceInProgress(
+            f"Kafka at {self.cluster.servers}: {action} must wait until this process is a member of the consumer group "
+            "again"
+        )

@@ -24,6 +24,7 @@ from connectors.kafka import (
     ensure_topics,
     produce,
 )
+from connectors.kafka.client import load_client
 from connectors.kafka.ports import CommittedOffset, OutgoingMessage
 from connectors.kafka.ports import TopicPartition as Partition
 from connectors.kafka.state import parse_model
@@ -52,6 +53,24 @@ def get_member_id(source: KafkaSource) -> str:
     if get_client_library() == "librdkafka":
         return str(consumer._client.memberid())
     return str(consumer.membership.member_id)
+
+
+def get_client_classes() -> tuple[Any, Any]:
+    """Return the classes of the consumer and of the producer of the client library with which a test runs."""
+    module: Any = load_client(make_cluster("unused:1"))
+    return module.open_consumer, module.open_producer
+
+
+def describe_group_without_members(bootstrap: str, name: str) -> Any:
+    """Return a consumer group without members, for `Producer.send_offsets`."""
+    if get_client_library() == "librdkafka":
+        import confluent_kafka
+
+        consumer = confluent_kafka.Consumer({"bootstrap.servers": bootstrap, "group.id": name})
+        group = consumer.consumer_group_metadata()
+        consumer.close()
+        return group
+    return ConsumerGroupMetadata(name, -1, "", None)
 
 
 class Reader:
@@ -368,7 +387,7 @@ class Group:
         self,
         delivery: Delivery,
         state: Sequence[OutgoingMessage] = (),
-        member: ConsumerGroupMetadata | None = None,
+        member: Any = None,
         meanwhile: Callable[[], object] = lambda: None,
     ) -> list[int]:
         """Send all sealed messages and then the state messages, and in a transaction also an offset.
@@ -392,7 +411,8 @@ class Group:
             meanwhile()
             return {Partition(self.topic, 0): CommittedOffset(7, "some metadata")}
 
-        delivery.begin(delivery.transaction(state, offsets, member or ConsumerGroupMetadata(self.name, -1, "", None)))
+        member = member or describe_group_without_members(self.bootstrap, self.name)
+        delivery.begin(delivery.transaction(state, offsets, member))
         delivery.end()
         return found
 

@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 import pytest
 
-from connectors.kafka.kafka_python_client import KafkaPythonProducer
+from connectors.kafka.ports import Producer
 from deformer_stream.errors import Unavailable
-from tests.connectors.kafka_groups import Group, Member, list_alert_keys, poll_in_background
+from tests.connectors.kafka_groups import Group, Member, get_client_classes, list_alert_keys, poll_in_background
 from tests.connectors.kafka_helpers import wait_until
 
 pytestmark = pytest.mark.kafka
@@ -27,9 +27,10 @@ class DelayedTransactions:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.go, self.failing = threading.Event(), 0
         self.waiting = threading.Event()
-        original_end = KafkaPythonProducer.commit_transaction
+        _, producer_class = get_client_classes()
+        original_end = producer_class.commit_transaction
 
-        def end_delayed(producer: KafkaPythonProducer, timeout: float) -> None:
+        def end_delayed(producer: Producer, timeout: float) -> None:
             self.waiting.set()
             assert self.go.wait(60.0), "the test must set the event `go`"
             if self.failing:
@@ -37,7 +38,7 @@ class DelayedTransactions:
                 raise Unavailable("no response")
             original_end(producer, timeout)
 
-        patch.setattr(KafkaPythonProducer, "commit_transaction", end_delayed)
+        patch.setattr(producer_class, "commit_transaction", end_delayed)
 
 
 @pytest.fixture

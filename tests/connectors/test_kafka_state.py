@@ -13,11 +13,11 @@ import pytest
 from kafka.admin import ConfigResource, ConfigResourceType
 
 from connectors.kafka import produce
-from connectors.kafka.kafka_python_client import KafkaPythonConsumer, KafkaPythonProducer
+from connectors.kafka.ports import Producer
 from connectors.kafka.state import StateReference
 from deformer_stream.errors import ConfigError, Unavailable
 from deformer_stream.runtime.ports import PartitionState, RestoredPartition
-from tests.connectors.kafka_groups import MODES, Group, Reader, list_alert_keys
+from tests.connectors.kafka_groups import MODES, Group, Reader, get_client_classes, list_alert_keys
 from tests.connectors.kafka_helpers import make_messages, open_admin, read_topic, wait_until
 
 pytestmark = pytest.mark.kafka
@@ -103,8 +103,9 @@ def test_state_that_was_not_committed_is_not_restored(
     reader.read(20)
 
     with monkeypatch.context() as patch:
-        patch.setattr(KafkaPythonConsumer, "commit", fail)  # the last step in each mode
-        patch.setattr(KafkaPythonProducer, "commit_transaction", fail)
+        consumer_class, producer_class = get_client_classes()
+        patch.setattr(consumer_class, "commit", fail)  # the last step in each mode
+        patch.setattr(producer_class, "commit_transaction", fail)
         for saved in (PartitionState(decisions=b"never"), PartitionState(snapshot=b"never")):
             with pytest.raises(Unavailable):
                 reader.source.commit({0: saved})
@@ -131,7 +132,7 @@ def test_run_that_ended_within_a_transaction(
     """The next run waits for the end of the transaction. The broker aborts it after its time-out, or immediately if
     the next run has the same name.
     """
-    monkeypatch.setattr("connectors.kafka.delivery.TRANSACTION_SECONDS", 1.0)
+    monkeypatch.setattr("connectors.kafka.delivery.TRANSACTION_SECONDS", 2.0)
     monkeypatch.setattr("connectors.kafka.client.REQUEST_SECONDS", 2.0)
     world = group()
     world.produce(20)
@@ -140,11 +141,11 @@ def test_run_that_ended_within_a_transaction(
     reader.source.commit({0: PartitionState(snapshot=b"in force")})
     reader.read(20)
 
-    def kill_process(producer: KafkaPythonProducer, timeout: float) -> None:
+    def kill_process(producer: Producer, timeout: float) -> None:
         raise ProcessKilled
 
     with monkeypatch.context() as patch:
-        patch.setattr(KafkaPythonProducer, "commit_transaction", kill_process)
+        patch.setattr(get_client_classes()[1], "commit_transaction", kill_process)
         with pytest.raises(ProcessKilled):
             reader.source.commit({0: PartitionState(snapshot=b"never")})
     if instance is None:
@@ -267,7 +268,7 @@ def test_compaction_keeps_the_committed_state(group: Callable[..., Group], monke
         assert kept is not None
         wait_until(lambda: get_first_offset() > 0, "the removal of the first snapshot")
         with monkeypatch.context() as patch:
-            patch.setattr(KafkaPythonConsumer, "commit", fail)
+            patch.setattr(get_client_classes()[0], "commit", fail)
             for saved in (b"never", LARGE[:30_000], b"never"):
                 for kind in ("snapshot", "decisions"):
                     with pytest.raises(Unavailable):
