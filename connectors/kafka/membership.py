@@ -158,9 +158,9 @@ class GroupMembership:
         The new producer fences every other one with the same transactional id, which contains the instance name. After
         a long pause of this process, or a long loss of its connection, that would be the producer of its successor.
 
-        After an outage, the brokers and the client library can disagree for a moment about the id of a member that joins
-        again. So another id counts as another process only if it remains for two heartbeats. A process that has lost
-        its name is told so by then.
+        After an outage, the brokers and the client library can disagree about the id of a member that joins again. So
+        another id counts as another process only if it remains for two heartbeats. A process that has lost its name is
+        told so by then.
 
         Raises:
             RebalanceInProgress: This process is no member of the group now, or the brokers list its instance name with
