@@ -102,8 +102,10 @@ def test_consumer_with_another_model_is_refused(
 ) -> None:
     name = topic(2)
     mine, other = write_model(tmp_path / "mine", seed=0), write_model(tmp_path / "other", seed=1)
+    send_readings(cluster, name, make_records(0), FIRST_HALF)
     with RunningConsumer(tmp_path / "log", *make_options(cluster, name, mine)) as consumer:
-        consumer.wait_until_ready()
+        # The committed offsets state the model.
+        consumer.wait_for(cluster.is_consumed(name, name), "the first commit of both partitions")
         refused = cli("consume", *make_options(cluster, name, other))
         consumer.stop()
     assert refused.code == 2
