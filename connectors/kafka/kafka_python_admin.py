@@ -165,12 +165,15 @@ class KafkaPythonAdmin:
 
         kafka-python itself never lets such a member leave its group.
         """
-        member = MemberToRemove(group_instance_id=instance)
-        self._retry(
-            lambda: self._admin.remove_group_members(group, [member]),
-            timeout,
-            f"removing instance {instance!r} from group {group!r}",
-        )
+
+        def remove() -> None:
+            """Request the removal, and raise its error unless there is no such member."""
+            member = MemberToRemove(group_instance_id=instance)
+            (error_type,) = self._admin.remove_group_members(group, [member]).values()
+            if error_type not in (errors.NoError, errors.UnknownMemberIdError):
+                raise error_type()
+
+        self._retry(remove, timeout, f"removing instance {instance!r} from group {group!r}")
 
     def close(self) -> None:
         """Close the connections."""

@@ -121,7 +121,7 @@ class KafkaPythonConsumer:
 
     def __init__(self, cluster: KafkaCluster, options: ConsumerOptions) -> None:
         self._cluster, self._servers = cluster, cluster.servers
-        self._group, self._instance = options.group, options.instance
+        self._options = options
         self._poll_size = client.PollSize(options.max_messages)
         self._assignor = ClearableAssignor()
         self._handler: RebalanceHandler | None = None
@@ -136,7 +136,6 @@ class KafkaPythonConsumer:
         self._must_pause = False  # whether partitions of `_stopped` are not paused yet
         self._unpositioned: set[TopicPartition] = set()  # assigned, but `start` was never called
         self._revocations: deque[_Revocation] = deque()  # commits of revoked partitions that the handler awaits
-        self._session = options.session_seconds
         self._topic = ""  # the one that is subscribed
         self._joining_since: float | None = None  # monotonic time since which this process is no member of the group
         self._consumer: Any = connect(
@@ -171,10 +170,11 @@ class KafkaPythonConsumer:
         """Leave the group and join it anew, see `ports.Consumer.rejoin`."""
         if self._handler is None:
             return
-        if self._group is not None and self._instance is not None:
+        group, instance = self._options.group, self._options.instance
+        if group is not None and instance is not None:
             admin = KafkaPythonAdmin(self._cluster)
             try:
-                admin.remove_member(self._group, self._instance, client.DELIVERY_SECONDS)
+                admin.remove_member(group, instance, client.DELIVERY_SECONDS)
             finally:
                 admin.close()
         self._subscribe_again(self._handler)
@@ -356,7 +356,7 @@ class KafkaPythonConsumer:
         now = time.monotonic()
         if self._joining_since is None:
             self._joining_since = now
-        if self._handler is None or now - self._joining_since < self._session:
+        if self._handler is None or now - self._joining_since < self._options.session_seconds:
             return
         self._joining_since = now
         self._subscribe_again(self._handler)
@@ -464,7 +464,7 @@ class KafkaPythonConsumer:
     def _finish_revocation(self) -> None:
         """Wait until the offsets of revoked partitions are committed, and report the result to the handler."""
         while self._revocations and self._handler is not None:
-            error = self._revocations.popleft().wait(self._session / 2, self._handler.on_wait)
+            error = self._revocations.popleft().wait(self._options.session_seconds / 2, self._handler.on_wait)
             action = "committing the offsets of revoked partitions"
             self._handler.on_revoked_committed(None if error is None else translate(error, self._servers, action))
 

@@ -70,6 +70,8 @@ class GroupMembership:
             ConfigError: The group uses another model.
             Unavailable: No broker responds.
         """
+        if not self._commits.model and self._instance is None:  # neither needs the members
+            return
         members = self._describe()
         self._check_model(members)
         self._must_check_owners = any(member.instance == self._instance for member in members if member.instance)
@@ -93,9 +95,7 @@ class GroupMembership:
         if not any(member.partitions and not member.partitions & ours for member in others):
             return
         try:
-            committed = self.fetch_committed(
-                TopicPartition(self.topic, number) for number in range(self.num_partitions)
-            )
+            committed = self.fetch_committed(self.list_partitions())
         except Unavailable:  # for example during a transaction; it is checked again when partitions are assigned
             return
         models = {parse_model(offset.metadata) for offset in committed.values() if offset is not None} - {""}
@@ -141,16 +141,16 @@ class GroupMembership:
         if not self._must_check_owners or self._consumer.membership is None:
             return
         try:
-            owned = {tp.partition for member in self._describe() for tp in member.partitions}
+            owned = {tp for member in self._describe() for tp in member.partitions}
+            unowned = [tp.partition for tp in self.list_partitions() if tp not in owned]
+            # During a rebalance the brokers state no partitions. It assigns all of them.
+            if unowned and owned:
+                log.get_logger("kafka").warning("partitions_without_owner", topic=self.topic, partitions=unowned)
+                self._consumer.rejoin()
         except Unavailable as error:  # the next poll tries again
             log.get_logger("kafka").debug("owners_not_checked", error=str(error))
-            return
-        self._must_check_owners = False
-        unowned = sorted(set(range(self.num_partitions)) - owned)
-        # During a rebalance the brokers state no partitions. It assigns all of them.
-        if unowned and owned:
-            log.get_logger("kafka").warning("partitions_without_owner", topic=self.topic, partitions=unowned)
-            self._consumer.rejoin()
+        else:
+            self._must_check_owners = False
 
     def confirm_instance(self) -> None:
         """Before a failed producer is replaced, raise an error unless this process still has its instance name.

@@ -1,7 +1,7 @@
 """A bound on the number of alerts per second that a process sends.
 
-After a fault of a model or of a plant, every record may raise an alert. Nobody could read so many alerts, and they
-would delay other processes that use the same brokers. A token bucket therefore decides which alerts are sent. The
+If the model or the plant has a fault, every record may raise an alert. Nobody can read that many alerts, and sending
+them delays other processes that use the same brokers. A token bucket therefore decides which alerts are sent. The
 others are held back: they are counted, summarised in notices, and part of the evidence, but never sent later. Their
 records count as alerted, so neither this run nor the next one raises the same alerts again.
 """

@@ -22,16 +22,20 @@ class Brokers:
     Attributes:
         members: The members, or None while the brokers do not respond.
         num_rejoins: How often the process has left the group and joined it anew.
+        refuses_rejoin: Whether the brokers do not respond when it leaves the group.
     """
 
     def __init__(self) -> None:
         self.members: list[GroupMember] | None = []
         self.num_rejoins = 0
+        self.refuses_rejoin = False
         self.consumer: Any = SimpleNamespace(
             membership="some group", member_id="ours", assignment=frozenset(), rejoin=self._rejoin
         )
 
     def _rejoin(self) -> None:
+        if self.refuses_rejoin:
+            raise Unavailable("no response")
         self.num_rejoins += 1
 
     def list(self, instance: str, member_id: str, *numbers: int) -> None:
@@ -139,6 +143,17 @@ def test_process_that_takes_no_place_does_not_check(brokers: Brokers, membership
     membership.check_before_joining()
     membership.check_owners()
     assert brokers.num_rejoins == 0
+
+
+def test_process_that_cannot_leave_the_group_tries_again(brokers: Brokers, membership: GroupMembership) -> None:
+    brokers.list("one", "previous", 1)
+    membership.check_before_joining()
+    brokers.refuses_rejoin = True
+    membership.check_owners()
+    brokers.refuses_rejoin = False
+    membership.check_owners()
+    membership.check_owners()
+    assert brokers.num_rejoins == 1
 
 
 def test_check_of_owners_waits_for_the_membership_and_for_the_brokers(
