@@ -71,9 +71,6 @@ NUM_NEIGHBOURS = 5
 MAX_NORMALS, MAX_ANOMALIES = 2000, 1000
 """Largest numbers of normal and of anomalous test records."""
 
-CALIBRATION_SHARE = 0.2
-"""Share of the training rows that calibrate."""
-
 BATCH_SIZE = 256
 
 DrawOrders = Callable[[int, int, np.random.Generator], Ints]
@@ -149,11 +146,10 @@ def prepare_case(table: pa.Table, seed: int, max_time: str, folder: Path) -> Cas
             preset=choose_preset(len(rows)),
             max_time=max_time,  # type: ignore[arg-type]
             seed=seed,
-            calibration_share=CALIBRATION_SHARE,
         )
         train([folder / "normal.parquet"], config)
     model = load(model_dir).artifact.model
-    is_calibration = assign_split(len(rows), CALIBRATION_SHARE, seed) == Split.CALIBRATION
+    is_calibration = assign_split(len(rows), None, seed) == Split.CALIBRATION
     normals, anomalies = parts.test[~parts.is_anomaly], parts.test[parts.is_anomaly]
     test = np.concatenate([normals[:MAX_NORMALS], anomalies[:MAX_ANOMALIES]])  # the split has shuffled them
     tables = [rows.filter(pa.array(~is_calibration)), rows.filter(pa.array(is_calibration)), features.take(test)]

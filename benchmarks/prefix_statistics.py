@@ -47,7 +47,6 @@ from numpy.typing import NDArray
 
 from benchmarks.command import build_parser, describe_machine, format_today, publish_results, run_benchmark
 from benchmarks.early import (
-    CALIBRATION_SHARE,
     OBSERVED_SHARES,
     Case,
     compute_model_statistics,
@@ -309,7 +308,7 @@ def measure_table(
     """
     case = prepare_case(table, 0, max_time, folder)
     rows = table.drop_columns(["label"]).take(split_table(table["label"].to_numpy(), 0).train)
-    is_training = assign_split(len(rows), CALIBRATION_SHARE, 0) != Split.CALIBRATION
+    is_training = assign_split(len(rows), None, 0) != Split.CALIBRATION
     train_values = encode_rows(case.model.schema, rows.filter(pa.array(is_training)))
     runs = []
     for seed in order_seeds:

@@ -14,11 +14,12 @@ import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from deformer_stream.calibration.conformal import TiePolicy, choose_num_calibration
 from deformer_stream.counts import format_count
 from deformer_stream.engine.events import NO_TIME
 from deformer_stream.errors import ConfigError, InputError, map_write_errors
@@ -63,9 +64,6 @@ from trainer.tables import (
     parse_numbers,
 )
 
-if TYPE_CHECKING:  # the module imports PyTorch, which a dry run does not need
-    from deformer_stream.calibration.conformal import TiePolicy
-
 
 class Split(enum.IntEnum):
     """The part of the table to which a record belongs, as stored in `PreparedTable.split`.
@@ -108,7 +106,8 @@ class DataOptions:
         discrete: Features whose values are labels.
         continuous: Features whose values are measurements.
         cycle: Features whose values are positions on a cycle, each with its period in the unit of the values.
-        calibration_share: Share (0 to 1) of the records that are set aside for calibration.
+        calibration_share: Share (0 to 1) of the records that are set aside for calibration. None for about a fifth
+            (`choose_num_calibration`).
         seed: Seed of the random split of the records.
         window: The window of time: all readings of a device in one window are a record. None if a column names the
             record of each reading, or if a row is a record.
@@ -136,7 +135,7 @@ class DataOptions:
     discrete: tuple[str, ...] = ()
     continuous: tuple[str, ...] = ()
     cycle: tuple[tuple[str, float], ...] = ()
-    calibration_share: float = 0.2
+    calibration_share: float | None = None
     seed: int = 0
     window: Window | None = None
     once: tuple[str, ...] = ()
@@ -550,12 +549,13 @@ def _count_missing(schema: Schema, statistics: dict[str, ColumnStatistics]) -> d
     return {name: count for name, count in num_missing.items() if count}
 
 
-def assign_split(num_records: int, calibration_share: float, seed: int) -> NDArray[np.uint8]:
+def assign_split(num_records: int, calibration_share: float | None, seed: int) -> NDArray[np.uint8]:
     """Assign each of N records at random to training, validation or calibration.
 
     Args:
         num_records: The number N.
-        calibration_share: Share (0 to 1) of the records that are for calibration.
+        calibration_share: Share (0 to 1) of the records that are for calibration. None for about a fifth
+            (`choose_num_calibration`).
         seed: Seed of the random choice. Only the seed and the number of records determine the choice.
 
     Returns:
@@ -565,13 +565,16 @@ def assign_split(num_records: int, calibration_share: float, seed: int) -> NDArr
     Raises:
         ConfigError: Too few records would be left for training.
     """
-    num_calibration = max(1, round(calibration_share * num_records))
+    if calibration_share is None:
+        num_calibration = choose_num_calibration(num_records)
+    else:
+        num_calibration = max(1, round(calibration_share * num_records))
     # At least four, so that even a small table has some validation records.
     num_validation = max(4, round(VALIDATION_SHARE * (num_records - num_calibration)))
     if num_records - num_calibration - num_validation < MIN_RECORDS // 2:
         raise ConfigError(
-            f"--calibration-share {calibration_share:g} leaves too few of the {num_records} records for training; "
-            "choose a smaller share or give more records"
+            f"{num_calibration} of {num_records} records for calibration leave too few for training; choose a smaller "
+            "--calibration-share or give more records"
         )
     # Fill the parts with their exact numbers of records, then shuffle. The constant in the seed makes these random
     # numbers independent of others with the same seed.

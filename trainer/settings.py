@@ -250,8 +250,10 @@ class TrainSettings(WindowedTableSettings):
         description="With --per, a value with fewer normal records than this gets a model that is adapted from a fleet "
         "model, which is trained on the records of all values. Default: 1000; 0 for no fleet model.",
     )
-    calibration_share: Share = Field(
-        0.2, description="Share (0 to 1) of the records that are used for calibration and not for training."
+    calibration_share: Share | None = Field(
+        None,
+        description="Share (0 to 1) of the records that are used for calibration and not for training. Default: about "
+        "0.2, with 99, 199, 299, ... records, for which alerts at alpha = 1% use all of alpha.",
     )
     folds: int | None = Field(
         None,

@@ -50,7 +50,8 @@ class DeformerDetector(OutlierMixin, BaseEstimator):  # type: ignore[misc]  # sc
         preset: The size of the model, "tiny", "small", "base" or "paper". None to choose one for the table and the
             time.
         epochs: The number of passes over the training records. None to choose it for the table.
-        calibration_share: The share of the records that is used for calibration and not for training.
+        calibration_share: The share of the records that is used for calibration and not for training. None for about
+            0.2, as `deformer-train` chooses it.
         random_state: The seed of all random choices.
         options: Further options of `deformer-train`, with underscores, such as `{"contamination": 0.02}`.
         verbose: Whether to print the progress of training.
@@ -70,7 +71,7 @@ class DeformerDetector(OutlierMixin, BaseEstimator):  # type: ignore[misc]  # sc
         max_time: str | float | None = "1m",
         preset: str | None = None,
         epochs: int | None = None,
-        calibration_share: float = 0.2,
+        calibration_share: float | None = None,
         random_state: int | np.random.RandomState | None = None,
         options: Mapping[str, Any] | None = None,
         verbose: bool = False,

@@ -72,6 +72,13 @@ MAX_CALIBRATION_RECORDS = 20_000
 With more records, the alert threshold at a false-alarm rate of 0.1% would change by less than its standard error.
 """
 
+CALIBRATION_SHARE = 0.2
+"""Share of the records of a training table that are used for calibration and not for training, approximately
+(`choose_num_calibration`)."""
+
+MAX_CALIBRATION_SHARE = 1 / 3
+"""Largest share of the records of a training table to which `choose_num_calibration` raises the calibration records."""
+
 _SMALL_LOG_P = -25.0
 """For a ln p below this value, 1 − (1 − p)^k is replaced by k·p, which then is the same number in float64."""
 
@@ -142,6 +149,25 @@ def advance_prefix_state(
         statistic = np.where(is_decision_point, statistic, 0.0)
     running_max = np.maximum.accumulate(np.maximum(statistic, state.max_statistic[:, None]), 1)
     return running_max, PrefixState(num_scored[:, -1], neg_log_p_sum[:, -1], min_log_p[:, -1], running_max[:, -1])
+
+
+def choose_num_calibration(num_records: int) -> int:
+    """Return how many of N records of a training table are used for calibration: about `CALIBRATION_SHARE`.
+
+    An alert at a false-alarm rate alpha needs a p-value of at most alpha. With n calibration records, p-values are
+    multiples of 1/(n + 1), so the rate is alpha only if alpha·(n + 1) is an integer. Otherwise it is lower, and fewer
+    anomalies are detected: with 127 records, alerts at alpha = 1% have a rate of 1/128 = 0.8%. Therefore n + 1 is a
+    multiple of 100, or of 1000 from 2000 on, if that takes at most `MAX_CALIBRATION_SHARE` of the records.
+
+    Args:
+        num_records: The number N.
+    """
+    num_calibration = round(CALIBRATION_SHARE * num_records)
+    unit = 1000 if num_calibration >= 2000 else 100
+    num_rounded = unit * round((num_calibration + 1) / unit) - 1
+    if 0 < num_rounded <= MAX_CALIBRATION_SHARE * num_records:
+        return num_rounded
+    return max(1, num_calibration)
 
 
 def compute_running_sums(initial: Floats, increments: Floats) -> Floats:

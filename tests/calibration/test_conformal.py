@@ -18,6 +18,7 @@ from deformer_stream.calibration.conformal import (
     Calibration,
     PrefixState,
     advance_prefix_state,
+    choose_num_calibration,
     trim_largest,
 )
 from deformer_stream.calibration.false_alarms import bound_false_alarms
@@ -53,6 +54,21 @@ def test_prefix_statistics_equal_their_definition(p_values: list[float]) -> None
     log_p = np.log(np.array(p_values))[None]
     score, _ = advance_prefix_state(PrefixState.initial(1), log_p, np.ones_like(log_p, bool))
     np.testing.assert_allclose(score[0], compute_statistics_directly(p_values), rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("num_records", "expected"),
+    [(3, 1), (222, 44), (296, 59), (297, 99), (635, 99), (828, 199), (3335, 699), (22795, 4999)],
+)
+def test_number_of_calibration_records(num_records: int, expected: int) -> None:
+    assert choose_num_calibration(num_records) == expected
+
+
+@given(st.integers(297, 100_000))
+def test_alerts_use_all_of_alpha_by_default(num_records: int) -> None:
+    num_calibration = choose_num_calibration(num_records)
+    assert (num_calibration + 1) % 100 == 0
+    assert 0.13 <= num_calibration / num_records <= 1 / 3
 
 
 @given(st.lists(st.floats(-2000, 0), min_size=1, max_size=40), st.data())

@@ -372,7 +372,7 @@ def test_normal_values_are_guessed(column: str, values: list[str], normal: str) 
 
 
 @pytest.mark.parametrize(
-    ("num_records", "expected"), [(None, False), (90, False), (100, True), (492, True), (495, False)]
+    ("num_records", "expected"), [(None, False), (90, False), (100, True), (296, True), (297, False)]
 )
 def test_small_tables_get_folds(num_records: int | None, expected: bool) -> None:
     assert needs_folds(num_records, 0.01) is expected

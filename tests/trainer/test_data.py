@@ -313,6 +313,10 @@ def test_split_is_disjoint_complete_and_stable(records: int) -> None:
     assert (split != assign_split(records, 0.2, 8)).any()
 
 
+def test_default_split_calibrates_with_all_of_alpha() -> None:
+    assert np.bincount(assign_split(635, None, 7), minlength=3)[Split.CALIBRATION] == 99
+
+
 def test_fingerprint_changes_with_the_data(tmp_path: Path, rng: np.random.Generator) -> None:
     x = rng.normal(size=N)
     table = write(tmp_path / "t.parquet", {"x": x})

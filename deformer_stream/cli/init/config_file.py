@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import json
-import math
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from deformer_stream.calibration.conformal import Calibration, choose_num_calibration
 from deformer_stream.model.windows import PerSlot, format_duration
 
 RecordKind = Literal["row", "window", "id"]
 """What a record is: a row of a table, a time window of a device, or all readings with one id."""
-
-CALIBRATION_SHARE = 0.2
-"""Share of the records that training keeps for calibration by default."""
 
 NUM_FOLDS = 5
 """Number of models that are trained if the table is small (`--folds`), so that all records can be used to calibrate."""
@@ -95,21 +92,13 @@ def needs_folds(num_normal_records: int | None, alpha: float) -> bool:
     """
     if num_normal_records is None:
         return False
-    num_needed = count_needed_records(alpha)
-    return round(CALIBRATION_SHARE * num_normal_records) < num_needed <= num_normal_records
-
-
-def count_needed_records(alpha: float) -> int:
-    """Return the smallest number n of calibration records with which alpha is in reach.
-
-    The smallest p-value is 1 / (n + 1), which must be at most alpha.
-    """
-    return math.ceil(1 / alpha - 1e-9) - 1
+    num_needed = Calibration.count_required_records(alpha)
+    return choose_num_calibration(num_normal_records) < num_needed <= num_normal_records
 
 
 def describe_reach(subject: Subject, answers: Answers) -> str | None:
     """Return a sentence that says what helps if even all records are too few for alpha; None if they are enough."""
-    num_needed = count_needed_records(answers.alpha)
+    num_needed = Calibration.count_required_records(answers.alpha)
     if subject.num_normal_records is None or subject.num_normal_records >= num_needed:
         return None
     shorter = ", shorter windows" if answers.record == "window" else ""
