@@ -157,16 +157,17 @@ def choose_num_calibration(num_records: int) -> int:
     An alert at a false-alarm rate alpha needs a p-value of at most alpha. With n calibration records, p-values are
     multiples of 1/(n + 1), so the rate is alpha only if alpha·(n + 1) is an integer. Otherwise it is lower, and fewer
     anomalies are detected: with 127 records, alerts at alpha = 1% have a rate of 1/128 = 0.8%. Therefore n + 1 is a
-    multiple of 100, or of 1000 from 2000 on, if that takes at most `MAX_CALIBRATION_SHARE` of the records.
+    multiple of 100, or of 1000 from 2000 on. If that takes more than `MAX_CALIBRATION_SHARE` of the records, it is a
+    multiple of 20, for alpha = 5%, or any number.
 
     Args:
         num_records: The number N.
     """
     num_calibration = round(CALIBRATION_SHARE * num_records)
-    unit = 1000 if num_calibration >= 2000 else 100
-    num_rounded = unit * round((num_calibration + 1) / unit) - 1
-    if 0 < num_rounded <= MAX_CALIBRATION_SHARE * num_records:
-        return num_rounded
+    for unit in (1000 if num_calibration >= 2000 else 100, 20):
+        num_rounded = unit * round((num_calibration + 1) / unit) - 1
+        if 0 < num_rounded <= MAX_CALIBRATION_SHARE * num_records:
+            return num_rounded
     return max(1, num_calibration)
 
 

@@ -58,7 +58,7 @@ def test_prefix_statistics_equal_their_definition(p_values: list[float]) -> None
 
 @pytest.mark.parametrize(
     ("num_records", "expected"),
-    [(3, 1), (222, 44), (296, 59), (297, 99), (635, 99), (828, 199), (3335, 699), (22795, 4999)],
+    [(3, 1), (50, 10), (112, 19), (222, 39), (296, 59), (297, 99), (635, 99), (828, 199), (3335, 699), (22795, 4999)],
 )
 def test_number_of_calibration_records(num_records: int, expected: int) -> None:
     assert choose_num_calibration(num_records) == expected
