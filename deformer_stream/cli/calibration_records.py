@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 from deformer_stream.cli import factory, file_runs, shard_run
 from deformer_stream.cli.record_collector import RecordCollector
-from deformer_stream.cli.shard_job import delete_folder, delete_leftover, lock_folder
 from deformer_stream.cli.shard_tasks import prepare_calibration
 from deformer_stream.errors import ConfigError, Unavailable
 from deformer_stream.runtime.calibration_sink import CollectedRecords
+from deformer_stream.runtime.shard_job import delete_folder, delete_leftover, lock_folder
 
 if TYPE_CHECKING:
     import threading

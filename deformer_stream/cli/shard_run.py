@@ -1,7 +1,7 @@
 """Runs in shards: divide the input, score the shards by several processes, and continue an interrupted run.
 
-First the input is divided into shards, part by part (`shard_job`, `shard_tasks`). Then the shards are scored. The
-command makes its results of them afterwards.
+First the input is divided into shards, part by part (`runtime.shard_job`, `shard_tasks`). Then the shards are scored.
+The command makes its results of them afterwards.
 """
 
 from __future__ import annotations
@@ -16,7 +16,11 @@ import click
 
 from deformer_stream import log
 from deformer_stream.cli import factory
-from deformer_stream.cli.shard_job import (
+from deformer_stream.cli.shard_tasks import Receipt, prepare_partitioning, read_receipt
+from deformer_stream.cli_utils import is_debugging
+from deformer_stream.counts import format_count
+from deformer_stream.errors import ConfigError
+from deformer_stream.runtime.shard_job import (
     PARTITION_FOLDER,
     ShardJob,
     delete_folder,
@@ -26,10 +30,6 @@ from deformer_stream.cli.shard_job import (
     make_plan,
     open_folder,
 )
-from deformer_stream.cli.shard_tasks import Receipt, prepare_partitioning, read_receipt
-from deformer_stream.cli_utils import is_debugging
-from deformer_stream.counts import format_count
-from deformer_stream.errors import ConfigError
 from deformer_stream.tables.data_files import describe_unknown_scheme, parse_url
 
 VISIBLE_SECONDS = 75.0

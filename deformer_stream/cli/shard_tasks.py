@@ -18,9 +18,9 @@ import numpy as np
 
 from deformer_stream import log
 from deformer_stream.cli import factory, file_runs
-from deformer_stream.cli.shard_job import RECEIPT, ShardJob, describe_files, get_file_name, new_folder
 from deformer_stream.durable_file import replace_file
 from deformer_stream.errors import ArtifactError, InputError
+from deformer_stream.runtime.shard_job import RECEIPT, ShardJob, describe_files, get_file_name, new_folder
 
 if TYPE_CHECKING:
     from pathlib import Path

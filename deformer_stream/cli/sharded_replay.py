@@ -13,10 +13,10 @@ import click
 
 from deformer_stream import __version__, log
 from deformer_stream.cli import factory, incident_files, shard_run
-from deformer_stream.cli.shard_job import SUMMARY, ShardJob, choose_outputs, lock_folder
 from deformer_stream.cli.shard_tasks import load_job_models, prepare_scoring
 from deformer_stream.cli_utils import INTERRUPTED_EXIT_CODE
 from deformer_stream.durable_file import replace_file
+from deformer_stream.runtime.shard_job import SUMMARY, ShardJob, choose_outputs, lock_folder
 
 if TYPE_CHECKING:
     import threading

@@ -8,6 +8,7 @@ The modules are:
     alert_rate, alert_share, repeated_readings   limits and warnings
     metrics, process_metrics, http_server        metrics and health
     process              memory, threads and garbage collection of the process
+    shard_job            the plan and the manifest of a run in shards
     worker_pool, ray_tasks            tasks on several processes or machines
     calibration_sink, next_order      the records of a new calibration
     plant_source, bridge, bridge_metrics         systems without a log, such as MQTT

@@ -12,8 +12,8 @@ import pytest
 from pyiceberg.catalog.sql import SqlCatalog
 from pyiceberg.transforms import IdentityTransform
 
-from deformer_stream.cli.shard_job import describe_files
 from deformer_stream.errors import InputError
+from deformer_stream.runtime.shard_job import describe_files
 from deformer_stream.tables import iceberg
 from deformer_stream.tables.discovery import find_data_files
 from deformer_stream.tables.filters import parse_where
