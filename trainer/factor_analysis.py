@@ -147,15 +147,22 @@ def fit_factors(
     # Readings of a sensor with a limited resolution get uniform noise of the width of its step, as in training.
     noisy, _ = Noise.from_schema(data.schema).apply(values, create_generator(seed, FIT_SEED))
     x = noisy[:, np.flatnonzero(data.schema.is_linear)].double().numpy()
+    has_readings = ~np.isnan(x).all(0)
+    x = x[:, has_readings]
     is_missing = np.isnan(x)
     for column, is_gap in zip(x.T, is_missing.T, strict=True):  # a column is a view, so assigning to it changes x
-        num_gaps = int(is_gap.sum())
-        # Normalised readings have mean 0 and variance 1, so a feature without readings gets them, too.
-        column[is_gap] = rng.normal(size=num_gaps) if is_gap.all() else rng.choice(column[~is_gap], num_gaps)
+        column[is_gap] = rng.choice(column[~is_gap], int(is_gap.sum()))
     rank = _choose_rank(x, is_missing, rng, is_time_short) if rank is None else rank
     # A run that is continued has the rank already, and must get the same factors. So they do not depend on the search
     # for the rank.
-    return _fit(x, is_missing, rank, np.random.default_rng([seed, FIT_SEED, 1]))
+    fitted = _fit(x, is_missing, rank, np.random.default_rng([seed, FIT_SEED, 1]))
+    # Normalised readings have mean 0 and variance 1, so a feature without readings gets them, and follows no factor.
+    num_features = len(has_readings)
+    factors = Factors(np.zeros(num_features), np.zeros((num_features, rank)), np.ones(num_features))
+    factors.means[has_readings] = fitted.means
+    factors.loadings[has_readings] = fitted.loadings
+    factors.variances[has_readings] = fitted.variances
+    return factors
 
 
 def _choose_rank(

@@ -86,7 +86,7 @@ def test_measurement_is_kept(tmp_path: Path, column: Any) -> None:
 def test_reason_states_the_number_of_values_and_the_option_that_keeps_the_column(tmp_path: Path) -> None:
     data = prepare_beside_features(tmp_path, SHUFFLED, name="part")
     (excluded,) = data.excluded_columns
-    assert excluded.reason == "all 432 values differ: looks like an identifier; --continuous part trains on it"
+    assert excluded.reason == "all 451 values differ: looks like an identifier; --continuous part trains on it"
     data = prepare_beside_features(tmp_path, NOW + np.arange(N), name="t")
     assert "Unix times from 2020-03-09 10:34 to 2020-03-09 10:44" in data.excluded_columns[0].reason
 

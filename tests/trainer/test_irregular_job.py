@@ -91,7 +91,7 @@ def test_job_writes_a_model_directory_that_describes_irregular_readings(tmp_path
     training = artifact.manifest["training"]
     assert training["held_out"]["log_likelihood_per_reading"] == -held_out.mean_nll
     assert training["readings"] == output.data.offsets[-1]
-    assert training["records_used"]["calibration"] == len(artifact.calibration.scores) == 24
+    assert training["records_used"]["calibration"] == len(artifact.calibration.scores) == 19
     assert set(artifact.calibration.mean_neg_log_p_by_feature) == {"a", "b", "state"}
     page = (tmp_path / "model" / "report.html").read_text()
     assert "Irregular readings" in page
@@ -174,7 +174,7 @@ def test_job_under_a_time_limit_uses_it(tmp_path: Path, source: Path) -> None:
     assert output.training_result.steps > 5
     assert output.training_result.steps < output.training_result.planned_steps
     assert output.summary["seconds"] < 66
-    assert len(output.calibration.scores) == 24
+    assert len(output.calibration.scores) == 19
 
 
 def test_job_finishes_as_early_as_possible_if_the_time_is_over(tmp_path: Path, source: Path) -> None:
@@ -184,7 +184,7 @@ def test_job_finishes_as_early_as_possible_if_the_time_is_over(tmp_path: Path, s
     output = train_irregular([source], settings, budget=budget, on_message=messages.append)
     assert "too short" in messages[0]
     assert output.training_result.steps == 1
-    assert len(output.calibration.scores) == 24, "all that the table has, because 99 are the least"
+    assert len(output.calibration.scores) == 19, "all that the table has, because 99 are the least"
     assert "few_steps" in [warning["code"] for warning in output.summary["warnings"]]
 
 
@@ -255,8 +255,14 @@ def test_scale_of_cumulative_sums_is_fitted_to_the_scores_of_the_engine(tmp_path
         assert kernels is not None
         readings = score_records(kernels, model, examples, rows, marginals, 7)
     reference = score_records(None, model, examples, rows, marginals, 7)  # PyTorch computes the same
-    for name in ("log_p", "log_p_others", "log_masses"):
-        np.testing.assert_allclose(getattr(readings, name), getattr(reference, name), rtol=1e-3, atol=1e-3)
+    np.testing.assert_allclose(readings.log_masses, reference.log_masses, rtol=1e-3, atol=1e-3)
+    for name in ("log_p", "log_p_others"):
+        log_p, expected = getattr(readings, name), getattr(reference, name)
+        # At the mode of a density, 1 − p grows as the root of the distance of ln p(value) from its largest value. So
+        # rounding errors of ln p(value) of 1e-6 are errors of 1e-3 there.
+        is_at_mode = expected > -0.01
+        np.testing.assert_allclose(log_p[~is_at_mode], expected[~is_at_mode], rtol=1e-3, atol=1e-3)
+        np.testing.assert_allclose(log_p[is_at_mode], expected[is_at_mode], rtol=0, atol=5e-3)
     assert not np.array_equal(readings.log_p, reference.log_p)  # rounding errors differ
     assert readings.is_counted.sum(1).tolist() == table.num_readings[rows].tolist()
     previous = find_previous_values(create_states(len(rows), 3), readings.codes, readings.values, readings.is_counted)
@@ -433,7 +439,7 @@ def test_reserve_is_the_time_of_the_work_itself(tmp_path: Path, source: Path, mo
     assert job.costs.calibration == pytest.approx(1.1 * 0.7)
     assert job.costs.ranking == pytest.approx(1.1 * 0.3)
     assert job.costs.held_out == pytest.approx(1.1 * irregular_job.BLOCKS_PER_PASS * (0.02 + 0.2 * 0.1))
-    expected = 24 * 0.7 + 86 * 0.3  # calibration and training records, of which 10 are for validation
+    expected = 19 * 0.7 + 91 * 0.3  # calibration and training records, of which 10 are for validation
     reserve = job.compute_costs(None).after - job.costs.fixed - job.maximum.held_out_passes * job.costs.held_out
     assert reserve == pytest.approx(1.1 * expected)
 

@@ -291,9 +291,9 @@ def test_records_used_and_available_are_those_of_each_phase(
     used, available = output.summary["records_used"], output.summary["records_available"]
     assert used["train"] == 100 < available["train"]
     assert used["validation"] == available["validation"]
-    assert used["calibration"] == len(output.calibration.scores) == 36
+    assert used["calibration"] == len(output.calibration.scores) == 35
     assert used["calibration_trimmed"] == 4
-    assert used["held_out"] == available["calibration"] == 40
+    assert used["held_out"] == available["calibration"] == 39
     assert available["table"] == 200
     assert sum(output.summary["seconds_by_phase"].values()) <= output.summary["seconds"] + 0.1
 
