@@ -241,19 +241,19 @@ def test_label_filter_compares_as_text(tmp_path: Path, rng: np.random.Generator,
     for kind in (pa.int8(), pa.float32(), pa.bool_()):
         if kind == pa.bool_():
             normal = "false"
-        table = write(tmp_path / "t.parquet", {"x": np.arange(N) + 0.5, "y": pa.array(label).cast(kind)})
+        table = write(tmp_path / "t.parquet", {"x": np.arange(N) + 100.5, "y": pa.array(label).cast(kind)})
         data = prepare_in(tmp_path, table, label="y", normal=normal)
         raw = data.schema.denormalise(np.zeros(len(data.values), int), data.values[:, 0].astype(float))
-        np.testing.assert_allclose(raw, np.flatnonzero(label == 0) + 0.5, rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(raw, np.flatnonzero(label == 0) + 100.5, rtol=1e-5)
 
 
 def test_label_filter_ignores_white_space(tmp_path: Path, rng: np.random.Generator) -> None:
     label = rng.integers(0, 3, N)
     names = np.array(["none", " none", "leak "])[label]
-    table = write(tmp_path / "t.parquet", {"x": np.arange(N) + 0.5, "y": pa.array(names.tolist())})
+    table = write(tmp_path / "t.parquet", {"x": np.arange(N) + 100.5, "y": pa.array(names.tolist())})
     data = prepare_in(tmp_path, table, label="y", normal="none ")
     raw = data.schema.denormalise(np.zeros(len(data.values), int), data.values[:, 0].astype(float))
-    np.testing.assert_allclose(raw, np.flatnonzero(label < 2) + 0.5, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(raw, np.flatnonzero(label < 2) + 100.5, rtol=1e-5)
 
 
 @pytest.mark.parametrize(

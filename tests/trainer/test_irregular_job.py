@@ -231,7 +231,8 @@ def test_calibration_through_the_engine_gives_the_scores_of_the_blocks(tmp_path:
 
 def test_scale_of_cumulative_sums_is_fitted_to_the_scores_of_the_engine(tmp_path: Path) -> None:
     """The sums of the records, from which the scale is fitted, are those that a stream would have."""
-    table = prepared_irregular(tmp_path, fleet(np.random.default_rng(2)))
+    # None of these records has a reading at the mode of its density, where p-values in float32 are less precise.
+    table = prepared_irregular(tmp_path, fleet(np.random.default_rng(2)), calibration_share=0.2)
     examples = divided(tmp_path, table)
     torch.manual_seed(0)
     size = {"d_model": 64, "heads": 2, "feedforward": 64}  # which the compiled kernels support
@@ -255,14 +256,8 @@ def test_scale_of_cumulative_sums_is_fitted_to_the_scores_of_the_engine(tmp_path
         assert kernels is not None
         readings = score_records(kernels, model, examples, rows, marginals, 7)
     reference = score_records(None, model, examples, rows, marginals, 7)  # PyTorch computes the same
-    np.testing.assert_allclose(readings.log_masses, reference.log_masses, rtol=1e-3, atol=1e-3)
-    for name in ("log_p", "log_p_others"):
-        log_p, expected = getattr(readings, name), getattr(reference, name)
-        # At the mode of a density, 1 − p grows as the root of the distance of ln p(value) from its largest value. So
-        # rounding errors of ln p(value) of 1e-6 are errors of 1e-3 there.
-        is_at_mode = expected > -0.01
-        np.testing.assert_allclose(log_p[~is_at_mode], expected[~is_at_mode], rtol=1e-3, atol=1e-3)
-        np.testing.assert_allclose(log_p[is_at_mode], expected[is_at_mode], rtol=0, atol=5e-3)
+    for name in ("log_p", "log_p_others", "log_masses"):
+        np.testing.assert_allclose(getattr(readings, name), getattr(reference, name), rtol=1e-3, atol=1e-3)
     assert not np.array_equal(readings.log_p, reference.log_p)  # rounding errors differ
     assert readings.is_counted.sum(1).tolist() == table.num_readings[rows].tolist()
     previous = find_previous_values(create_states(len(rows), 3), readings.codes, readings.values, readings.is_counted)
