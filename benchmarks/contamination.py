@@ -14,7 +14,7 @@ records; these anomalies are not tested. These treatments are compared:
 
 Isolation Forest and the mean distance to the five nearest neighbours run on the same rows without knowing the share.
 The report shows AUROC and AUPR of complete records, and for each α the shares of normal records and of anomalies that
-raise an alert.
+raise an alert. Measurements are stored one by one: an interrupted run continues; use --again after code changes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from benchmarks.command import build_parser, describe_machine, format_today, publish_results, run_benchmark
+from benchmarks.command import (
+    ResultStore,
+    add_again_option,
+    build_parser,
+    describe_machine,
+    format_today,
+    publish_results,
+    run_benchmark,
+)
 from benchmarks.tables import (
     TableSplit,
     compute_ranking_metrics,
@@ -225,27 +233,34 @@ def parse_shares(text: str) -> list[float]:
 def run(arguments: argparse.Namespace) -> None:
     """Measure all requested tables and publish the results."""
     require_scikit_learn()
-    lines = []
-    for name, path in find_tables(arguments.tables).items():
-        table = pq.read_table(path)
-        for share in parse_shares(arguments.shares):
-            for seed in parse_seeds(arguments.seeds):
-                lines.append({"table": name} | measure_table(table, share, seed, arguments.max_time))
-                print(json.dumps(lines[-1]), flush=True)
+    store = ResultStore("contamination", {"max_time": arguments.max_time}, arguments.again)
+    path_by_name, shares = find_tables(arguments.tables), parse_shares(arguments.shares)
+    # The seeds one after another, so that an interrupted run has measured all tables with the first seeds.
+    for seed in parse_seeds(arguments.seeds):
+        for name, path in path_by_name.items():
+            missing = [share for share in shares if not store.find(table=name, share=share, seed=seed)]
+            table = pq.read_table(path) if missing else None
+            for share in missing:
+                assert table is not None
+                line = {"table": name, "machine": describe_machine(), "date": format_today()}
+                line |= measure_table(table, share, seed, arguments.max_time)
+                print(json.dumps(store.add(line)), flush=True)
+    lines = sorted(store.lines, key=lambda line: (line["table"].lower(), line["share"], line["seed"]))
+    machines = "; ".join(sorted({f"{line['machine']}, {line['date']}" for line in lines}))
     conditions = (
-        f"{describe_machine()}, {format_today()}. Each training run takes at most {arguments.max_time}. Means are by "
-        "the requested share, which tables with few anomalies do not reach."
+        f"{machines}. Each training run takes at most {arguments.max_time}. Means are by the requested share, which "
+        "tables with few anomalies do not reach."
     )
     text = (
         f"# Contaminated training data\n\n{conditions}\n\n"
         f"{format_results(average_by_share(lines))}\n\n{format_results(lines)}\n"
     )
-    publish_results("contamination", text, lines)
+    publish_results("contamination", text)
 
 
 def main() -> None:
     """Run the program."""
-    options = build_parser(__doc__, seeds="0", max_time="45s")
+    options = add_again_option(build_parser(__doc__, seeds="0", max_time="45s"))
     shares_help = "comma-separated shares of anomalies among the training records; 0,0.01,0.05,0.1 by default"
     options.add_argument("--shares", default="0,0.01,0.05,0.1", help=shares_help)
     run_benchmark("contamination", run, options)
