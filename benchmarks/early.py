@@ -41,6 +41,9 @@ from benchmarks.early_report import format_report, summarise_contenders
 from benchmarks.tables import choose_preset, find_tables, parse_seeds, require_scikit_learn, split_table
 from deformer_stream import load
 from deformer_stream.calibration.conformal import Calibration, PrefixState, advance_prefix_state
+from deformer_stream.kernels.library import load_library
+from deformer_stream.kernels.prefix_distances import choose_distance_function
+from deformer_stream.model.alert_distance import AlertDistance
 from deformer_stream.model.deformer import DEformer, to_tensor
 from deformer_stream.model.schema import Schema
 from trainer.data import Split, assign_split, encode_table
@@ -125,7 +128,7 @@ class PValues:
     complete: Floats
 
 
-def prepare_case(table: pa.Table, seed: int, max_time: str, folder: Path) -> Case:
+def prepare_case(table: pa.Table, seed: int, max_time: str, folder: Path, alert_exemplars: int | None = None) -> Case:
     """Train a model, or load it from the folder if it is there, and encode the records.
 
     Args:
@@ -133,6 +136,8 @@ def prepare_case(table: pa.Table, seed: int, max_time: str, folder: Path) -> Cas
         seed: Seed of split and training.
         max_time: Largest duration of the training run, for example "45s".
         folder: Where the model is stored.
+        alert_exemplars: Largest number of training records whose distance is a term of the statistic; None for the
+            default of training.
     """
     parts = split_table(table["label"].to_numpy(), seed)
     features = table.drop_columns(["label"])
@@ -146,6 +151,7 @@ def prepare_case(table: pa.Table, seed: int, max_time: str, folder: Path) -> Cas
             preset=choose_preset(len(rows)),
             max_time=max_time,  # type: ignore[arg-type]
             seed=seed,
+            alert_exemplars=alert_exemplars,
         )
         train([folder / "normal.parquet"], config)
     model = load(model_dir).artifact.model
@@ -183,6 +189,10 @@ def compute_model_statistics(model: DEformer, codes: Ints, values: Floats) -> Fl
     """
     ordered = np.take_along_axis(values, codes, 1)
     statistics = np.empty(codes.shape)
+    distance = AlertDistance.from_parameters(model.extract_parameters())
+    terms = np.zeros(codes.shape)
+    if distance is not None:
+        terms = distance.compute_terms(codes, ordered, choose_distance_function(load_library(False)))
     for start in range(0, len(codes), BATCH_SIZE):
         rows = slice(start, start + BATCH_SIZE)
         x = to_tensor(ordered[rows], model)
@@ -192,7 +202,10 @@ def compute_model_statistics(model: DEformer, codes: Ints, values: Floats) -> Fl
         state = PrefixState.initial(len(log_p))
         for k in range(log_p.shape[1]):
             state = replace(state, max_statistic=np.zeros(len(log_p)))  # the maximum over prefixes is computed later
-            statistic, state = advance_prefix_state(state, log_p[:, k : k + 1], is_scored[:, k : k + 1])
+            column = slice(k, k + 1)
+            statistic, state = advance_prefix_state(
+                state, log_p[:, column], is_scored[:, column], distance_terms=terms[rows, column]
+            )
             statistics[rows, k] = statistic[:, 0]
     return statistics
 

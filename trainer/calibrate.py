@@ -123,24 +123,44 @@ def score_calibration_records(
         for start in range(0, len(rows), batch_size):
             if not should_continue(start):
                 break
-            values, arrival_ranks = read_rows(data, rows[start : start + batch_size])
-            if order == "arrival" and arrival_ranks is not None:
-                keys = arrival_ranks  # readings with equal ranks get any order here; the engine averages over orders
-            elif order == "random":
-                keys = draw_random_keys(values.shape, generator)
-            else:  # the order of the features in the schema
-                keys = torch.arange(num_features, dtype=torch.float64).expand(values.shape)
-            features, columns = order_readings(values, keys)
-            feature_codes = features.numpy()
-            ordered_values = gather_values(values, columns).double().numpy()
+            batch = rows[start : start + batch_size]
+            feature_codes, ordered_values, times = order_records(data, batch, order, generator)
             scores = compute_record_scores(kernels, model, feature_codes, ordered_values)
-            if order == "arrival" and arrival_ranks is not None and data.ties == "hold":
-                # With this option readings of the same time have the same rank, so ranks can be used as event times.
-                times = gather_values(arrival_ranks, columns).long().numpy()
+            if times is not None and data.ties == "hold":
                 statistics, centered_nll = _score_tie_groups(model, feature_codes, ordered_values, times)
                 scores = replace(scores, statistics=statistics, centered_nll=centered_nll)
             total += scores
     return total
+
+
+def order_records(
+    data: PreparedTable, rows: NDArray[np.int64], order: Order, generator: torch.Generator
+) -> tuple[NDArray[np.int64], NDArray[np.float64], NDArray[np.int64] | None]:
+    """Return the readings of N records in one order of arrival.
+
+    Args:
+        data: The prepared table.
+        rows: (N,) row numbers of the records in the table.
+        order: The arrival-order distribution from which each record's order is drawn: "arrival" (the logged order),
+            "random" or "schema" (the order of the features).
+        generator: Source of the random orders.
+
+    Returns:
+        (N, L) feature codes with L readings in the longest record and −1 as padding at the end of the others; (N, L)
+        normalised values or label codes, arbitrary at padding; and (N, L) the ranks of the readings in the logged
+        order, None in another order. Readings of the same time have the same rank with `--ties hold`.
+    """
+    values, arrival_ranks = read_rows(data, rows)
+    ranks = arrival_ranks if order == "arrival" else None
+    if ranks is not None:
+        keys = ranks  # readings with equal ranks get any order here; the engine averages over orders
+    elif order == "random":
+        keys = draw_random_keys(values.shape, generator)
+    else:  # the order of the features in the schema
+        keys = torch.arange(len(data.schema), dtype=torch.float64).expand(values.shape)
+    features, columns = order_readings(values, keys)
+    ordered_ranks = None if ranks is None else gather_values(ranks, columns).long().numpy()
+    return features.numpy(), gather_values(values, columns).double().numpy(), ordered_ranks
 
 
 def _score_tie_groups(

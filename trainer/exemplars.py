@@ -19,9 +19,9 @@ from deformer_stream.calibration.conformal import trim_largest
 from deformer_stream.engine.record_scores import sum_centered_nll
 from deformer_stream.kernels.cpu import attached_kernels
 from deformer_stream.model.deformer import DEformer
-from deformer_stream.model.exemplars import Exemplars
+from deformer_stream.model.exemplars import Exemplars, has_unordered_labels
 from deformer_stream.model.ranking import Ranking
-from deformer_stream.model.schema import LINEAR_LIMIT
+from deformer_stream.model.schema import LINEAR_LIMIT, Schema
 from trainer.budget import MIN_CLEAR_RATIO, measure_seconds_per_record
 from trainer.data import PreparedTable, Split
 from trainer.gaussian_prior import CrossFittedPriors, extract_mixture
@@ -321,7 +321,7 @@ def _create_ranking(
         positions, known = _prepend_old_exemplars(model.ranking, positions, known, max_exemplars, rng)
     ranking = Ranking(data.schema, len(positions))
     ranking.known = known
-    ranking.deviations = _compute_deviations(ranking, positions)  # the unit of distance of each feature
+    ranking.deviations = torch.from_numpy(compute_deviations(data.schema, positions.numpy(), known.numpy()))
     ranking.positions = positions / ranking.deviations
     return ranking
 
@@ -354,7 +354,7 @@ def _prepend_old_exemplars(
     return torch.cat([old_positions, positions]), torch.cat([old_known, known])
 
 
-def _compute_deviations(ranking: Ranking, positions: torch.Tensor) -> torch.Tensor:
+def compute_deviations(schema: Schema, positions: NDArray[np.float32], known: NDArray[np.bool_]) -> NDArray[np.float32]:
     """Return the unit of distance of each feature, so that all features have similar weight in a distance.
 
     For numbers it is the standard deviation of the readings after clipping to `LINEAR_LIMIT` normalised units, or 1 if
@@ -362,27 +362,27 @@ def _compute_deviations(ranking: Ranking, positions: torch.Tensor) -> torch.Tens
     different labels, but at least `MIN_DIFFERENCE_RATE`.
 
     Args:
-        ranking: The ranking, with `known` (whether an exemplar has a reading of a feature) and `is_text_label` set.
+        schema: The F features.
         positions: (M, F) coordinates of M exemplars in F features. For a label that is not a number, the coordinate is
             its code.
+        known: (M, F) whether an exemplar has a reading of the feature.
 
     Returns:
         (F,) float32 units. The unit of a feature without readings is 1.
     """
     deviations = np.ones(positions.shape[1])
-    for feature_index in range(positions.shape[1]):
-        is_known = ranking.known[:, feature_index].numpy()
-        readings = positions[:, feature_index].numpy()[is_known].astype(np.float64)
-        if len(readings) and bool(ranking.is_text_label[feature_index]):
+    for feature_index, feature in enumerate(schema.features):
+        readings = positions[known[:, feature_index], feature_index].astype(np.float64)
+        if len(readings) and has_unordered_labels(feature):
             _, counts = np.unique(readings, return_counts=True)  # of each label
             probability_of_equality = float(((counts / len(readings)) ** 2).sum())
             deviations[feature_index] = max(1.0 - probability_of_equality, MIN_DIFFERENCE_RATE)
         elif len(readings):
-            is_number = ranking.schema.features[feature_index].kind == "continuous"
+            is_number = feature.kind == "continuous"
             # Among extreme values, the differences of all other values would not count.
             clipped = np.clip(readings, -LINEAR_LIMIT, LINEAR_LIMIT) if is_number else readings
             deviations[feature_index] = next((std for std in (clipped.std(), readings.std()) if std > 0), 1.0)
-    return torch.from_numpy(deviations).float()
+    return deviations.astype(np.float32)
 
 
 def _compute_distances_to_others(ranking: Ranking, exemplar_indexes: NDArray[np.int64]) -> NDArray[np.float64]:

@@ -28,6 +28,7 @@ from deformer_stream.calibration.seen_records import RecordSet, find_seen_record
 from deformer_stream.counts import format_count
 from deformer_stream.errors import ConfigError, DeformerError
 from deformer_stream.model.deformer import DEformer
+from trainer.alert_distance import AlertDistanceResult, add_alert_distance
 from trainer.budget import (
     Costs,
     Phase,
@@ -88,6 +89,7 @@ from trainer.training_warnings import (
     check_best_step,
     check_calibration,
     check_independence,
+    check_row_order,
     check_steps,
 )
 from trainer.working_folder import get_working_folder, load_previous_run, lock_working_folder
@@ -223,6 +225,8 @@ def train(
         final_costs = planned.costs and replace(planned.costs, fixed=planned.fixed_seconds)
         final_phases = _FinalPhases(settings, budget, final_costs, on_message)
         part = run.budget if settings.folds else None  # with --folds, each model has a part of the time
+        row_order = _add_alert_distance(result.model, data, order, settings)
+        warnings.add(*check_row_order(row_order.row_order_ratio))
         scores = final_phases.score_calibration_records(result.model, data, order, settings.seed, part)
         budget.mark_phase("calibration")
         # Cross-conformal calibration: the records of each further fold are scored by a model trained without them.
@@ -270,6 +274,7 @@ def train(
             "calibration": len(calibration.scores),
             "calibration_trimmed": len(scores.statistics) - len(calibration.scores),
             "exemplars": model.config.exemplars,
+            "alert_exemplars": model.config.alert_exemplars,
             "ranking": final_phases.num_ranking_records,
             "held_out": len(held_out.nll_by_record),
         }
@@ -279,6 +284,8 @@ def train(
             "calibration": count_calibration_records(calibrated_data, settings.folds),
             "table": data.num_input_records,
         }
+        if row_order.row_order_ratio is not None:
+            summary["row_order_ratio"] = round(row_order.row_order_ratio, 4)
         if data.left_out is not None:
             summary["left_out"] = data.left_out
         summary["records_per_day"] = estimate_records_per_day(data)
@@ -353,6 +360,19 @@ def run_worker_rank(
     # Each process writes its own matrix of the table's values. That of this process is deleted after training.
     with tempfile.TemporaryDirectory() as folder:
         _train_model(_prepare_run(tables, settings, Path(folder), budget, ranks), should_stop)
+
+
+def _add_alert_distance(
+    model: DEformer, data: PreparedTable, order: Order, settings: TrainConfig
+) -> AlertDistanceResult:
+    """Store training records for the alert in a trained model, as far as the options and the table permit.
+
+    With `--folds`, calibration records are training records of the model, and would be their own nearest records.
+    """
+    max_exemplars = settings.alert_exemplars
+    if settings.folds or choose_exemplars(settings) == 0:
+        max_exemplars = 0
+    return add_alert_distance(model, data, order, settings.seed, max_exemplars)
 
 
 class _FinalPhases:

@@ -460,6 +460,14 @@ class TrainConfig(TrainSettings):
         "default it is learnt for each table.",
     )
 
+    alert_exemplars: int | None = Field(
+        None,
+        ge=0,
+        description="Largest number of training records that are stored for the alert, 0 for none. The distance of an "
+        "open record to the nearest ones is a term of its statistic. By default 1024; none with --folds, with fewer "
+        "than 100 training records or more than 200 features, or if the order of the rows of the table matters.",
+    )
+
     batch: int | None = Field(None, ge=1)
     optimizer: Optimizer | None = None
     compile_layers: Compile | None = None

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from deformer_stream.calibration.conformal import DEFAULT_ALPHAS, Calibration
 from deformer_stream.counts import format_count
+from trainer.alert_distance import MAX_ROW_ORDER_RATIO
 from trainer.fit import TrainingResult
 from trainer.recipes import MIN_USEFUL_STEPS
 
@@ -64,6 +65,22 @@ class WarningList:
             if all(warning.code != other.code for other in self.warnings):
                 self.warnings.append(warning)
                 self.on_message(f"warning: {warning.message}")
+
+
+def check_row_order(ratio: float | None) -> list[TrainingWarning]:
+    """Return a warning if rows near each other in the table resemble each other.
+
+    Args:
+        ratio: The ratio of `alert_distance.measure_row_order`, None if it was not measured.
+    """
+    if ratio is None or ratio <= MAX_ROW_ORDER_RATIO:
+        return []
+    message = (
+        f"records near each other in the table resemble each other (those of other parts of the table are {ratio:.2f} "
+        "times as far away as those of all parts). If the table is in order of time, later normal records may raise "
+        "more alerts than alpha permits: calibrate with later records (deformer-stream calibrate)"
+    )
+    return [TrainingWarning("row_order", message)]
 
 
 def check_steps(result: TrainingResult, limit: float | None) -> list[TrainingWarning]:

@@ -7,9 +7,10 @@ Both are comparable between short and long prefixes:
     G_k = −ln P(χ²_2k ≥ −2 Σ_{i≤k} ln q_i)          Fisher's combination, large after many slightly unlikely readings
     B_k = −ln(1 − (1 − min_{i≤k} q_i)^k)            Šidák's correction, large after one very unlikely reading
 
-with q_i = p_i^c and c = `P_VALUE_EXPONENT`. The prefix statistic is g_k = max(G_k, B_k), larger is more anomalous. M_i,
-the maximum of g_k over all prefixes of calibration record i, is computed for n held-out normal records. The p-value of
-a new record after k readings is
+with q_i = p_i^c and c = `P_VALUE_EXPONENT`. The prefix statistic is g_k = max(G_k, B_k) + D_k; larger is more
+anomalous. D_k comes from the distance of the prefix to stored training records (`model.alert_distance`). It is 0 if the
+model stores none for the alert. M_i, the maximum of g_k over all prefixes of calibration record i, is computed for n
+held-out normal records. The p-value of a new record after k readings is
 
     p_k = (1 + #{i : M_i ≥ max_{j≤k} g_j}) / (n + 1).
 
@@ -113,14 +114,18 @@ class PrefixState:
 
 
 def advance_prefix_state(
-    state: PrefixState, log_p: Floats, is_scored: NDArray[np.bool_], is_decision_point: NDArray[np.bool_] | None = None
+    state: PrefixState,
+    log_p: Floats,
+    is_scored: NDArray[np.bool_],
+    is_decision_point: NDArray[np.bool_] | None = None,
+    distance_terms: Floats | None = None,
 ) -> tuple[Floats, PrefixState]:
     """Add up to L readings to each of R records and return their running statistics.
 
     The running statistic is the anomaly score from which a record's p-value is computed. It is the largest prefix
     statistic so far. The prefix statistic of the first k readings is the larger of two combinations of their p-values,
-    Fisher's and Šidák's. Sums are accumulated in order of arrival, so splitting the readings over several calls gives
-    the same bits.
+    Fisher's and Šidák's, plus the term of their distance to stored training records. Sums are accumulated in order of
+    arrival, so splitting the readings over several calls gives the same bits.
 
     Args:
         state: The state of the R records before these readings.
@@ -130,6 +135,8 @@ def advance_prefix_state(
             never scored. They leave the state unchanged.
         is_decision_point: (R, L) whether the prefix that ends with this reading counts. It is false for the readings
             of a tie group (readings of one record with the same event time) except the last. None if all count.
+        distance_terms: (R, L) term of the prefix that ends with each reading (`AlertDistance.compute_terms`). None
+            without stored training records.
 
     Returns:
         running statistics: (R, L) the running statistic after each reading; larger is more anomalous.
@@ -143,7 +150,10 @@ def advance_prefix_state(
     min_log_p = np.minimum.accumulate(np.minimum(scaled_log_p, state.min_log_p[:, None]), 1)
     fisher = _compute_fisher_statistic(num_scored, neg_log_p_sum)
     sidak = _compute_sidak_statistic(num_scored, min_log_p)
-    statistic = np.where(num_scored > 0, np.maximum(fisher, sidak), 0.0)
+    combined = np.maximum(fisher, sidak)
+    if distance_terms is not None:
+        combined = combined + distance_terms
+    statistic = np.where(num_scored > 0, combined, 0.0)
     if is_decision_point is not None:
         # A statistic of 0, the smallest possible one, does not change the maximum.
         statistic = np.where(is_decision_point, statistic, 0.0)

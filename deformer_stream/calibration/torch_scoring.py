@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from deformer_stream.calibration.conformal import PrefixState, advance_prefix_state
 from deformer_stream.calibration.score_sums import RecordScores
+from deformer_stream.model.alert_distance import AlertDistance
 from deformer_stream.model.deformer import DEformer, to_tensor
 
 Floats = NDArray[np.float64]
@@ -34,11 +35,15 @@ def score_records(model: DEformer, features: NDArray[np.int64], values: Floats, 
     """
     num_features = len(model.schema)
     total = RecordScores(np.empty(0), np.zeros(num_features), np.zeros(num_features, np.int64))
+    distance = AlertDistance.from_parameters(model.extract_parameters())
     batches = _iterate_score_terms(model, features, values, batch_size)
     for batch_index, (log_p, centered_nll, is_scored) in enumerate(batches):
         start = batch_index * batch_size
-        scored_codes = features[start : start + batch_size][is_scored]  # flat: one code per scored reading
-        _, state = advance_prefix_state(PrefixState.initial(len(is_scored)), log_p, is_scored)
+        batch = slice(start, start + batch_size)
+        scored_codes = features[batch][is_scored]  # flat: one code per scored reading
+        terms = None if distance is None else distance.compute_terms(features[batch], values[batch])
+        initial = PrefixState.initial(len(is_scored))
+        _, state = advance_prefix_state(initial, log_p, is_scored, distance_terms=terms)
         # Sum −ln p over the readings of each feature, and count them.
         neg_log_p_sums = np.bincount(scored_codes, weights=-log_p[is_scored], minlength=num_features).astype(np.float64)
         num_readings = np.bincount(scored_codes, minlength=num_features)

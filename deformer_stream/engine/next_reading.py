@@ -45,8 +45,10 @@ from deformer_stream.engine.imputation import iterate_conditionals
 from deformer_stream.engine.records import RecordTable
 from deformer_stream.engine.single_readings import check_single_readings
 from deformer_stream.engine.suggestions import DEFAULT_NUM_DRAWS, DEFAULT_SUSPICIOUS, NextReading
+from deformer_stream.model.alert_distance import AlertDistance
 from deformer_stream.model.deformer import DEformer, to_tensor
 from deformer_stream.model.distributions import Conditional
+from deformer_stream.model.exemplars import MAX_DIFFERENCES
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -138,6 +140,7 @@ def collect_alerted_records(
         conditional = model.conditionals(torch.from_numpy(codes).to(model.device), inputs)
         log_p: Floats = conditional.log_p_value(inputs).double().cpu().numpy()
     is_scored = is_reading & ~model.schema.is_context[known] & np.isfinite(log_p)
+    # The terms of distances change only the score, which is replaced.
     _, state = advance_prefix_state(PrefixState.initial(len(codes)), np.where(is_scored, log_p, 0.0), is_scored)
     state = replace(state, max_statistic=scores)  # that of the stream, where tie groups are scored together
     return OpenRecords([records.record_ids[index] for index in record_indices.tolist()], values, ~is_missing, state)
@@ -272,7 +275,7 @@ def rank_features(
         outcomes, probabilities = _list_outcomes(model, drawn_from, num_draws)
         record = rows[drawn_from.rows]
         conditional = given_all.conditional[torch.as_tensor(position[record, drawn_from.codes])]
-        statistics = _advance_copies(model, records.state, record, conditional, outcomes)
+        statistics = _advance_copies(model, records, record, drawn_from.codes, conditional, outcomes)
         record_ids = [records.record_ids[i] for i in record.tolist()]
         p_values = calibration.compute_p_values(statistics, partial(list, record_ids))
         weight = weights[drawn_from.rows]
@@ -407,29 +410,41 @@ def _list_outcomes(model: DEformer, collected: _Collected, num_draws: int) -> tu
 
 
 def _advance_copies(
-    model: DEformer, state: PrefixState, record: Ints, conditional: Conditional, outcomes: Floats
+    model: DEformer, records: OpenRecords, record: Ints, codes: Ints, conditional: Conditional, outcomes: Floats
 ) -> Floats:
     """Return the running anomaly score of copies of records, to each of which one further reading is added, (M, P).
 
     Args:
         model: The network.
-        state: The running statistics of the R records.
+        records: The R records.
         record: (M,) row of the record whose copies get the values.
+        codes: (M,) features of the values.
         conditional: The distributions of the readings given all readings of their records, of shape (M,).
         outcomes: (M, P) the P values that are added, each to another copy: normalised, or label codes.
     """
     num_values = outcomes.shape[1]
     statistics = np.empty(outcomes.shape)
-    step = max(1, MAX_VALUES_PER_PASS // num_values)
+    distance = AlertDistance.from_parameters(model.extract_parameters())
+    prefixes = None if distance is None else distance.sum_differences(_normalise(model, records.values))
+    values_at_once = MAX_VALUES_PER_PASS
+    if distance is not None:
+        values_at_once = min(values_at_once, max(1, MAX_DIFFERENCES // distance.num_stored))
+    step = max(1, values_at_once // num_values)
     for start in range(0, len(outcomes), step):
         part = slice(start, start + step)
         repeated = np.arange(start, min(start + step, len(outcomes))).repeat(num_values)
         with torch.inference_mode():
             values = to_tensor(outcomes[part].reshape(-1), model)
             log_p = conditional[torch.as_tensor(repeated)].log_p_value(values).double().cpu().numpy()
-        copies = _select_state(state, record[repeated])
+        copies = _select_state(records.state, record[repeated])
         is_finite = np.isfinite(log_p)  # other readings are not scored, as in the stream
-        running, _ = advance_prefix_state(copies, np.where(is_finite, log_p, 0.0)[:, None], is_finite[:, None])
+        terms = None
+        if distance is not None and prefixes is not None:
+            sums, counts = prefixes
+            added = codes[repeated], outcomes[part].reshape(-1)
+            terms = distance.compute_terms_of_further_readings(sums, counts, record[repeated], *added)[:, None]
+        log_p = np.where(is_finite, log_p, 0.0)
+        running, _ = advance_prefix_state(copies, log_p[:, None], is_finite[:, None], distance_terms=terms)
         statistics[part] = running.reshape(-1, num_values)
     return statistics
 
@@ -472,6 +487,7 @@ def arrange_by_next_reading(
     arranged = orders.copy()
     seen = np.full(values.shape, np.nan)
     state = PrefixState.initial(len(values))
+    distance = AlertDistance.from_parameters(model.extract_parameters())
     p_values = np.ones(len(values))
     for step in range(orders.shape[1]):
         rows = np.flatnonzero(arranged[:, step] >= 0)
@@ -499,10 +515,20 @@ def arrange_by_next_reading(
             log_p[scored_rows] = _compute_log_p(model, conditional, scored_codes, observed)
             is_scored[scored_rows] = np.isfinite(log_p[scored_rows])
         log_p[~is_scored] = 0.0
-        running, state = advance_prefix_state(state, log_p[:, None], is_scored[:, None])
-        p_values = calibration.compute_p_values(running, lambda: record_ids)[:, 0]
         seen[rows, codes] = values[rows, codes]
+        terms = None
+        if distance is not None:
+            terms = distance.convert(*distance.sum_differences(_normalise(model, seen)))[:, None]
+        running, state = advance_prefix_state(state, log_p[:, None], is_scored[:, None], distance_terms=terms)
+        p_values = calibration.compute_p_values(running, lambda: record_ids)[:, 0]
     return arranged
+
+
+def _normalise(model: DEformer, values: Floats) -> Floats:
+    """Return values of records, (N, F), in normalised units or label codes; NaN stays NaN."""
+    codes = np.broadcast_to(np.arange(values.shape[1]), values.shape)
+    is_known = ~np.isnan(values)
+    return np.where(is_known, model.schema.normalise(codes, np.where(is_known, values, 0.0)), np.nan)
 
 
 def _select_state(state: PrefixState, rows: Ints) -> PrefixState:

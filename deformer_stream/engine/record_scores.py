@@ -19,6 +19,8 @@ from deformer_stream.calibration.score_sums import RecordScores
 from deformer_stream.engine.records import INITIAL_RUNNING, RUNNING_DTYPE
 from deformer_stream.engine.single_readings import check_single_readings
 from deformer_stream.kernels.cpu import CpuKernels, RaggedBatch
+from deformer_stream.kernels.prefix_distances import choose_distance_function
+from deformer_stream.model.alert_distance import AlertDistance
 from deformer_stream.model.load_network import load_network
 from deformer_stream.model.parameters import Model
 
@@ -232,6 +234,10 @@ def _score_pass(kernels: CpuKernels, features: Ints, values: Floats) -> ScoredRe
     codes, num_records = features[is_reading], len(features)
     offsets = np.append(0, np.cumsum(is_reading.sum(1)))  # index of each record's first reading, followed by M
     is_scored = ~kernels.parameters.schema.is_context[codes]
+    distance, distance_terms = AlertDistance.from_parameters(kernels.parameters), None
+    if distance is not None:
+        measure = choose_distance_function(kernels.library)
+        distance_terms = distance.compute_terms(features, values, measure)[is_reading]
     running = np.full(num_records, INITIAL_RUNNING, RUNNING_DTYPE)
     terms = np.empty((3, len(codes)))  # rows: ln p, ln of the p-value, centered NLL (−ln p minus its expectation)
     if len(codes):
@@ -254,5 +260,6 @@ def _score_pass(kernels: CpuKernels, features: Ints, values: Floats) -> ScoredRe
             is_decided=is_decided,
             columns=unused_scores,
             p_value_exponent=P_VALUE_EXPONENT,
+            distance_terms=distance_terms,
         )
     return ScoredRecords(codes, terms[1], is_scored, running)

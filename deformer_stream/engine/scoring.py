@@ -62,6 +62,8 @@ from deformer_stream.engine.ties import average_over_orders
 from deformer_stream.errors import ConfigError, InvariantViolated
 from deformer_stream.kernels.cpu import CpuKernels, CusumArguments, RaggedBatch
 from deformer_stream.kernels.kv_cache import CacheShape, CpuKVCache, PagePool, cpu_cache_shape
+from deformer_stream.kernels.prefix_distances import choose_distance_function
+from deformer_stream.model.alert_distance import IGNORED, AlertDistance
 from deformer_stream.model.exemplars import Exemplars
 from deformer_stream.model.load_network import load_network
 from deformer_stream.model.parameters import Model
@@ -176,6 +178,8 @@ class ModelVersion:
         if model.config.exemplars:
             self._exemplars = Exemplars.from_parameters(model.extract_parameters())
         self.kernels = CpuKernels.for_model(model)
+        self._distance = AlertDistance.from_parameters(model.extract_parameters())
+        self._measure_distances = choose_distance_function(None if self.kernels is None else self.kernels.library)
         # Copies of the cached readings before tie groups, so that other orders of a group do not change the cache.
         self._branch_cache: CpuKVCache | None = None
         # Runs the network in PyTorch, None with compiled kernels.
@@ -598,10 +602,11 @@ class ModelVersion:
             cusums = self._describe_cusums(records, index_by_reading, seq, log_p_others, scale, kinds)
         # Compute rows 0 to 2: log-likelihoods, their running sums, and running anomaly scores.
         arrays = record_index, boundaries, terms, is_scored, is_group_end, score_rows
+        distance_terms = self._compute_distance_terms(records, record_index, boundaries, seq)
         if self.kernels is not None:
-            self.kernels.advance(records.running, *arrays, P_VALUE_EXPONENT, cusums)
+            self.kernels.advance(records.running, *arrays, P_VALUE_EXPONENT, cusums, distance_terms)
         else:
-            _advance_running(records.running, *arrays, cusums)
+            _advance_running(records.running, *arrays, cusums, distance_terms)
         anomaly_scores = score_rows[2]
         # The record ids are only needed if groups of records have calibrations of their own.
         p_values = self.calibration.compute_p_values(
@@ -611,6 +616,39 @@ class ModelVersion:
         last_reading = boundaries[1:] - 1
         records.set_p_values(record_index, p_values[last_reading])
         return score_rows, _count_crossed_alphas(records, index_by_reading, seq, p_values, alphas), kinds
+
+    def _compute_distance_terms(
+        self, records: RecordTable, record_index: Ints, boundaries: Ints, seq: Ints
+    ) -> Floats | None:
+        """Return the terms of the statistic that come from distances to stored training records, (M,); None without.
+
+        They are computed from all readings of the records, so they do not depend on how readings are divided into
+        batches, and need no state.
+
+        Args:
+            records: The table of open records, which holds their readings.
+            record_index: (R,) row of each record in the table.
+            boundaries: (R + 1,) index of the first reading of each record among the M readings, followed by M.
+            seq: (M,) position of each reading in its record, from 0.
+        """
+        distance = self._distance
+        if distance is None or not len(seq):
+            return None
+        num_new = boundaries[1:] - boundaries[:-1]
+        has_new = num_new > 0
+        num_before = np.zeros(len(num_new), np.int64)
+        num_before[has_new] = seq[boundaries[:-1][has_new]]
+        num_readings = np.where(has_new, num_before + num_new, 0)
+        row, position = ragged_indices(num_readings)
+        codes, raw_values = records.log.gather(record_index[row], position)
+        offsets = np.append(0, np.cumsum(num_readings))
+        positions = distance.compute_positions(codes, self.schema.normalise(codes, raw_values))
+        distances = self._measure_distances(distance, codes, positions, offsets, num_before)
+        # The number of readings up to each one, without those of context features.
+        counted_sums = (distance.kinds[codes] != IGNORED).cumsum()
+        counts = counted_sums - np.append(0, counted_sums)[offsets[:-1]][row]
+        is_new = position >= num_before[row]
+        return distance.weight_distances(distances[is_new], counts[is_new])
 
     def _describe_cusums(
         self,
@@ -668,6 +706,7 @@ def _advance_running(
     is_group_end: Bools | None,
     score_rows: Floats,
     cusums: CusumArguments | None,
+    distance_terms: Floats | None,
 ) -> None:
     """Add M readings to the running statistics of their R records. The readings are one record after the other.
 
@@ -688,6 +727,7 @@ def _advance_running(
         score_rows: (4, M) array whose first three rows receive, for each reading, ln p (NaN if it is not scored), the
             sum of ln p over the record so far, and the running anomaly score of the record.
         cusums: What the cumulative sums need, whose statistics take the place of combined p-values; None without sums.
+        distance_terms: (M,) terms of the statistic that come from distances to stored training records; None without.
     """
     first, num_new = boundaries[:-1], boundaries[1:] - boundaries[:-1]
     score_rows[0] = terms[0] if is_scored is None else np.where(is_scored, terms[0], np.nan)
@@ -708,7 +748,8 @@ def _advance_running(
         # The anomaly score of a record changes only at decision points: the last readings of its tie groups. Without
         # tie groups, every reading is a decision point, and the argument is None.
         is_decision_point = None if is_group_end is None else is_group_end[reading]
-        score, state = advance_prefix_state(state, log_p_value, is_counted, is_decision_point)
+        further_terms = None if distance_terms is None else distance_terms[reading]
+        score, state = advance_prefix_state(state, log_p_value, is_counted, is_decision_point, further_terms)
         if cusums is not None:
             statistics, kinds = _compute_cusum_statistics(cusums, record_index[rows], terms, reading, is_counted)
             score_before = running_before["peak"][:, None]

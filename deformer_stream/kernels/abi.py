@@ -426,6 +426,7 @@ class AdvanceTask(KernelStruct):
         "score_terms": _FLOAT64,
         "is_scored": _BOOL,
         "is_decided": _BOOL,
+        "distance_terms": _FLOAT64,
         "running": ADDRESS,
         "out": _FLOAT64,
         "cusum_states": _FLOAT32,
@@ -460,6 +461,30 @@ class AdvanceTask(KernelStruct):
     _fields_ = _c_fields(kinds)
 
 
+class DistanceTask(KernelStruct):
+    """The arguments of the C function `measure_distances`, which compares prefixes of records with stored records.
+
+    csrc/abi.h states shape and meaning of each field.
+    """
+
+    kinds: ClassVar[dict[str, Kind]] = {
+        "offsets": _INT64,
+        "num_before": _INT64,
+        "excluded": _INT64,
+        "codes": _INT64,
+        "positions": _FLOAT32,
+        "stored": _FLOAT32,
+        "feature_kinds": _INT8,
+        "extents": _FLOAT32,
+        "sums": _FLOAT32,
+        "out": _FLOAT64,
+        "num_records": INTEGER,
+        "num_stored": INTEGER,
+        "missing_difference": REAL,
+    }
+    _fields_ = _c_fields(kinds)
+
+
 class ThreadTeam(KernelStruct):
     """A C function that several threads execute at once, and its argument.
 
@@ -481,7 +506,7 @@ class ThreadTeam(KernelStruct):
 
 STRUCTS: tuple[type[KernelStruct], ...] = (
     *(Layer, LinearMap, TokenEncoder, TimeScales, Prior, Process, Head, Network),
-    *(Batch, SurprisalTask, QuantileTask, ProcessTask, AdvanceTask, ThreadTeam),
+    *(Batch, SurprisalTask, QuantileTask, ProcessTask, AdvanceTask, DistanceTask, ThreadTeam),
 )
 RUNNING_STATE_BYTES = 56
 """Size of the running statistics of one record: `RUNNING_DTYPE` of the engine, the structure RunningState in C."""

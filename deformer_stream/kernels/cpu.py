@@ -301,6 +301,7 @@ class CpuKernels:
         columns: Doubles,
         p_value_exponent: float,
         cusums: CusumArguments | None = None,
+        distance_terms: Doubles | None = None,
     ) -> None:
         """Update the running statistics of R records with M new readings, reading by reading.
 
@@ -324,6 +325,8 @@ class CpuKernels:
             p_value_exponent: The power to which p-values of readings are raised before they are combined.
             cusums: What the cumulative sums need, whose statistics take the place of combined p-values; None without
                 sums. The states of the R records are updated.
+            distance_terms: (M,) terms of the statistic that come from distances to stored training records; None
+                without them.
         """
         # Without cumulative sums, the numbers of their fields are 0, and the addresses of their arrays NULL.
         cusum_fields: dict[str, Any] = dict.fromkeys(CUSUM_ARRAYS) | dict.fromkeys(CUSUM_NUMBERS, 0)
@@ -335,6 +338,7 @@ class CpuKernels:
             score_terms=score_terms,
             is_scored=is_scored,
             is_decided=is_decided,
+            distance_terms=distance_terms,
             running=abi.running_address(running),
             out=columns,
             num_records=len(record_index),

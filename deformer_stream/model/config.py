@@ -26,7 +26,7 @@ IRREGULAR = (
 """Names of the hyperparameters of models for irregular readings. They have their default values in other models, except
 those of the process that is the prior of wide records."""
 
-LEFT_OUT_IF_DEFAULT = (*IRREGULAR, "prior_weight")
+LEFT_OUT_IF_DEFAULT = (*IRREGULAR, "prior_weight", "alert_exemplars")
 """Names of the hyperparameters that are not stored if they have their default values.
 
 So the manifests and fingerprints of models without them stay as they are.
@@ -35,6 +35,7 @@ So the manifests and fingerprints of models without them stay as they are.
 NON_NEGATIVE = (
     "gaussians",
     "exemplars",
+    "alert_exemplars",
     *(name for name in IRREGULAR if name not in ("neighbor_decay", "outlier_limit")),
 )
 """Names of the integer hyperparameters that may be 0."""
@@ -88,6 +89,8 @@ class ModelConfig:
             distance to the nearest exemplars. 0 stores none.
         prior_weight: The weight of the density of the Gaussian prior (`gaussians`) in the ranking of complete records.
             Training learns it for each table. 0 if it is no term of the ranking.
+        alert_exemplars: The number of training records that are stored for the alert. The distance of an open record to
+            the nearest ones is a term of the alert's statistic (`alert_distance`). 0 without this term.
         precision: "bfloat16" rounds the factors of the matrix products in the Transformer layers to bfloat16 when the
             model scores, but not in training. Sums, and everything outside the layers, are float32.
 
@@ -118,6 +121,7 @@ class ModelConfig:
     context_block: int = 0
     exemplars: int = 0
     prior_weight: float = 0.0
+    alert_exemplars: int = 0
     precision: Precision = "float32"
 
     def __post_init__(self) -> None:

@@ -52,7 +52,7 @@ from torch import Tensor, nn
 
 from deformer_stream.model.attention import attend
 from deformer_stream.model.config import PRESETS, AttentionContext, ModelConfig
-from deformer_stream.model.constants import MAX_CONDITIONING_VALUE
+from deformer_stream.model.constants import MAX_CONDITIONING_VALUE, NUM_DISTANCE_SHARES
 from deformer_stream.model.distributions import Conditional, Head
 from deformer_stream.model.gaussian_prior import GaussianPrior, PriorConditional
 from deformer_stream.model.gaussian_process import GaussianProcessPrior
@@ -148,7 +148,7 @@ class DEformer(nn.Module):
 
     # Attributes that hold parameters or persistent buffers keep their names, because these are keys in
     # model.safetensors: embedding, label_embedding, identity_encoder, value_encoder, start, query_times,
-    # observation_times, blocks, norm, gaussians, process, guidance, head, ranking.
+    # observation_times, blocks, norm, gaussians, process, guidance, head, ranking, alert_distance.
 
     identity_encoder: Encoder | None
     start: nn.Parameter | None
@@ -196,6 +196,9 @@ class DEformer(nn.Module):
         self.head = Head(schema, config.d_model, config.mixtures, num_prior_components)
         has_prior_term = config.prior_weight > 0
         self.ranking = Ranking(schema, config.exemplars, has_prior_term) if config.exemplars else None
+        self.alert_distance: AlertDistanceTensors | None = None
+        if config.alert_exemplars:
+            self.alert_distance = AlertDistanceTensors(schema, config.alert_exemplars)
         self.register_buffer("is_context", torch.tensor(schema.is_context), persistent=False)
 
     def _init_identities(self) -> None:
@@ -885,6 +888,33 @@ class DEformer(nn.Module):
     def _zeros(self, *shape: int) -> Tensor:
         """Return a tensor of zeros with the given shape, in the model's dtype and on its device."""
         return torch.zeros(shape, dtype=self.dtype, device=self.device)
+
+
+class AlertDistanceTensors(nn.Module):
+    """The training records that the alert compares with an open record, and their distances, as parts of the network.
+
+    Training sets the tensors; `alert_distance.AlertDistance` computes with them.
+
+    Args:
+        schema: The F features.
+        num_stored: The number of stored training records.
+    """
+
+    # The names are part of the keys in model.safetensors; `AlertDistance` describes the tensors.
+    positions: Tensor
+    deviations: Tensor
+    distances: Tensor
+    tails: Tensor
+    factors: Tensor
+
+    def __init__(self, schema: Schema, num_stored: int) -> None:
+        super().__init__()
+        num_counted = int((~schema.is_context).sum())
+        self.register_buffer("positions", torch.zeros(len(schema), num_stored))
+        self.register_buffer("deviations", torch.ones(len(schema)))
+        self.register_buffer("distances", torch.zeros(num_counted, NUM_DISTANCE_SHARES, dtype=torch.float64))
+        self.register_buffer("tails", torch.ones(num_counted, dtype=torch.float64))
+        self.register_buffer("factors", torch.zeros(num_counted, dtype=torch.float64))
 
 
 def to_tensor(array: NDArray[np.generic], model: DEformer) -> Tensor:

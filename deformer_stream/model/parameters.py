@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deformer_stream.model.config import ModelConfig
-from deformer_stream.model.constants import NUM_PROCESS_COMPONENTS, SCALE_FLOOR
+from deformer_stream.model.constants import NUM_DISTANCE_SHARES, NUM_PROCESS_COMPONENTS, SCALE_FLOOR
 from deformer_stream.model.schema import Schema
 
 Array = NDArray[Any]
@@ -104,7 +104,7 @@ class ModelParameters:
     @property
     def num_learned_values(self) -> int:
         """The number of weights that training learns by gradients, without priors and exemplars."""
-        fitted = "gaussians.", "process.", "ranking."
+        fitted = "gaussians.", "process.", "ranking.", "alert_distance."
         return sum(array.size for name, array in self.arrays.items() if not name.startswith(fitted))
 
     def extract_parameters(self) -> ModelParameters:
@@ -307,6 +307,13 @@ def describe_tensors(schema: Schema, config: ModelConfig) -> dict[str, TensorDes
         add("ranking.known", config.exemplars, num_features, dtype=np.dtype(np.bool_))
         add("ranking.deviations", num_features)
         add("ranking.typical", 3 if config.prior_weight else 2, 2, dtype=double)
+    if config.alert_exemplars:
+        num_counted = int((~schema.is_context).sum())
+        add("alert_distance.positions", num_features, config.alert_exemplars)
+        add("alert_distance.deviations", num_features)
+        add("alert_distance.distances", num_counted, NUM_DISTANCE_SHARES, dtype=double)
+        add("alert_distance.tails", num_counted, dtype=double)
+        add("alert_distance.factors", num_counted, dtype=double)
     return tensors
 
 
@@ -346,6 +353,7 @@ def check_parameters(schema: Schema, config: ModelConfig, arrays: Mapping[str, A
             )
     checked = {name: arrays[name].astype(dtype, copy=False) for name, (_, dtype) in described.items()}
     _check_prior(checked)
+    _check_alert_distance(checked)
     return checked
 
 
@@ -375,5 +383,26 @@ def _check_prior(arrays: Mapping[str, Array]) -> None:
     if not is_valid:
         raise ValueError(
             "the tensors process.* of the weights file are not the parameters of a Gaussian process, so the file is "
+            "damaged: restore it or train the model again"
+        )
+
+
+def _check_alert_distance(arrays: Mapping[str, Array]) -> None:
+    """Check that the numbers of the distance in the alert (`alert_distance`) are in range.
+
+    Raises:
+        ValueError: A number is not finite, or out of range.
+    """
+    if "alert_distance.positions" not in arrays:
+        return
+    positions, deviations, distances, tails, factors = (
+        arrays[f"alert_distance.{name}"] for name in ("positions", "deviations", "distances", "tails", "factors")
+    )
+    is_finite = all(bool(np.isfinite(array).all()) for array in (deviations, distances, tails, factors))
+    is_positive = bool((deviations > 0).all() and (tails > 0).all() and (factors >= 0).all())
+    # The position of a reading that a stored record lacks is NaN.
+    if not (is_finite and is_positive and not np.isinf(positions).any() and (np.diff(distances, axis=1) >= 0).all()):
+        raise ValueError(
+            "a tensor alert_distance of the weights file contains numbers that are out of range, so the file is "
             "damaged: restore it or train the model again"
         )

@@ -11,7 +11,8 @@ int64_t struct_size(const char *name) {
     static const struct { const char *name; int64_t size; } structs[] = {
         SIZE_OF(Layer), SIZE_OF(LinearMap), SIZE_OF(TokenEncoder), SIZE_OF(Prior), SIZE_OF(Process),
         SIZE_OF(TimeScales), SIZE_OF(Head), SIZE_OF(Network), SIZE_OF(Batch), SIZE_OF(SurprisalTask),
-        SIZE_OF(QuantileTask), SIZE_OF(ProcessTask), SIZE_OF(RunningState), SIZE_OF(AdvanceTask), SIZE_OF(ThreadTeam),
+        SIZE_OF(QuantileTask), SIZE_OF(ProcessTask), SIZE_OF(RunningState), SIZE_OF(AdvanceTask), SIZE_OF(DistanceTask),
+        SIZE_OF(ThreadTeam),
     };
     for (size_t i = 0; i < sizeof structs / sizeof *structs; i++)
         if (!strcmp(name, structs[i].name)) return structs[i].size;

@@ -209,6 +209,7 @@ typedef struct {
     const double *score_terms;           /* (3, M) ln p, ln of the p-value, centered NLL */
     const char *is_scored;               /* (M) 0 for readings that change no statistic; NULL: all readings count */
     const char *is_decided;              /* (M) 0 for readings after which max_statistic is not updated; NULL: none */
+    const double *distance_terms;        /* (M) terms of the statistic that come from distances; NULL: none */
     RunningState *running;               /* statistics of all records, updated for the R records */
     double *out;                         /* (3, M) output: ln p (NaN if not scored), its sum, max_statistic so far */
     /* The rest is for statistics from cumulative sums (calibration/cusum.py); NULL and 0 if p-values are combined. */
@@ -233,6 +234,22 @@ typedef struct {
     double max_extreme;                  /* largest -ln p of the evidence "extreme" */
     double tie_tolerance;                /* largest difference of statistics that count as equal */
 } AdvanceTask;
+
+/* The arguments of `measure_distances`: the readings of R records from their first ones, and E stored records. */
+typedef struct {
+    const int64_t *offsets;    /* (R + 1) where each record's readings begin among the M readings */
+    const int64_t *num_before; /* (R) number of first readings of each record whose distances are not needed */
+    const int64_t *excluded;   /* (R) index of a stored record that is left out, -1 for none */
+    const int64_t *codes;      /* (M) features of the readings */
+    const float *positions;    /* (M) their positions, divided by the typical difference of the feature */
+    const float *stored;       /* (F, E) positions of the stored records, NaN if a record lacks the feature */
+    const int8_t *feature_kinds; /* (F) kinds of the features */
+    const float *extents;      /* (F) difference of two labels, or length of the cycle */
+    float *sums;               /* (E) scratch memory */
+    double *out;               /* (M) output: mean distance of the prefix that ends with each reading */
+    int64_t num_records, num_stored;
+    double missing_difference; /* difference to a stored record that lacks the feature */
+} DistanceTask;
 
 /* The argument of `run_one_thread`: a function that several threads execute at once, and its own argument. */
 typedef struct {

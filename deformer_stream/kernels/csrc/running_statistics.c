@@ -119,6 +119,7 @@ void advance_statistics(const AdvanceTask *task) {
             if (!task->cusum_states && state.num_scored && (!task->is_decided || task->is_decided[m])) {
                 double statistic = fmax(fisher(state.num_scored, state.neg_log_p_sum),
                                         sidak(state.num_scored, state.min_log_p));
+                if (task->distance_terms) statistic += task->distance_terms[m];
                 state.max_statistic = fmax(state.max_statistic, statistic);
             }
             task->out[m] = is_scored ? log_prob : NAN;

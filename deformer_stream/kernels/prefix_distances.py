@@ -1,0 +1,70 @@
+"""Compiled distances of prefixes of records to the training records that a model stores for the alert."""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deformer_stream.kernels import abi
+from deformer_stream.model.alert_distance import (
+    MISSING_DIFFERENCE,
+    AlertDistance,
+    DistanceFunction,
+    measure_distances,
+)
+
+Ints = NDArray[np.int64]
+Singles = NDArray[np.float32]
+Doubles = NDArray[np.float64]
+
+
+def choose_distance_function(library: ctypes.CDLL | None) -> DistanceFunction:
+    """Return the function of the compiled kernels that measures distances, or that of NumPy without kernels.
+
+    Both give the same bits.
+    """
+    return measure_distances if library is None else _CompiledDistances(library)
+
+
+class _CompiledDistances:
+    """Measures the distances of prefixes with compiled code.
+
+    Args:
+        library: The compiled kernels.
+    """
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._function = library.measure_distances
+        self._function.restype = None
+
+    def __call__(
+        self,
+        distance: AlertDistance,
+        codes: Ints,
+        positions: Singles,
+        offsets: Ints,
+        num_before: Ints | None = None,
+        excluded: Ints | None = None,
+    ) -> Doubles:
+        """Return the mean distances (`alert_distance.measure_distances`)."""
+        num_records, num_stored = len(offsets) - 1, distance.positions.shape[1]
+        distances = np.zeros(len(codes))
+        task = abi.DistanceTask(
+            offsets=np.ascontiguousarray(offsets, np.int64),
+            num_before=np.zeros(num_records, np.int64) if num_before is None else num_before,
+            excluded=np.full(num_records, -1, np.int64) if excluded is None else excluded,
+            codes=codes,
+            positions=positions,
+            stored=distance.positions,
+            feature_kinds=distance.kinds,
+            extents=distance.extents,
+            sums=np.empty(num_stored, np.float32),
+            out=distances,
+            num_records=num_records,
+            num_stored=num_stored,
+            missing_difference=MISSING_DIFFERENCE,
+        )
+        self._function(ctypes.byref(task))
+        return distances

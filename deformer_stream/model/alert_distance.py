@@ -1,0 +1,328 @@
+"""The distance of an open record to stored training records, which is a term of the alert's prefix statistic.
+
+The distance of a prefix (the first k readings of a record) to a stored record is the sum of the absolute differences of
+their readings, each divided by the typical difference of its feature. d is its mean over the `NUM_NEIGHBORS` nearest
+stored records. The term is
+
+    w (k/L)^a · −ln S_k(d)
+
+where S_k(d) is the share of training records whose first k readings, in a random order, are at least as far from the
+other stored records, and L is the number of features that are scored. S_k is linear in −ln S between the deciles
+of d, and an exponential tail beyond the last one. w and a are `WEIGHT` and `EXPONENT`.
+
+The stored records are training records only. So the statistic is a fixed function of the record, and the guarantee of
+the alert rule holds as without the term. No state is kept: the term is computed from all readings of the prefix.
+
+Shapes use these letters: R is the number of records, F the number of features, L the number of readings, E the number
+of stored records, Q the number of `SHARES`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deformer_stream.model.constants import NUM_DISTANCE_SHARES
+from deformer_stream.model.exemplars import MAX_POSITION, NUM_NEIGHBORS, compute_label_positions, has_unordered_labels
+from deformer_stream.model.parameters import ModelParameters
+from deformer_stream.model.schema import Schema
+
+Floats = NDArray[np.float64]
+Singles = NDArray[np.float32]
+Ints = NDArray[np.int64]
+Codes = NDArray[np.int8]
+
+WEIGHT = 1.0
+"""Weight of the term in nats; that of the combined p-values of the readings is 1."""
+EXPONENT = 0.3
+"""Power of the share of readings by which the term is multiplied. Distances of short prefixes have the heaviest tails.
+"""
+SHARES = np.arange(NUM_DISTANCE_SHARES, 0, -1) / NUM_DISTANCE_SHARES
+"""The shares S for which the distance is stored: 1, 0.9, …, 0.1."""
+NATS = -np.log(SHARES)
+"""−ln S at the stored distances."""
+MISSING_DIFFERENCE = 1.0
+"""Difference to a stored record that lacks the feature, in typical differences."""
+
+NUMBER, LABEL, CYCLIC, IGNORED = 0, 1, 2, 3
+"""Kinds of features: numbers, labels without an order, numbers on a cycle, and context features, which are ignored. The
+compiled kernels have the same codes."""
+
+TENSORS = ("positions", "deviations", "distances", "tails", "factors")
+"""The names of the arrays in model.safetensors, after "alert_distance."."""
+
+
+@dataclass(frozen=True, slots=True)
+class AlertDistance:
+    """The stored training records and the distribution of distances.
+
+    Attributes:
+        schema: The F features.
+        positions: (F, E) positions of the readings of the stored records, divided by `deviations`; NaN where a record
+            lacks a feature.
+        deviations: (F,) the typical difference of each feature.
+        distances: (L, Q) for prefixes of 1, 2, …, L readings the distances at which −ln S is `NATS`, ascending.
+        tails: (L,) mean excess over the last of them, the scale of the exponential tail; positive.
+        factors: (L,) the factor w (k/L)^a of prefixes with k readings.
+        kinds: (F,) the kind of each feature.
+        extents: (F,) difference of two labels, or length of the cycle, divided by `deviations`; 0 for numbers.
+        label_positions: (F, K) positions of the labels of each feature, for K labels at most; the last one of a feature
+            is repeated. (F, 0) if all features are numbers.
+    """
+
+    schema: Schema
+    positions: Singles
+    deviations: Singles
+    distances: Floats
+    tails: Floats
+    factors: Floats
+    kinds: Codes
+    extents: Singles
+    label_positions: Floats
+
+    @staticmethod
+    def create(
+        schema: Schema, positions: Singles, deviations: Singles, distances: Floats, tails: Floats, factors: Floats
+    ) -> AlertDistance:
+        """Return the distance with the kinds and extents that follow from the schema."""
+        kinds = np.full(len(schema), NUMBER, np.int8)
+        kinds[[has_unordered_labels(feature) for feature in schema.features]] = LABEL
+        kinds[schema.is_cyclic] = CYCLIC
+        extents = np.zeros(len(schema), np.float32)
+        extents[kinds == LABEL] = 1.0 / deviations[kinds == LABEL]
+        extents[kinds == CYCLIC] = (schema.cycle_lengths.astype(np.float32) / deviations)[kinds == CYCLIC]
+        kinds[schema.is_context] = IGNORED
+        return AlertDistance(
+            schema,
+            np.ascontiguousarray(positions, np.float32),
+            np.ascontiguousarray(deviations, np.float32),
+            np.ascontiguousarray(distances, np.float64),
+            np.ascontiguousarray(tails, np.float64),
+            np.ascontiguousarray(factors, np.float64),
+            kinds,
+            extents,
+            _make_label_table(schema),
+        )
+
+    @staticmethod
+    def from_parameters(parameters: ModelParameters) -> AlertDistance | None:
+        """Return the stored training records of a model, None if it has none for the alert."""
+        if not parameters.config.alert_exemplars:
+            return None
+        return AlertDistance.create(
+            parameters.schema, *(parameters.arrays[f"alert_distance.{name}"] for name in TENSORS)
+        )
+
+    @property
+    def num_counted_features(self) -> int:
+        """The number L of features that are scored."""
+        return len(self.factors)
+
+    def compute_positions(self, codes: Ints, values: Floats) -> Singles:
+        """Return the position of each reading, divided by the deviation of its feature; of the shape of `codes`.
+
+        It is that of `exemplars.compute_positions`.
+
+        Args:
+            codes: The features of the readings, of any shape; −1 for padding, whose positions are meaningless.
+            values: Their normalised values or label codes, of the same shape.
+        """
+        known = np.maximum(codes, 0)
+        positions = self.schema.denormalise(known, values)
+        location, scale = self._location_and_scale
+        positions = (positions - location[known]) / scale[known]
+        num_labels = self.label_positions.shape[1]
+        if num_labels:
+            label_codes = np.clip(values, 0, num_labels - 1).astype(np.int64)
+            positions = np.where(self.schema.is_discrete[known], self.label_positions[known, label_codes], positions)
+        clipped = np.clip(positions, -MAX_POSITION, MAX_POSITION).astype(np.float32)
+        return np.asarray(clipped / self.deviations[known])
+
+    @property
+    def _location_and_scale(self) -> tuple[Floats, Floats]:
+        """Location and scale of each feature, (F,) each."""
+        features = self.schema.features
+        return np.array([f.location for f in features], float), np.array([f.scale for f in features], float)
+
+    def compute_differences(self, codes: Ints, positions: Singles) -> Singles:
+        """Return the difference of each of M readings to each stored record, (M, E).
+
+        Args:
+            codes: (M,) features of the readings.
+            positions: (M,) their positions.
+        """
+        differences = np.abs(positions[:, None] - self.positions[codes])
+        kinds, extents = self.kinds[codes][:, None], self.extents[codes][:, None]
+        if (kinds == CYCLIC).any():
+            cycles = np.where(kinds == CYCLIC, extents, np.float32(1.0))
+            remainders = np.mod(differences, cycles)
+            differences = np.where(kinds == CYCLIC, np.minimum(remainders, cycles - remainders), differences)
+        if (kinds == LABEL).any():
+            of_labels = np.where(differences > 0, extents, differences)  # NaN stays NaN
+            differences = np.where(kinds == LABEL, of_labels, differences)
+        differences = np.where(np.isnan(differences), np.float32(MISSING_DIFFERENCE), differences)
+        return np.where(kinds == IGNORED, np.float32(0.0), differences).astype(np.float32, copy=False)
+
+    def weight_distances(self, distances: Floats, num_counted: Ints) -> Floats:
+        """Return the term of the statistic of M prefixes, (M,), from their mean distances to the nearest records.
+
+        Args:
+            distances: (M,) mean distances.
+            num_counted: (M,) number of readings of each prefix, without those of context features.
+        """
+        row = np.clip(num_counted, 1, self.num_counted_features) - 1
+        knots = self.distances[row]  # (M, Q)
+        # The interval of stored distances in which the distance lies: that of the last one that is not greater.
+        interval = np.clip((knots <= distances[:, None]).sum(1) - 1, 0, len(NATS) - 2)
+        index = np.arange(len(row))
+        low, high = knots[index, interval], knots[index, interval + 1]
+        width = np.where(high > low, high - low, 1.0)
+        position = np.clip((distances - low) / width, 0.0, 1.0)
+        in_body = NATS[interval] + position * (NATS[interval + 1] - NATS[interval])
+        in_tail = NATS[-1] + (distances - knots[:, -1]) / self.tails[row]
+        nats = np.where(distances > knots[:, -1], in_tail, in_body)
+        return np.asarray(np.where(num_counted > 0, self.factors[row] * nats, 0.0))
+
+    @property
+    def num_stored(self) -> int:
+        """The number E of stored records."""
+        return int(self.positions.shape[1])
+
+    def compute_terms(self, codes: Ints, values: Floats, measure: DistanceFunction | None = None) -> Floats:
+        """Return the term of the statistic after each reading of R records, (R, L); 0 for padding.
+
+        Args:
+            codes: (R, L) features in order of arrival, −1 as padding at the end.
+            values: (R, L) normalised values or label codes.
+            measure: Computes the distances: that of the compiled kernels, or by default `measure_distances`, which
+                gives the same bits.
+        """
+        is_reading = codes >= 0
+        offsets = np.append(0, np.cumsum(is_reading.sum(1)))
+        flat_codes = codes[is_reading]
+        positions = self.compute_positions(flat_codes, values[is_reading])
+        distances = (measure or measure_distances)(self, flat_codes, positions, offsets)
+        counts = ((codes >= 0) & (self.kinds[codes] != IGNORED)).cumsum(1)
+        terms = np.zeros(codes.shape)
+        terms[is_reading] = self.weight_distances(distances, counts[is_reading])
+        return terms
+
+    def sum_differences(self, values: Floats) -> tuple[Singles, Ints]:
+        """Return what readings without an order contribute to distances.
+
+        Args:
+            values: (R, F) normalised values or label codes, NaN for missing readings.
+
+        Returns:
+            (R, E) the sums of differences of each record to each stored record, and (R,) the numbers of readings,
+            without those of context features.
+        """
+        codes = np.broadcast_to(np.arange(len(self.schema)), values.shape)
+        is_counted = ~np.isnan(values) & (self.kinds != IGNORED)
+        positions = self.compute_positions(codes, np.nan_to_num(values))
+        sums = np.zeros((len(values), self.positions.shape[1]), np.float32)
+        for row in range(len(values)):
+            known = np.flatnonzero(is_counted[row])
+            sums[row] = self.compute_differences(known, positions[row, known]).sum(0, dtype=np.float32)
+        return sums, is_counted.sum(1)
+
+    def compute_terms_of_further_readings(
+        self, sums: Singles, num_counted: Ints, record: Ints, codes: Ints, values: Floats
+    ) -> Floats:
+        """Return the term of the statistic of M records with one further reading each, (M,).
+
+        Args:
+            sums: (R, E) the first result of `sum_differences` for R records.
+            num_counted: (R,) the second one.
+            record: (M,) the record that each of M readings would belong to.
+            codes: (M,) the features of the readings.
+            values: (M,) their normalised values or label codes.
+        """
+        differences = self.compute_differences(codes, self.compute_positions(codes, values))
+        return self.convert(sums[record] + differences, num_counted[record] + (self.kinds[codes] != IGNORED))
+
+    def convert(self, sums: Singles, num_counted: Ints) -> Floats:
+        """Return the term of the statistic of M prefixes, (M,).
+
+        Args:
+            sums: (M, E) sums of differences of each prefix to each stored record.
+            num_counted: (M,) number of readings of each prefix, without those of context features.
+        """
+        return self.weight_distances(average_nearest(sums), num_counted)
+
+
+def _make_label_table(schema: Schema) -> Floats:
+    """Return the positions of the labels of each feature (`AlertDistance.label_positions`)."""
+    positions = [compute_label_positions(feature) for feature in schema.features]
+    width = max((len(row) for row in positions if row is not None), default=0)
+    table = np.zeros((len(schema), width))
+    for code, row in enumerate(positions):
+        if row is not None:
+            table[code] = np.pad(row, (0, width - len(row)), mode="edge")
+    return table
+
+
+class DistanceFunction(Protocol):
+    """A function that measures the distances of prefixes: `measure_distances`, or that of the compiled kernels."""
+
+    def __call__(
+        self,
+        distance: AlertDistance,
+        codes: Ints,
+        positions: Singles,
+        offsets: Ints,
+        num_before: Ints | None = None,
+        excluded: Ints | None = None,
+    ) -> Floats:
+        """Return the mean distances (`measure_distances`)."""
+
+
+def measure_distances(
+    distance: AlertDistance,
+    codes: Ints,
+    positions: Singles,
+    offsets: Ints,
+    num_before: Ints | None = None,
+    excluded: Ints | None = None,
+) -> Floats:
+    """Return the mean distance of each prefix of R records to its nearest stored records, (M,).
+
+    Sums of differences are float32 and run in order of arrival, so a distance does not depend on the calls in which the
+    readings of its record arrive.
+
+    Args:
+        distance: The stored records.
+        codes: (M,) features of the readings, one record after the other, each from its first reading.
+        positions: (M,) their positions (`AlertDistance.compute_positions`).
+        offsets: (R + 1,) index of the first reading of each record, followed by M.
+        num_before: (R,) number of first readings of each record whose distances are not needed, and 0 in the result;
+            by default all are needed.
+        excluded: (R,) index of a stored record that is left out, −1 for none; by default none is.
+    """
+    distances = np.zeros(len(codes))
+    starts = offsets[:-1] if num_before is None else offsets[:-1] + num_before
+    for row, (first, start, end) in enumerate(zip(offsets[:-1], starts, offsets[1:], strict=True)):
+        if end == start:
+            continue
+        sums = distance.compute_differences(codes[first:end], positions[first:end]).cumsum(0)[start - first :]
+        if excluded is not None and excluded[row] >= 0:
+            sums = np.delete(sums, excluded[row], 1)
+        distances[start:end] = average_nearest(sums)
+    return distances
+
+
+def average_nearest(sums: Singles) -> Floats:
+    """Return the mean of the `NUM_NEIGHBORS` smallest entries of each row of (M, E) distances, (M,)."""
+    num_neighbors = min(NUM_NEIGHBORS, sums.shape[1])
+    nearest = np.sort(np.partition(sums, num_neighbors - 1, 1)[:, :num_neighbors], 1).astype(np.float64)
+    # In this order, so that the compiled kernels give the same bits.
+    return np.asarray(nearest.cumsum(1)[:, -1] / num_neighbors)
+
+
+def compute_factors(num_counted_features: int) -> Floats:
+    """Return the factor w (k/L)^a of prefixes with k = 1, …, L readings, (L,)."""
+    shares = np.arange(1, num_counted_features + 1) / max(num_counted_features, 1)
+    return np.asarray(WEIGHT * shares**EXPONENT)

@@ -1,0 +1,177 @@
+"""The distance of an open record to stored training records: its terms, the compiled kernels, and single readings."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from deformer_stream.kernels.library import load_library
+from deformer_stream.kernels.prefix_distances import choose_distance_function
+from deformer_stream.model.alert_distance import (
+    MISSING_DIFFERENCE,
+    NATS,
+    AlertDistance,
+    average_nearest,
+    compute_factors,
+    measure_distances,
+)
+from deformer_stream.model.schema import Feature, Schema
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+NUM_STORED = 40
+
+
+def make_schema() -> Schema:
+    """Return numbers, a label without an order, a label of numbers, an angle, and a context feature."""
+    return Schema(
+        (
+            Feature(name="pressure", kind="continuous", location=3.0, scale=2.0),
+            Feature(name="mode", kind="discrete", labels=("off", "on", "idle")),
+            Feature(name="angle", kind="continuous", location=0.0, scale=10.0, period=360.0),
+            Feature(name="gear", kind="discrete", labels=("1", "2", "5")),
+            Feature(name="site", kind="discrete", labels=("a", "b"), context=True),
+            Feature(name="flow", kind="continuous", location=-1.0, scale=0.5),
+        )
+    )
+
+
+def draw_values(rng: np.random.Generator, num_records: int) -> Floats:
+    """Return normalised values and label codes of complete records of `make_schema`, (N, 6)."""
+    return np.column_stack(
+        [
+            rng.standard_normal(num_records),
+            rng.integers(0, 3, num_records),
+            rng.uniform(0, 36, num_records),
+            rng.integers(0, 3, num_records),
+            rng.integers(0, 2, num_records),
+            rng.standard_normal(num_records),
+        ]
+    ).astype(np.float64)
+
+
+def make_distance(seed: int = 0, has_gaps: bool = True) -> AlertDistance:
+    """Return a distance to random stored records, some of which lack features."""
+    rng, schema = np.random.default_rng(seed), make_schema()
+    deviations = np.array([1.0, 0.5, 12.0, 1.5, 1.0, 0.8], np.float32)
+    num_counted = len(schema) - 1
+    distances = np.sort(rng.uniform(0, 4, (num_counted, len(NATS))), 1)
+    tails, factors = rng.uniform(0.2, 1.0, num_counted), compute_factors(num_counted)
+    empty = np.zeros((len(schema), NUM_STORED), np.float32)
+    distance = AlertDistance.create(schema, empty, deviations, distances, tails, factors)
+    values = draw_values(rng, NUM_STORED)
+    codes = np.broadcast_to(np.arange(len(schema)), values.shape)
+    positions = distance.compute_positions(codes, values)
+    if has_gaps:
+        positions[rng.random(positions.shape) < 0.1] = np.nan
+    return AlertDistance.create(schema, positions.T, deviations, distances, tails, factors)
+
+
+def draw_records(rng: np.random.Generator, num_records: int) -> tuple[Ints, Floats]:
+    """Return codes with padding and values of records with 0 to 6 readings in random orders, (N, 6) each."""
+    values = draw_values(rng, num_records)
+    codes = np.argsort(rng.random(values.shape), 1)
+    ordered = np.take_along_axis(values, codes, 1)
+    codes[np.arange(6) >= rng.integers(0, 7, num_records)[:, None]] = -1
+    return codes, ordered
+
+
+def test_difference_of_each_kind_of_feature() -> None:
+    schema = make_schema()
+    deviations = np.array([2.0, 0.5, 10.0, 1.0, 1.0, 1.0], np.float32)
+    stored = np.array([[1.0], [2.0], [3.5], [5.0], [0.0], [np.nan]], np.float32)  # divided by the deviations
+    distance = AlertDistance.create(schema, stored, deviations, np.zeros((5, 10)), np.ones(5), compute_factors(5))
+    codes = np.arange(6)
+    # A pressure 3 scales above its location; "off"; an angle of 10 degrees; gear 2; site "b"; any flow.
+    values = np.array([3.0, 0.0, 1.0, 1.0, 1.0, 7.0])
+    differences = distance.compute_differences(codes, distance.compute_positions(codes, values))[:, 0]
+    # The angle of the stored record is 350 degrees, 20 degrees away. Labels differ by 1 / 0.5. A context feature counts
+    # nothing, and a missing flow counts one typical difference.
+    expected = [abs(3.0 / 2.0 - 1.0), 1 / 0.5, 2.0 / 10.0, abs(2.0 - 5.0), 0.0, MISSING_DIFFERENCE]
+    assert differences == pytest.approx(expected, rel=1e-6)
+
+
+def test_terms_are_those_of_the_nearest_three() -> None:
+    distance = make_distance()
+    codes, values = draw_records(np.random.default_rng(1), 20)
+    terms = distance.compute_terms(codes, values)
+    for row in range(len(codes)):
+        num_counted = 0
+        for k in range(int((codes[row] >= 0).sum())):
+            prefix = codes[row, : k + 1]
+            num_counted += int(distance.kinds[prefix[-1]] != 3)
+            positions = distance.compute_positions(prefix, values[row, : k + 1])
+            sums = distance.compute_differences(prefix, positions).astype(np.float64).sum(0)
+            mean = np.sort(sums)[:3].mean()
+            if num_counted == 0:
+                assert terms[row, k] == 0
+                continue
+            knots = distance.distances[num_counted - 1]
+            if mean > knots[-1]:
+                nats = NATS[-1] + (mean - knots[-1]) / distance.tails[num_counted - 1]
+            else:
+                nats = np.interp(mean, knots, NATS)
+            assert terms[row, k] == pytest.approx(distance.factors[num_counted - 1] * nats, rel=1e-5, abs=1e-6)
+    assert (terms[codes < 0] == 0).all()
+
+
+@pytest.mark.parametrize("has_gaps", [False, True])
+def test_compiled_kernels_give_the_same_bits(has_gaps: bool) -> None:
+    library = load_library(False)
+    assert library is not None
+    distance = make_distance(3, has_gaps)
+    codes, values = draw_records(np.random.default_rng(2), 200)
+    compiled = distance.compute_terms(codes, values, choose_distance_function(library))
+    assert compiled.tobytes() == distance.compute_terms(codes, values).tobytes()
+    assert (compiled != 0).any()
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_first_readings_and_excluded_records_are_left_out(is_compiled: bool) -> None:
+    distance = make_distance(4)
+    measure = choose_distance_function(load_library(False) if is_compiled else None)
+    codes = np.tile(np.array([0, 5, 1]), 3)
+    positions = np.tile(distance.positions[[0, 5, 1], 7], 3)
+    positions[np.isnan(positions)] = 0.0
+    offsets, num_before = np.array([0, 3, 6, 9]), np.array([0, 2, 3])
+    every = measure(distance, codes, positions, offsets)
+    later = measure(distance, codes, positions, offsets, num_before)
+    assert later.tolist() == [*every[:3], 0.0, 0.0, every[5], 0.0, 0.0, 0.0]
+    excluded = measure(distance, codes, positions, offsets, None, np.array([-1, 7, -1]))
+    assert excluded[:3].tolist() == every[:3].tolist()
+    assert excluded[6:].tolist() == every[6:].tolist()
+    sums = distance.compute_differences(codes[:3], positions[:3]).cumsum(0)
+    assert excluded[3:6].tolist() == average_nearest(np.delete(sums, 7, 1)).tolist()
+
+
+def test_fewer_stored_records_than_neighbors() -> None:
+    distance = make_distance(5)
+    codes, values = draw_records(np.random.default_rng(6), 30)
+    positions = distance.positions[:, :2]
+    two = AlertDistance.create(
+        distance.schema, positions, distance.deviations, distance.distances, distance.tails, distance.factors
+    )
+    compiled = two.compute_terms(codes, values, choose_distance_function(load_library(False)))
+    assert np.isfinite(compiled).all()
+    assert compiled.tobytes() == two.compute_terms(codes, values).tobytes()
+
+
+def test_a_further_reading_gives_the_term_of_the_longer_prefix() -> None:
+    distance = make_distance(7)
+    rng = np.random.default_rng(8)
+    values = draw_values(rng, 10)
+    seen = values.copy()
+    seen[:, [2, 5]] = np.nan
+    sums, counts = distance.sum_differences(seen)
+    assert counts.tolist() == [3] * 10  # without the context feature
+    record = np.arange(10)
+    terms = distance.compute_terms_of_further_readings(sums, counts, record, np.full(10, 5), values[:, 5])
+    codes = np.tile(np.array([0, 1, 3, 4, 5]), (10, 1))
+    expected = distance.compute_terms(codes, values[:, [0, 1, 3, 4, 5]])[:, -1]
+    assert terms == pytest.approx(expected, rel=1e-5)
+
+
+def test_reference_function_is_the_default() -> None:
+    assert choose_distance_function(None) is measure_distances

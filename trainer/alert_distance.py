@@ -1,0 +1,235 @@
+"""Store training records for the alert, and find out whether their distance to an open record may count.
+
+The distance of an open record to the nearest stored records is a term of the alert's statistic
+(`deformer_stream.model.alert_distance`). Only training and validation records are stored, so the statistic does not
+depend on calibration records, and the guarantee of the alert rule holds.
+
+The distance helps if records are independent of each other. If the rows of a table follow each other in time, each row
+has neighbours in time that resemble it, and later rows have none: they are far from all stored ones, although they are
+normal. The false-alarm rate of such later rows would rise more than with the conditionals alone. So by default the
+distance is used only if the rows of a part of the table are as near to the rows of other parts as to all rows
+(`measure_row_order`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from deformer_stream.kernels.library import load_library
+from deformer_stream.kernels.prefix_distances import choose_distance_function
+from deformer_stream.model.alert_distance import NATS, SHARES, AlertDistance, compute_factors
+from deformer_stream.model.deformer import AlertDistanceTensors, DEformer
+from deformer_stream.model.exemplars import compute_positions
+from trainer.calibrate import Order, order_records
+from trainer.data import PreparedTable, Split
+from trainer.exemplars import compute_deviations
+from trainer.sampling import create_generator
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+MAX_ALERT_EXEMPLARS = 1024
+"""Largest number of stored records by default. Twice as many detect no more (docs/experiments/32-…)."""
+MIN_RECORDS = 100
+"""Smallest number of training and validation records with which the distance is used by default."""
+MAX_FEATURES = 200
+"""Largest number of features with which the distance is used by default. Among more, all records are equally far."""
+MAX_REFERENCE_RECORDS = 1000
+"""Largest number of records from which the distribution of distances is computed."""
+MIN_TAIL = 1e-6
+"""Smallest mean excess of the exponential tail."""
+MIN_PREFIXES = 20
+"""Smallest number of reference records with k readings from which the distribution for k readings is computed."""
+NUM_PARTS = 5
+"""Number of parts of the table, one after the other, between which rows are compared."""
+MAX_ROW_ORDER_RATIO = 1.02
+"""Largest ratio of `measure_row_order` with which the distance is used by default. The ratio of shuffled tables of 100
+or more rows is 0.98 to 1.01."""
+DISTANCE_SEED = 0xD157
+"""Constant that is combined with the user's seed, so that this module's random numbers differ from those of others."""
+
+
+@dataclass(frozen=True, slots=True)
+class AlertDistanceResult:
+    """What was found about the distance in the alert.
+
+    Attributes:
+        num_stored: Number of stored records, 0 if the distance is not used.
+        row_order_ratio: The ratio of `measure_row_order`; None if it was not measured.
+    """
+
+    num_stored: int
+    row_order_ratio: float | None
+
+
+def add_alert_distance(
+    model: DEformer, data: PreparedTable, order: Order, seed: int, max_exemplars: int | None
+) -> AlertDistanceResult:
+    """Store training records for the alert in a trained model, unless the table is not suited for it.
+
+    Args:
+        model: The trained model, which is changed in place. A distance that it has already is replaced.
+        data: The prepared table.
+        order: The arrival-order distribution (`calibrate.choose_order`).
+        seed: Seed of the random choices.
+        max_exemplars: Largest number of stored records, 0 for none. None for the default, which is 0 if the table is
+            not suited (`MIN_RECORDS`, `MAX_FEATURES`, `MAX_ROW_ORDER_RATIO`).
+    """
+    rows = np.flatnonzero((data.split == Split.TRAIN) | (data.split == Split.VALIDATION))
+    model.alert_distance = None
+    model.config = replace(model.config, alert_exemplars=0)
+    num_counted = int((~data.schema.is_context).sum())
+    is_suited = len(rows) >= MIN_RECORDS and 0 < num_counted <= MAX_FEATURES
+    if max_exemplars == 0 or len(rows) < 2 or not num_counted or (max_exemplars is None and not is_suited):
+        return AlertDistanceResult(0, None)
+    rng = np.random.default_rng([seed, DISTANCE_SEED])
+    limit = MAX_ALERT_EXEMPLARS if max_exemplars is None else max_exemplars
+    stored_rows = np.sort(rng.permutation(rows)[:limit])
+    reference_rows = np.sort(rng.permutation(rows)[:MAX_REFERENCE_RECORDS])
+    distance = _store_records(data, stored_rows)
+    ratio = measure_row_order(distance, data, stored_rows, reference_rows, rng)
+    if max_exemplars is None and ratio > MAX_ROW_ORDER_RATIO:
+        return AlertDistanceResult(0, ratio)
+    distance = _fit_distribution(distance, data, stored_rows, reference_rows, order, seed)
+    tensors = AlertDistanceTensors(data.schema, distance.num_stored)
+    for name in ("positions", "deviations", "distances", "tails", "factors"):
+        setattr(tensors, name, torch.from_numpy(getattr(distance, name)))
+    model.alert_distance = tensors.to(model.device)
+    model.config = replace(model.config, alert_exemplars=distance.num_stored)
+    return AlertDistanceResult(distance.num_stored, ratio)
+
+
+def measure_row_order(
+    distance: AlertDistance, data: PreparedTable, stored_rows: Ints, reference_rows: Ints, rng: np.random.Generator
+) -> float:
+    """Return how much farther rows are from the rows of other parts of the table than from as many rows of all parts.
+
+    The table is divided into `NUM_PARTS` parts, one after the other. A row is compared with the stored rows of the
+    other parts, and with as many random ones. The ratio of the mean distances is 1 if the order of the rows has no
+    meaning. It is above 1 if rows near each other in the table resemble each other: rows that follow each other in
+    time, or files of different machines one after the other.
+
+    Args:
+        distance: The stored records; their distribution is not used.
+        data: The prepared table.
+        stored_rows: (E,) row numbers of the stored records in the table, ascending.
+        reference_rows: (R,) row numbers of the records that are compared, ascending.
+        rng: Source of the random choices.
+    """
+    part_of_stored = stored_rows * NUM_PARTS // len(data.split)
+    part_of_reference = reference_rows * NUM_PARTS // len(data.split)
+    from_others, from_all = [np.empty(0)], [np.empty(0)]
+    for part in range(NUM_PARTS):
+        compared = reference_rows[part_of_reference == part]
+        is_other = part_of_stored != part
+        if not len(compared) or not is_other.any():
+            continue
+        chosen = np.sort(rng.permutation(len(stored_rows))[: int(is_other.sum())])
+        from_others.append(_measure_complete(distance, data, stored_rows, np.flatnonzero(is_other), compared))
+        from_all.append(_measure_complete(distance, data, stored_rows, chosen, compared))
+    others, everything = np.concatenate(from_others), np.concatenate(from_all)
+    if not len(everything):
+        return 1.0
+    # A few extreme records must not decide.
+    limit = float(np.quantile(everything, 0.95))
+    mean_of_all = float(np.minimum(everything, limit).mean())
+    return float(np.minimum(others, limit).mean()) / mean_of_all if mean_of_all > 0 else 1.0
+
+
+def _store_records(data: PreparedTable, stored_rows: Ints) -> AlertDistance:
+    """Return a distance to stored records whose distribution is not fitted yet.
+
+    Args:
+        data: The prepared table.
+        stored_rows: (E,) row numbers of the stored records in the table.
+    """
+    values = np.asarray(data.values[stored_rows], np.float64)
+    known = ~np.isnan(values)
+    positions = compute_positions(data.schema, np.nan_to_num(values))
+    deviations = compute_deviations(data.schema, positions, known)
+    scaled = np.where(known, positions / deviations, np.float32(np.nan)).T
+    num_counted = int((~data.schema.is_context).sum())
+    empty = np.zeros((num_counted, len(NATS)))
+    return AlertDistance.create(
+        data.schema, scaled, deviations, empty, np.ones(num_counted), compute_factors(num_counted)
+    )
+
+
+def _measure_complete(
+    distance: AlertDistance, data: PreparedTable, stored_rows: Ints, chosen: Ints, rows: Ints
+) -> Floats:
+    """Return the mean distance of complete records to the nearest of some stored records, (R,).
+
+    A record that is stored is not compared with itself.
+
+    Args:
+        distance: The stored records.
+        data: The prepared table.
+        stored_rows: (E,) row numbers of the stored records, ascending.
+        chosen: Indexes of the stored records that are compared, ascending.
+        rows: (R,) row numbers of the records. Those without readings are left out.
+    """
+    values = np.asarray(data.values[rows], np.float64)
+    known = ~np.isnan(values) & ~data.schema.is_context
+    rows, values, known = rows[known.any(1)], values[known.any(1)], known[known.any(1)]
+    codes = np.broadcast_to(np.arange(len(data.schema)), values.shape)[known]
+    offsets = np.append(0, np.cumsum(known.sum(1)))
+    compared = replace(distance, positions=np.ascontiguousarray(distance.positions[:, chosen]))
+    measure = choose_distance_function(load_library(False))
+    num_before = np.diff(offsets) - 1  # only the distance of the complete record is needed
+    excluded = _find_indexes(stored_rows[chosen], rows)
+    positions = distance.compute_positions(codes, values[known])
+    distances: Floats = measure(compared, codes, positions, offsets, num_before, excluded)[offsets[1:] - 1]
+    return distances
+
+
+def _fit_distribution(
+    distance: AlertDistance,
+    data: PreparedTable,
+    stored_rows: Ints,
+    reference_rows: Ints,
+    order: Order,
+    seed: int,
+) -> AlertDistance:
+    """Return the distance with its distribution for prefixes of each length, computed from reference records.
+
+    Args:
+        distance: The stored records.
+        data: The prepared table.
+        stored_rows: (E,) row numbers of the stored records, ascending.
+        reference_rows: (R,) row numbers of the reference records, which are not compared with themselves.
+        order: The arrival-order distribution.
+        seed: Seed of the random orders.
+    """
+    codes, values, _ = order_records(data, reference_rows, order, create_generator(seed, DISTANCE_SEED))
+    is_reading = codes >= 0
+    is_counted = is_reading & ~data.schema.is_context[np.maximum(codes, 0)]
+    counts = is_counted.cumsum(1)
+    flat_codes, offsets = codes[is_reading], np.append(0, np.cumsum(is_reading.sum(1)))
+    positions = distance.compute_positions(flat_codes, values[is_reading])
+    excluded = _find_indexes(stored_rows, reference_rows)
+    measure = choose_distance_function(load_library(False))
+    measured = measure(distance, flat_codes, positions, offsets, None, excluded)
+    # Readings of context features do not change the distance, so each prefix occurs once.
+    measured, count_of_reading = measured[is_counted[is_reading]], counts[is_counted]
+    distances, tails = np.zeros_like(distance.distances), np.ones_like(distance.tails)
+    for k in range(len(tails)):
+        of_length = measured[count_of_reading == k + 1]
+        if len(of_length) < MIN_PREFIXES and k > 0:
+            distances[k], tails[k] = distances[k - 1], tails[k - 1]  # few records have so many readings
+        elif len(of_length):
+            distances[k] = np.quantile(of_length, 1.0 - SHARES)
+            excess = of_length[of_length > distances[k, -1]] - distances[k, -1]
+            tails[k] = max(float(excess.mean()) if len(excess) else 0.0, MIN_TAIL)
+    return replace(distance, distances=distances, tails=tails)
+
+
+def _find_indexes(stored_rows: Ints, rows: Ints) -> Ints:
+    """Return the index of each of R rows among the stored ones, ascending, and −1 for rows that are not stored."""
+    index = np.searchsorted(stored_rows, rows)
+    is_stored = stored_rows[np.minimum(index, len(stored_rows) - 1)] == rows
+    return np.where(is_stored, index, -1)
