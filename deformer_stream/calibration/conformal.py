@@ -135,8 +135,8 @@ def advance_prefix_state(
             never scored. They leave the state unchanged.
         is_decision_point: (R, L) whether the prefix that ends with this reading counts. It is false for the readings
             of a tie group (readings of one record with the same event time) except the last. None if all count.
-        distance_terms: (R, L) term of the prefix that ends with each reading (`AlertDistance.compute_terms`). None
-            without stored training records.
+        distance_terms: (R, L) term of the prefix that ends with each reading (`AlertDistance.compute_terms`), 0 for
+            padding. None without stored training records.
 
     Returns:
         running statistics: (R, L) the running statistic after each reading; larger is more anomalous.

@@ -748,7 +748,8 @@ def _advance_running(
         # The anomaly score of a record changes only at decision points: the last readings of its tie groups. Without
         # tie groups, every reading is a decision point, and the argument is None.
         is_decision_point = None if is_group_end is None else is_group_end[reading]
-        further_terms = None if distance_terms is None else distance_terms[reading]
+        # No term is negative, so that of padding, 0, does not change the maximum.
+        further_terms = None if distance_terms is None else np.where(is_valid, distance_terms[reading], 0.0)
         score, state = advance_prefix_state(state, log_p_value, is_counted, is_decision_point, further_terms)
         if cusums is not None:
             statistics, kinds = _compute_cusum_statistics(cusums, record_index[rows], terms, reading, is_counted)

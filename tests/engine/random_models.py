@@ -9,7 +9,10 @@ import torch
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from deformer_stream.model.deformer import DEformer, ModelConfig
+from deformer_stream.model.alert_distance import compute_factors
+from deformer_stream.model.constants import NUM_DISTANCE_SHARES
+from deformer_stream.model.deformer import AlertDistanceTensors, DEformer, ModelConfig
+from deformer_stream.model.exemplars import compute_positions
 from deformer_stream.model.schema import Feature, Schema
 from deformer_stream.model.time_slots import expand_time_slots
 from deformer_stream.model.windows import Window
@@ -70,6 +73,7 @@ configs = st.builds(
     memory=st.sampled_from(["all", "values"]),
     tokens=st.sampled_from(["pair", "single"]),
     hidden=st.sampled_from([(24,), (16, 24)]),
+    alert_exemplars=st.sampled_from([0, 5]),
 )
 """Hyperparameters of small models."""
 
@@ -92,7 +96,37 @@ def make_model(schema: Schema, config: ModelConfig, seed: int = 0, dtype: torch.
             model.process.means.copy_(torch.randn(model.process.means.shape))
             model.process.factors.copy_(torch.randn(model.process.factors.shape))
             model.process.noise.copy_(0.3 + torch.rand(model.process.noise.shape))
+    if model.alert_distance is not None:
+        fill_alert_distance(model.alert_distance, schema, seed)
     return model
+
+
+def fill_alert_distance(tensors: AlertDistanceTensors, schema: Schema, seed: int) -> None:
+    """Store random records, some of which lack features, and distances that random records exceed at times."""
+    rng, num_stored = np.random.default_rng([seed, 0xD1]), tensors.positions.shape[1]
+    by_feature = np.stack(
+        [
+            rng.integers(0, len(feature.labels) + 1, num_stored)
+            if feature.kind == "discrete"
+            else rng.standard_normal(num_stored)
+            for feature in schema.features
+        ]
+    )
+    deviations = rng.uniform(0.5, 2.0, len(schema)).astype(np.float32)
+    positions = compute_positions(schema, by_feature.T).T / deviations[:, None]
+    positions[rng.random(positions.shape) < 0.1] = np.nan
+    num_counted = len(tensors.factors)
+    lengths = np.arange(1, num_counted + 1)
+    distances = np.sort(rng.uniform(0.0, 1.0, (num_counted, NUM_DISTANCE_SHARES)), 1) * lengths[:, None]
+    for name, array in (
+        ("positions", positions),
+        ("deviations", deviations),
+        ("distances", distances),
+        ("tails", rng.uniform(0.2, 1.0, num_counted)),
+        ("factors", compute_factors(num_counted)),
+    ):
+        tensor = getattr(tensors, name)
+        tensor.copy_(torch.from_numpy(array).to(tensor.dtype))
 
 
 def draw_records(

@@ -31,7 +31,7 @@ SCHEMA = Schema(
         Feature("site", "continuous", context=True),
     )
 )
-CONFIG = ModelConfig(d_model=16, layers=1, heads=2, feedforward=16, mixtures=2, hidden=(8,))
+CONFIG = ModelConfig(d_model=16, layers=1, heads=2, feedforward=16, mixtures=2, hidden=(8,), alert_exemplars=6)
 WIDTH, GRACE = 10, 2
 """Microseconds of a window, and of the grace period after it."""
 NUM_PARTITIONS = 3

@@ -24,19 +24,21 @@ from deformer_stream.engine.next_reading import (
     rank_features,
 )
 from deformer_stream.errors import ConfigError
+from deformer_stream.model.alert_distance import AlertDistance
 from deformer_stream.model.deformer import DEformer
 from deformer_stream.model.reading_times import ReadingTimes
-from tests.engine.random_models import draw_records, normalise_values
+from tests.engine.random_models import draw_records, make_model, normalise_values
 from tests.engine.streams import make_events
-from tests.models import draw_linear_records, make_calibration, make_small_model, train_linear_model
+from tests.models import CONFIG, SCHEMA, draw_linear_records, make_calibration, train_linear_model
 
 ALPHA = 0.3
 Floats = NDArray[np.float64]
 
 
-@pytest.fixture(scope="module")
-def model() -> DEformer:
-    return make_small_model()
+@pytest.fixture(scope="module", params=[0, 9], ids=["", "distance"])
+def model(request: pytest.FixtureRequest) -> DEformer:
+    """Return a model without and with stored training records, whose distance is a term of the statistic."""
+    return make_model(SCHEMA, replace(CONFIG, alert_exemplars=request.param), 0, torch.float32)
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +56,9 @@ def open_record(model: DEformer, codes: list[int], raw_values: list[float], reco
         inputs = torch.from_numpy(normalised).to(model.dtype)
         log_p = model.conditionals(torch.from_numpy(order), inputs).log_p_value(inputs).double().numpy()
     is_scored = ~model.schema.is_context[order]
-    _, state = advance_prefix_state(PrefixState.initial(1), log_p, is_scored)
+    distance = AlertDistance.from_parameters(model.extract_parameters())
+    terms = None if distance is None else distance.compute_terms(order, normalised)
+    _, state = advance_prefix_state(PrefixState.initial(1), log_p, is_scored, distance_terms=terms)
     return OpenRecords([record_id], values, np.ones(values.shape, bool), state)
 
 
@@ -186,7 +190,7 @@ def test_refused_arguments(model: DEformer, monkeypatch: pytest.MonkeyPatch) -> 
     irregular = replace(model.schema, reading_times=ReadingTimes(1_000_000, 1_000_000))
     monkeypatch.setattr(model, "schema", irregular)
     with pytest.raises(ConfigError, match="irregular"):
-        rank_features(model, make_calibration(make_small_model()), records, ALPHA)
+        rank_features(model, make_calibration(make_model(SCHEMA, CONFIG, 0, torch.float32)), records, ALPHA)
 
 
 def test_orders_change_only_where_a_record_is_suspicious(linear: DEformer) -> None:

@@ -107,6 +107,7 @@ def assert_same_result(actual: RunResult, expected: RunResult, tolerance: float 
     """Assert that two runs scored the same readings, with equal scores and alerts up to a tolerance."""
     assert actual.rows.keys() == expected.rows.keys()
     rows = [pair for record in actual.rows for pair in zip(actual.rows[record], expected.rows[record], strict=True)]
+    assert len(actual.alerts) == len(expected.alerts)
     alerts = list(zip(actual.alerts, expected.alerts, strict=True))
     for left_row, right_row in [*rows, *alerts]:
         for left, right in zip(left_row, right_row, strict=True):
