@@ -22,6 +22,7 @@ from deformer_stream.calibration.conformal import Calibration
 from deformer_stream.calibration.cusum import CusumScale
 from deformer_stream.durable_file import replace_file
 from deformer_stream.errors import ArtifactError, ConfigError, Unavailable
+from deformer_stream.model.alert_distance import AlertDistance
 from deformer_stream.model.deformer import DEformer
 from deformer_stream.model.exemplars import Exemplars
 from deformer_stream.model.parameters import check_parameters
@@ -120,6 +121,37 @@ def test_model_without_a_weight_of_the_prior_keeps_its_format_version(tmp_path: 
     assert "prior_weight" not in manifest["hyperparameters"]
     artifact = model_store.read(tmp_path / "without")
     assert artifact.scoring_model.config.prior_weight == 0.0
+
+
+def test_training_records_for_the_alert_survive_a_round_trip(tmp_path: Path) -> None:
+    model = make_model(SCHEMA, replace(CONFIG, alert_exemplars=5), dtype=torch.float32)
+    model_store.write(tmp_path / "model", model, make_calibration(model), {}, "")
+    artifact = model_store.read(tmp_path / "model")
+    assert artifact.manifest["format_version"] == 12  # earlier releases do not know them
+    expected = AlertDistance.from_parameters(model.extract_parameters())
+    actual = AlertDistance.from_parameters(artifact.scoring_model.extract_parameters())
+    assert expected is not None
+    assert actual is not None
+    for name in ("positions", "deviations", "distances", "tails", "factors"):
+        np.testing.assert_array_equal(getattr(actual, name), getattr(expected, name))
+    forge_manifest(tmp_path / "model", lambda manifest: manifest.update(format_version=11))
+    assert_read_fails(tmp_path / "model", "its contents need version 12")
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("deviations", lambda array: array.zero_()),
+        ("distances", lambda array: array.copy_(array.flip(1))),
+        ("tails", lambda array: array.neg_()),
+        ("factors", lambda array: array.fill_(-1.0)),
+    ],
+)
+def test_damaged_training_records_for_the_alert_are_refused(tmp_path: Path, name: str, change: Any) -> None:
+    model = make_model(SCHEMA, replace(CONFIG, alert_exemplars=5), dtype=torch.float32)
+    model_store.write(tmp_path / "model", model, make_calibration(model), {}, "")
+    forge_weights(tmp_path / "model", lambda tensors: change(tensors[f"alert_distance.{name}"]))
+    assert_read_fails(tmp_path / "model", "a tensor alert_distance of the weights file")
 
 
 def test_inconsistent_weight_of_the_prior_is_refused(tmp_path: Path) -> None:

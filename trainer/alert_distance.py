@@ -96,7 +96,9 @@ def add_alert_distance(
         return AlertDistanceResult(0, ratio)
     distance = _fit_distribution(distance, data, stored_rows, reference_rows, order, seed)
     tensors = AlertDistanceTensors(data.schema, distance.num_stored)
-    for name in ("positions", "deviations", "distances", "tails", "factors"):
+    tensors.known = torch.from_numpy(~np.isnan(distance.positions))
+    tensors.positions = torch.from_numpy(np.nan_to_num(distance.positions))
+    for name in ("deviations", "distances", "tails", "factors"):
         setattr(tensors, name, torch.from_numpy(getattr(distance, name)))
     model.alert_distance = tensors.to(model.device)
     model.config = replace(model.config, alert_exemplars=distance.num_stored)

@@ -51,9 +51,6 @@ NUMBER, LABEL, CYCLIC, IGNORED = 0, 1, 2, 3
 """Kinds of features: numbers, labels without an order, numbers on a cycle, and context features, which are ignored. The
 compiled kernels have the same codes."""
 
-TENSORS = ("positions", "deviations", "distances", "tails", "factors")
-"""The names of the arrays in model.safetensors, after "alert_distance."."""
-
 
 @dataclass(frozen=True, slots=True)
 class AlertDistance:
@@ -112,9 +109,9 @@ class AlertDistance:
         """Return the stored training records of a model, None if it has none for the alert."""
         if not parameters.config.alert_exemplars:
             return None
-        return AlertDistance.create(
-            parameters.schema, *(parameters.arrays[f"alert_distance.{name}"] for name in TENSORS)
-        )
+        names = "positions", "known", "deviations", "distances", "tails", "factors"
+        positions, known, *others = (parameters.arrays[f"alert_distance.{name}"] for name in names)
+        return AlertDistance.create(parameters.schema, np.where(known, positions, np.float32(np.nan)), *others)
 
     @property
     def num_counted_features(self) -> int:

@@ -900,8 +900,10 @@ class AlertDistanceTensors(nn.Module):
         num_stored: The number of stored training records.
     """
 
-    # The names are part of the keys in model.safetensors; `AlertDistance` describes the tensors.
+    # The names are part of the keys in model.safetensors; `AlertDistance` describes the tensors. `known`, (F, E), is
+    # false where a stored record lacks a feature; its position is then 0.
     positions: Tensor
+    known: Tensor
     deviations: Tensor
     distances: Tensor
     tails: Tensor
@@ -911,6 +913,7 @@ class AlertDistanceTensors(nn.Module):
         super().__init__()
         num_counted = int((~schema.is_context).sum())
         self.register_buffer("positions", torch.zeros(len(schema), num_stored))
+        self.register_buffer("known", torch.ones(len(schema), num_stored, dtype=torch.bool))
         self.register_buffer("deviations", torch.ones(len(schema)))
         self.register_buffer("distances", torch.zeros(num_counted, NUM_DISTANCE_SHARES, dtype=torch.float64))
         self.register_buffer("tails", torch.ones(num_counted, dtype=torch.float64))

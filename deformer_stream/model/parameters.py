@@ -310,6 +310,7 @@ def describe_tensors(schema: Schema, config: ModelConfig) -> dict[str, TensorDes
     if config.alert_exemplars:
         num_counted = int((~schema.is_context).sum())
         add("alert_distance.positions", num_features, config.alert_exemplars)
+        add("alert_distance.known", num_features, config.alert_exemplars, dtype=np.dtype(np.bool_))
         add("alert_distance.deviations", num_features)
         add("alert_distance.distances", num_counted, NUM_DISTANCE_SHARES, dtype=double)
         add("alert_distance.tails", num_counted, dtype=double)
@@ -340,6 +341,10 @@ def check_parameters(schema: Schema, config: ModelConfig, arrays: Mapping[str, A
     described = describe_tensors(schema, config)
     if config.prior_weight and "gaussians.means" not in described:
         raise ValueError("the hyperparameter prior_weight needs a feature that the Gaussian prior can contain")
+    if config.alert_exemplars and (schema.reading_times is not None or schema.is_context.all()):
+        raise ValueError(
+            "the hyperparameter alert_exemplars needs features that are scored, and that have one reading in a record"
+        )
     missing, unknown = described.keys() - arrays.keys(), arrays.keys() - described.keys()
     if missing or unknown:
         raise ValueError(
@@ -395,14 +400,9 @@ def _check_alert_distance(arrays: Mapping[str, Array]) -> None:
     """
     if "alert_distance.positions" not in arrays:
         return
-    positions, deviations, distances, tails, factors = (
-        arrays[f"alert_distance.{name}"] for name in ("positions", "deviations", "distances", "tails", "factors")
-    )
-    is_finite = all(bool(np.isfinite(array).all()) for array in (deviations, distances, tails, factors))
+    names = "positions", "deviations", "distances", "tails", "factors"
+    positions, deviations, distances, tails, factors = (arrays[f"alert_distance.{name}"] for name in names)
+    is_finite = all(bool(np.isfinite(array).all()) for array in (positions, deviations, distances, tails, factors))
     is_positive = bool((deviations > 0).all() and (tails > 0).all() and (factors >= 0).all())
-    # The position of a reading that a stored record lacks is NaN.
-    if not (is_finite and is_positive and not np.isinf(positions).any() and (np.diff(distances, axis=1) >= 0).all()):
-        raise ValueError(
-            "a tensor alert_distance of the weights file contains numbers that are out of range, so the file is "
-            "damaged: restore it or train the model again"
-        )
+    if not (is_finite and is_positive and (np.diff(distances, axis=1) >= 0).all()):
+        raise ValueError("a tensor alert_distance of the weights file contains numbers that are out of range")

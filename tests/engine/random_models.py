@@ -114,12 +114,12 @@ def fill_alert_distance(tensors: AlertDistanceTensors, schema: Schema, seed: int
     )
     deviations = rng.uniform(0.5, 2.0, len(schema)).astype(np.float32)
     positions = compute_positions(schema, by_feature.T).T / deviations[:, None]
-    positions[rng.random(positions.shape) < 0.1] = np.nan
     num_counted = len(tensors.factors)
     lengths = np.arange(1, num_counted + 1)
     distances = np.sort(rng.uniform(0.0, 1.0, (num_counted, NUM_DISTANCE_SHARES)), 1) * lengths[:, None]
     for name, array in (
         ("positions", positions),
+        ("known", rng.random(positions.shape) < 0.9),
         ("deviations", deviations),
         ("distances", distances),
         ("tails", rng.uniform(0.2, 1.0, num_counted)),
