@@ -95,7 +95,7 @@ def _describe_model(result: TrainingOutput | IrregularOutput) -> str:
     It contains the number of layers and their width, and the size of the Gaussian prior (mixture of Gaussians fitted
     before training). Complete records are ranked from normal to anomalous by the density. If the model has exemplars
     (stored training records), the mean distance to the nearest of them counts too. If the density of the Gaussian prior
-    does, its weight is stated.
+    does, its weight is stated. The end says how many training records the alert compares open records with, if any.
     """
     config = result.model.config
     prior = f"prior of {format_count(config.gaussians, 'Gaussian')}" if config.gaussians else "no Gaussian prior"
@@ -103,6 +103,8 @@ def _describe_model(result: TrainingOutput | IrregularOutput) -> str:
         prior = f"prior of {format_count(config.process_rank, 'factor')}"
     exemplars = f"{format_count(config.exemplars, 'exemplar')} and " if config.exemplars else ""
     prior_term = f" of network and prior (weight {config.prior_weight:.2f})" if config.prior_weight else ""
+    num_compared = config.alert_exemplars
+    compared = f"; the alert compares with {format_count(num_compared, 'training record')}" if num_compared else ""
     preset = result.summary["preset"]["name"]
     if isinstance(result, IrregularOutput):
         process = f"process with {format_count(config.neighbors, 'neighbor')}" if config.neighbors else "no process"
@@ -112,7 +114,7 @@ def _describe_model(result: TrainingOutput | IrregularOutput) -> str:
         )
     return (
         f"{format_count(config.layers, 'layer')} of {config.d_model} (preset {preset}), {prior}; "
-        f"ranks records by {exemplars}the density{prior_term}"
+        f"ranks records by {exemplars}the density{prior_term}{compared}"
     )
 
 

@@ -44,6 +44,7 @@ from deformer_stream.engine.events import AlertCause, Contribution, ExpectedRang
 from deformer_stream.engine.order_trees import OrderTree, build_chain_tree, build_order_tree
 from deformer_stream.engine.single_readings import check_single_readings
 from deformer_stream.kernels.cpu import CpuKernels
+from deformer_stream.kernels.library import load_library
 from deformer_stream.kernels.prefix_distances import choose_distance_function
 from deformer_stream.model.alert_distance import AlertDistance
 from deformer_stream.model.parameters import Model
@@ -963,8 +964,7 @@ def _compute_max_statistics(
     terms = None
     distance = AlertDistance.from_parameters(model.extract_parameters())
     if distance is not None:
-        measure = choose_distance_function(None if kernels is None else kernels.library)
-        terms = distance.compute_terms(codes, values, measure)
+        terms = distance.compute_terms(codes, values, choose_distance_function(load_library(False)))
     # The state after all readings contains the largest prefix statistic.
     _, state = advance_prefix_state(PrefixState.initial(len(codes)), log_p_value, is_scored, is_decision_point, terms)
     return state.max_statistic

@@ -62,6 +62,7 @@ from deformer_stream.engine.ties import average_over_orders
 from deformer_stream.errors import ConfigError, InvariantViolated
 from deformer_stream.kernels.cpu import CpuKernels, CusumArguments, RaggedBatch
 from deformer_stream.kernels.kv_cache import CacheShape, CpuKVCache, PagePool, cpu_cache_shape
+from deformer_stream.kernels.library import load_library
 from deformer_stream.kernels.prefix_distances import choose_distance_function
 from deformer_stream.model.alert_distance import IGNORED, AlertDistance
 from deformer_stream.model.exemplars import Exemplars
@@ -179,7 +180,8 @@ class ModelVersion:
             self._exemplars = Exemplars.from_parameters(model.extract_parameters())
         self.kernels = CpuKernels.for_model(model)
         self._distance = AlertDistance.from_parameters(model.extract_parameters())
-        self._measure_distances = choose_distance_function(None if self.kernels is None else self.kernels.library)
+        # Compiled code measures distances, also if the network runs on a GPU.
+        self._measure_distances = choose_distance_function(load_library(False))
         # Copies of the cached readings before tie groups, so that other orders of a group do not change the cache.
         self._branch_cache: CpuKVCache | None = None
         # Runs the network in PyTorch, None with compiled kernels.
