@@ -132,7 +132,7 @@ def test_training_records_for_the_alert_survive_a_round_trip(tmp_path: Path) -> 
     actual = AlertDistance.from_parameters(artifact.scoring_model.extract_parameters())
     assert expected is not None
     assert actual is not None
-    for name in ("positions", "deviations", "distances", "tails", "factors"):
+    for name in ("positions", "deviations", "starts", "slopes"):
         np.testing.assert_array_equal(getattr(actual, name), getattr(expected, name))
     forge_manifest(tmp_path / "model", lambda manifest: manifest.update(format_version=11))
     assert_read_fails(tmp_path / "model", "its contents need version 12")
@@ -142,9 +142,7 @@ def test_training_records_for_the_alert_survive_a_round_trip(tmp_path: Path) -> 
     ("name", "change"),
     [
         ("deviations", lambda array: array.zero_()),
-        ("distances", lambda array: array.copy_(array.flip(1))),
-        ("tails", lambda array: array.neg_()),
-        ("factors", lambda array: array.fill_(-1.0)),
+        ("slopes", lambda array: array.fill_(-1.0)),
     ],
 )
 def test_damaged_training_records_for_the_alert_are_refused(tmp_path: Path, name: str, change: Any) -> None:

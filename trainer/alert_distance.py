@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from deformer_stream.kernels.library import load_library
 from deformer_stream.kernels.prefix_distances import choose_distance_function
-from deformer_stream.model.alert_distance import NATS, SHARES, AlertDistance, compute_factors
+from deformer_stream.model.alert_distance import AlertDistance, fit_line
 from deformer_stream.model.deformer import AlertDistanceTensors, DEformer
 from deformer_stream.model.exemplars import compute_positions
 from trainer.calibrate import Order, order_records
@@ -40,10 +40,14 @@ MAX_FEATURES = 200
 """Largest number of features with which the distance is used by default. Among more, all records are equally far."""
 MAX_REFERENCE_RECORDS = 1000
 """Largest number of records from which the distribution of distances is computed."""
-MIN_TAIL = 1e-6
-"""Smallest mean excess of the exponential tail."""
+TAIL_SHARE = 0.1
+"""Share of the reference records in the tail of the distribution, which is exponential."""
+MIN_EXCESS = 0.1
+"""Smallest mean excess of the tail, in typical differences of one feature. If most records equal each other, a small
+difference is no evidence."""
 MIN_PREFIXES = 20
-"""Smallest number of reference records with k readings from which the distribution for k readings is computed."""
+"""Smallest number of reference records with k readings from which the distribution for k readings is computed. The
+distance of prefixes with k readings does not count if there are fewer."""
 NUM_PARTS = 5
 """Number of parts of the table, one after the other, between which rows are compared."""
 MAX_ROW_ORDER_RATIO = 1.02
@@ -98,7 +102,7 @@ def add_alert_distance(
     tensors = AlertDistanceTensors(data.schema, distance.num_stored)
     tensors.known = torch.from_numpy(~np.isnan(distance.positions))
     tensors.positions = torch.from_numpy(np.nan_to_num(distance.positions))
-    for name in ("deviations", "distances", "tails", "factors"):
+    for name in ("deviations", "starts", "slopes"):
         setattr(tensors, name, torch.from_numpy(getattr(distance, name)))
     model.alert_distance = tensors.to(model.device)
     model.config = replace(model.config, alert_exemplars=distance.num_stored)
@@ -155,10 +159,7 @@ def _store_records(data: PreparedTable, stored_rows: Ints) -> AlertDistance:
     deviations = compute_deviations(data.schema, positions, known)
     scaled = np.where(known, positions / deviations, np.float32(np.nan)).T
     num_counted = int((~data.schema.is_context).sum())
-    empty = np.zeros((num_counted, len(NATS)))
-    return AlertDistance.create(
-        data.schema, scaled, deviations, empty, np.ones(num_counted), compute_factors(num_counted)
-    )
+    return AlertDistance.create(data.schema, scaled, deviations, np.zeros(num_counted), np.zeros(num_counted))
 
 
 def _measure_complete(
@@ -218,16 +219,17 @@ def _fit_distribution(
     measured = measure(distance, flat_codes, positions, offsets, None, excluded)
     # Readings of context features do not change the distance, so each prefix occurs once.
     measured, count_of_reading = measured[is_counted[is_reading]], counts[is_counted]
-    distances, tails = np.zeros_like(distance.distances), np.ones_like(distance.tails)
-    for k in range(len(tails)):
+    starts, slopes = np.zeros_like(distance.starts), np.zeros_like(distance.slopes)
+    for k in range(len(starts)):
         of_length = measured[count_of_reading == k + 1]
-        if len(of_length) < MIN_PREFIXES and k > 0:
-            distances[k], tails[k] = distances[k - 1], tails[k - 1]  # few records have so many readings
-        elif len(of_length):
-            distances[k] = np.quantile(of_length, 1.0 - SHARES)
-            excess = of_length[of_length > distances[k, -1]] - distances[k, -1]
-            tails[k] = max(float(excess.mean()) if len(excess) else 0.0, MIN_TAIL)
-    return replace(distance, distances=distances, tails=tails)
+        if len(of_length) < MIN_PREFIXES:
+            # Few records have so many readings. The distance of these prefixes does not count.
+            continue
+        quantile = float(np.quantile(of_length, 1.0 - TAIL_SHARE))
+        beyond = of_length[of_length > quantile]
+        excess = max(float(beyond.mean()) - quantile if len(beyond) else 0.0, MIN_EXCESS)
+        starts[k], slopes[k] = fit_line(k + 1, len(starts), quantile, TAIL_SHARE, excess)
+    return replace(distance, starts=starts, slopes=slopes)
 
 
 def _find_indexes(stored_rows: Ints, rows: Ints) -> Ints:

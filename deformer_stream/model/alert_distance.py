@@ -4,28 +4,29 @@ The distance of a prefix (the first k readings of a record) to a stored record i
 their readings, each divided by the typical difference of its feature. d is its mean over the `NUM_NEIGHBORS` nearest
 stored records. The term is
 
-    w (k/L)^a · −ln S_k(d)
+    w · max((k/L)^a · −ln S_k(d) − c, 0)
 
-where S_k(d) is the share of training records whose first k readings, in a random order, are at least as far from the
-other stored records, and L is the number of features that are scored. S_k is linear in −ln S between the deciles
-of d, and an exponential tail beyond the last one. w and a are `WEIGHT` and `EXPONENT`.
+where S_k(d) is the share of training records whose first k readings, in the order of arrival, are at least as far from
+the other stored records, and L is the number of features that are scored. w, a and c are `WEIGHT`, `EXPONENT` and
+`MIN_NATS`. S_k is an exponential tail, so the term is a straight line in d, above a distance that few normal records
+reach.
 
 The stored records are training records only. So the statistic is a fixed function of the record, and the guarantee of
 the alert rule holds as without the term. No state is kept: the term is computed from all readings of the prefix.
 
 Shapes use these letters: R is the number of records, F the number of features, L the number of readings, E the number
-of stored records, Q the number of `SHARES`.
+of stored records.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from deformer_stream.model.constants import NUM_DISTANCE_SHARES
 from deformer_stream.model.exemplars import MAX_POSITION, NUM_NEIGHBORS, compute_label_positions, has_unordered_labels
 from deformer_stream.model.parameters import ModelParameters
 from deformer_stream.model.schema import Schema
@@ -35,15 +36,17 @@ Singles = NDArray[np.float32]
 Ints = NDArray[np.int64]
 Codes = NDArray[np.int8]
 
-WEIGHT = 1.0
-"""Weight of the term in nats; that of the combined p-values of the readings is 1."""
+WEIGHT = 0.5
+"""Weight w of the distance in nats; that of the combined p-values of the readings is 1."""
 EXPONENT = 0.3
-"""Power of the share of readings by which the term is multiplied. Distances of short prefixes have the heaviest tails.
+"""Power a of the share of readings by which a distance in nats is multiplied. Distances of short prefixes have the
+heaviest tails."""
+MIN_NATS = 3.0
+"""The distance c in nats from which the term is positive. 5% of normal records reach it.
+
+If distances of all normal records counted, the threshold of the alert would rise, and broken relations between two
+sensors, which change no distance, would be detected less often (docs/experiments/32).
 """
-SHARES = np.arange(NUM_DISTANCE_SHARES, 0, -1) / NUM_DISTANCE_SHARES
-"""The shares S for which the distance is stored: 1, 0.9, …, 0.1."""
-NATS = -np.log(SHARES)
-"""−ln S at the stored distances."""
 MISSING_DIFFERENCE = 1.0
 """Difference to a stored record that lacks the feature, in typical differences."""
 
@@ -61,9 +64,8 @@ class AlertDistance:
         positions: (F, E) positions of the readings of the stored records, divided by `deviations`; NaN where a record
             lacks a feature.
         deviations: (F,) the typical difference of each feature.
-        distances: (L, Q) for prefixes of 1, 2, …, L readings the distances at which −ln S is `NATS`, ascending.
-        tails: (L,) mean excess over the last of them, the scale of the exponential tail; positive.
-        factors: (L,) the factor w (k/L)^a of prefixes with k readings.
+        starts: (L,) for prefixes of 1, 2, …, L readings the mean distance from which the term is positive.
+        slopes: (L,) by how much the term rises with the distance from there on; not negative.
         kinds: (F,) the kind of each feature.
         extents: (F,) difference of two labels, or length of the cycle, divided by `deviations`; 0 for numbers.
         label_positions: (F, K) positions of the labels of each feature, for K labels at most; the last one of a feature
@@ -73,16 +75,15 @@ class AlertDistance:
     schema: Schema
     positions: Singles
     deviations: Singles
-    distances: Floats
-    tails: Floats
-    factors: Floats
+    starts: Floats
+    slopes: Floats
     kinds: Codes
     extents: Singles
     label_positions: Floats
 
     @staticmethod
     def create(
-        schema: Schema, positions: Singles, deviations: Singles, distances: Floats, tails: Floats, factors: Floats
+        schema: Schema, positions: Singles, deviations: Singles, starts: Floats, slopes: Floats
     ) -> AlertDistance:
         """Return the distance with the kinds and extents that follow from the schema."""
         kinds = np.full(len(schema), NUMBER, np.int8)
@@ -96,9 +97,8 @@ class AlertDistance:
             schema,
             np.ascontiguousarray(positions, np.float32),
             np.ascontiguousarray(deviations, np.float32),
-            np.ascontiguousarray(distances, np.float64),
-            np.ascontiguousarray(tails, np.float64),
-            np.ascontiguousarray(factors, np.float64),
+            np.ascontiguousarray(starts, np.float64),
+            np.ascontiguousarray(slopes, np.float64),
             kinds,
             extents,
             _make_label_table(schema),
@@ -109,14 +109,14 @@ class AlertDistance:
         """Return the stored training records of a model, None if it has none for the alert."""
         if not parameters.config.alert_exemplars:
             return None
-        names = "positions", "known", "deviations", "distances", "tails", "factors"
+        names = "positions", "known", "deviations", "starts", "slopes"
         positions, known, *others = (parameters.arrays[f"alert_distance.{name}"] for name in names)
         return AlertDistance.create(parameters.schema, np.where(known, positions, np.float32(np.nan)), *others)
 
     @property
     def num_counted_features(self) -> int:
         """The number L of features that are scored."""
-        return len(self.factors)
+        return len(self.slopes)
 
     def compute_positions(self, codes: Ints, values: Floats) -> Singles:
         """Return the position of each reading, divided by the deviation of its feature; of the shape of `codes`.
@@ -171,17 +171,8 @@ class AlertDistance:
             num_counted: (M,) number of readings of each prefix, without those of context features.
         """
         row = np.clip(num_counted, 1, self.num_counted_features) - 1
-        knots = self.distances[row]  # (M, Q)
-        # The interval of stored distances in which the distance lies: that of the last one that is not greater.
-        interval = np.clip((knots <= distances[:, None]).sum(1) - 1, 0, len(NATS) - 2)
-        index = np.arange(len(row))
-        low, high = knots[index, interval], knots[index, interval + 1]
-        width = np.where(high > low, high - low, 1.0)
-        position = np.clip((distances - low) / width, 0.0, 1.0)
-        in_body = NATS[interval] + position * (NATS[interval + 1] - NATS[interval])
-        in_tail = NATS[-1] + (distances - knots[:, -1]) / self.tails[row]
-        nats = np.where(distances > knots[:, -1], in_tail, in_body)
-        return np.asarray(np.where(num_counted > 0, self.factors[row] * nats, 0.0))
+        terms = self.slopes[row] * np.maximum(distances - self.starts[row], 0.0)
+        return np.asarray(np.where(num_counted > 0, terms, 0.0))
 
     @property
     def num_stored(self) -> int:
@@ -319,7 +310,15 @@ def average_nearest(sums: Singles) -> Floats:
     return np.asarray(nearest.cumsum(1)[:, -1] / num_neighbors)
 
 
-def compute_factors(num_counted_features: int) -> Floats:
-    """Return the factor w (k/L)^a of prefixes with k = 1, …, L readings, (L,)."""
-    shares = np.arange(1, num_counted_features + 1) / max(num_counted_features, 1)
-    return np.asarray(WEIGHT * shares**EXPONENT)
+def fit_line(num_readings: int, num_features: int, quantile: float, share: float, excess: float) -> tuple[float, float]:
+    """Return the distance from which the term is positive, and its slope, for prefixes of one length.
+
+    Args:
+        num_readings: The number k of readings of the prefix.
+        num_features: The number L of features that are scored.
+        quantile: A distance beyond which the tail of the training records is exponential.
+        share: The share of the training records beyond it.
+        excess: Their mean excess over it, positive.
+    """
+    factor = (num_readings / num_features) ** EXPONENT
+    return quantile + excess * (MIN_NATS / factor + math.log(share)), WEIGHT * factor / excess

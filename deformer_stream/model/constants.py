@@ -35,7 +35,3 @@ ACTIVATION_CODES = {"gelu": 0, "relu": 1}
 `activation` uses. `layers.ACTIVATIONS` has the functions of PyTorch."""
 LAYER_NORM_EPSILON = 1e-5
 """The number that layer normalisation adds to variances, the default of PyTorch."""
-
-NUM_DISTANCE_SHARES = 10
-"""Number of shares of training records for which the alert's distance stores the distance that they reach
-(`alert_distance`)."""

@@ -52,7 +52,7 @@ from torch import Tensor, nn
 
 from deformer_stream.model.attention import attend
 from deformer_stream.model.config import PRESETS, AttentionContext, ModelConfig
-from deformer_stream.model.constants import MAX_CONDITIONING_VALUE, NUM_DISTANCE_SHARES
+from deformer_stream.model.constants import MAX_CONDITIONING_VALUE
 from deformer_stream.model.distributions import Conditional, Head
 from deformer_stream.model.gaussian_prior import GaussianPrior, PriorConditional
 from deformer_stream.model.gaussian_process import GaussianProcessPrior
@@ -905,9 +905,8 @@ class AlertDistanceTensors(nn.Module):
     positions: Tensor
     known: Tensor
     deviations: Tensor
-    distances: Tensor
-    tails: Tensor
-    factors: Tensor
+    starts: Tensor
+    slopes: Tensor
 
     def __init__(self, schema: Schema, num_stored: int) -> None:
         super().__init__()
@@ -915,9 +914,8 @@ class AlertDistanceTensors(nn.Module):
         self.register_buffer("positions", torch.zeros(len(schema), num_stored))
         self.register_buffer("known", torch.ones(len(schema), num_stored, dtype=torch.bool))
         self.register_buffer("deviations", torch.ones(len(schema)))
-        self.register_buffer("distances", torch.zeros(num_counted, NUM_DISTANCE_SHARES, dtype=torch.float64))
-        self.register_buffer("tails", torch.ones(num_counted, dtype=torch.float64))
-        self.register_buffer("factors", torch.zeros(num_counted, dtype=torch.float64))
+        self.register_buffer("starts", torch.zeros(num_counted, dtype=torch.float64))
+        self.register_buffer("slopes", torch.zeros(num_counted, dtype=torch.float64))
 
 
 def to_tensor(array: NDArray[np.generic], model: DEformer) -> Tensor:

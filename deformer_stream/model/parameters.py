@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deformer_stream.model.config import ModelConfig
-from deformer_stream.model.constants import NUM_DISTANCE_SHARES, NUM_PROCESS_COMPONENTS, SCALE_FLOOR
+from deformer_stream.model.constants import NUM_PROCESS_COMPONENTS, SCALE_FLOOR
 from deformer_stream.model.schema import Schema
 
 Array = NDArray[Any]
@@ -312,9 +312,8 @@ def describe_tensors(schema: Schema, config: ModelConfig) -> dict[str, TensorDes
         add("alert_distance.positions", num_features, config.alert_exemplars)
         add("alert_distance.known", num_features, config.alert_exemplars, dtype=np.dtype(np.bool_))
         add("alert_distance.deviations", num_features)
-        add("alert_distance.distances", num_counted, NUM_DISTANCE_SHARES, dtype=double)
-        add("alert_distance.tails", num_counted, dtype=double)
-        add("alert_distance.factors", num_counted, dtype=double)
+        add("alert_distance.starts", num_counted, dtype=double)
+        add("alert_distance.slopes", num_counted, dtype=double)
     return tensors
 
 
@@ -400,9 +399,8 @@ def _check_alert_distance(arrays: Mapping[str, Array]) -> None:
     """
     if "alert_distance.positions" not in arrays:
         return
-    names = "positions", "deviations", "distances", "tails", "factors"
-    positions, deviations, distances, tails, factors = (arrays[f"alert_distance.{name}"] for name in names)
-    is_finite = all(bool(np.isfinite(array).all()) for array in (positions, deviations, distances, tails, factors))
-    is_positive = bool((deviations > 0).all() and (tails > 0).all() and (factors >= 0).all())
-    if not (is_finite and is_positive and (np.diff(distances, axis=1) >= 0).all()):
+    names = "positions", "deviations", "starts", "slopes"
+    positions, deviations, starts, slopes = (arrays[f"alert_distance.{name}"] for name in names)
+    is_finite = all(bool(np.isfinite(array).all()) for array in (positions, deviations, starts, slopes))
+    if not (is_finite and (deviations > 0).all() and (slopes >= 0).all()):
         raise ValueError("a tensor alert_distance of the weights file contains numbers that are out of range")

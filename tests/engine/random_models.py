@@ -9,8 +9,6 @@ import torch
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from deformer_stream.model.alert_distance import compute_factors
-from deformer_stream.model.constants import NUM_DISTANCE_SHARES
 from deformer_stream.model.deformer import AlertDistanceTensors, DEformer, ModelConfig
 from deformer_stream.model.exemplars import compute_positions
 from deformer_stream.model.schema import Feature, Schema
@@ -114,16 +112,13 @@ def fill_alert_distance(tensors: AlertDistanceTensors, schema: Schema, seed: int
     )
     deviations = rng.uniform(0.5, 2.0, len(schema)).astype(np.float32)
     positions = compute_positions(schema, by_feature.T).T / deviations[:, None]
-    num_counted = len(tensors.factors)
-    lengths = np.arange(1, num_counted + 1)
-    distances = np.sort(rng.uniform(0.0, 1.0, (num_counted, NUM_DISTANCE_SHARES)), 1) * lengths[:, None]
+    num_counted = len(tensors.slopes)
     for name, array in (
         ("positions", positions),
         ("known", rng.random(positions.shape) < 0.9),
         ("deviations", deviations),
-        ("distances", distances),
-        ("tails", rng.uniform(0.2, 1.0, num_counted)),
-        ("factors", compute_factors(num_counted)),
+        ("starts", rng.uniform(0.3, 0.8, num_counted) * np.arange(1, num_counted + 1)),
+        ("slopes", rng.uniform(0.5, 2.0, num_counted)),
     ):
         tensor = getattr(tensors, name)
         tensor.copy_(torch.from_numpy(array).to(tensor.dtype))

@@ -9,11 +9,12 @@ from numpy.typing import NDArray
 from deformer_stream.kernels.library import load_library
 from deformer_stream.kernels.prefix_distances import choose_distance_function
 from deformer_stream.model.alert_distance import (
+    MIN_NATS,
     MISSING_DIFFERENCE,
-    NATS,
+    WEIGHT,
     AlertDistance,
     average_nearest,
-    compute_factors,
+    fit_line,
     measure_distances,
 )
 from deformer_stream.model.schema import Feature, Schema
@@ -57,16 +58,15 @@ def make_distance(seed: int = 0, has_gaps: bool = True) -> AlertDistance:
     rng, schema = np.random.default_rng(seed), make_schema()
     deviations = np.array([1.0, 0.5, 12.0, 1.5, 1.0, 0.8], np.float32)
     num_counted = len(schema) - 1
-    distances = np.sort(rng.uniform(0, 4, (num_counted, len(NATS))), 1)
-    tails, factors = rng.uniform(0.2, 1.0, num_counted), compute_factors(num_counted)
+    starts, slopes = rng.uniform(0, 2, num_counted), rng.uniform(0.5, 2.0, num_counted)
     empty = np.zeros((len(schema), NUM_STORED), np.float32)
-    distance = AlertDistance.create(schema, empty, deviations, distances, tails, factors)
+    distance = AlertDistance.create(schema, empty, deviations, starts, slopes)
     values = draw_values(rng, NUM_STORED)
     codes = np.broadcast_to(np.arange(len(schema)), values.shape)
     positions = distance.compute_positions(codes, values)
     if has_gaps:
         positions[rng.random(positions.shape) < 0.1] = np.nan
-    return AlertDistance.create(schema, positions.T, deviations, distances, tails, factors)
+    return AlertDistance.create(schema, positions.T, deviations, starts, slopes)
 
 
 def draw_records(rng: np.random.Generator, num_records: int) -> tuple[Ints, Floats]:
@@ -82,7 +82,7 @@ def test_difference_of_each_kind_of_feature() -> None:
     schema = make_schema()
     deviations = np.array([2.0, 0.5, 10.0, 1.0, 1.0, 1.0], np.float32)
     stored = np.array([[1.0], [2.0], [3.5], [5.0], [0.0], [np.nan]], np.float32)  # divided by the deviations
-    distance = AlertDistance.create(schema, stored, deviations, np.zeros((5, 10)), np.ones(5), compute_factors(5))
+    distance = AlertDistance.create(schema, stored, deviations, np.zeros(5), np.ones(5))
     codes = np.arange(6)
     # A pressure 3 scales above its location; "off"; an angle of 10 degrees; gear 2; site "b"; any flow.
     values = np.array([3.0, 0.0, 1.0, 1.0, 1.0, 7.0])
@@ -108,12 +108,8 @@ def test_terms_are_those_of_the_nearest_three() -> None:
             if num_counted == 0:
                 assert terms[row, k] == 0
                 continue
-            knots = distance.distances[num_counted - 1]
-            if mean > knots[-1]:
-                nats = NATS[-1] + (mean - knots[-1]) / distance.tails[num_counted - 1]
-            else:
-                nats = np.interp(mean, knots, NATS)
-            assert terms[row, k] == pytest.approx(distance.factors[num_counted - 1] * nats, rel=1e-5, abs=1e-6)
+            expected = distance.slopes[num_counted - 1] * max(mean - distance.starts[num_counted - 1], 0.0)
+            assert terms[row, k] == pytest.approx(expected, rel=1e-5, abs=1e-6)
     assert (terms[codes < 0] == 0).all()
 
 
@@ -150,9 +146,7 @@ def test_fewer_stored_records_than_neighbors() -> None:
     distance = make_distance(5)
     codes, values = draw_records(np.random.default_rng(6), 30)
     positions = distance.positions[:, :2]
-    two = AlertDistance.create(
-        distance.schema, positions, distance.deviations, distance.distances, distance.tails, distance.factors
-    )
+    two = AlertDistance.create(distance.schema, positions, distance.deviations, distance.starts, distance.slopes)
     compiled = two.compute_terms(codes, values, choose_distance_function(load_library(False)))
     assert np.isfinite(compiled).all()
     assert compiled.tobytes() == two.compute_terms(codes, values).tobytes()
@@ -175,3 +169,14 @@ def test_a_further_reading_gives_the_term_of_the_longer_prefix() -> None:
 
 def test_reference_function_is_the_default() -> None:
     assert choose_distance_function(None) is measure_distances
+
+
+@pytest.mark.parametrize("num_readings", [1, 4, 10])
+def test_line_is_the_excess_over_the_smallest_nats(num_readings: int) -> None:
+    """The tail beyond the quantile 5 is 0.1 exp(−(d − 5) / 2)."""
+    start, slope = fit_line(num_readings, 10, quantile=5.0, share=0.1, excess=2.0)
+    factor = (num_readings / 10) ** 0.3
+    for distance in (start, start + 1.0, start + 30.0):
+        nats = -np.log(0.1) + (distance - 5.0) / 2.0
+        assert slope * (distance - start) == pytest.approx(WEIGHT * (factor * nats - MIN_NATS), abs=1e-9)
+    assert start >= 5.0

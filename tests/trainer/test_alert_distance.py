@@ -12,7 +12,9 @@ import pytest
 from numpy.typing import NDArray
 
 from deformer_stream import load
-from deformer_stream.model.alert_distance import AlertDistance
+from deformer_stream.kernels.library import load_library
+from deformer_stream.kernels.prefix_distances import choose_distance_function
+from deformer_stream.model.alert_distance import EXPONENT, MIN_NATS, WEIGHT, AlertDistance
 from deformer_stream.model.deformer import DEformer, ModelConfig
 from tests.trainer.tables import mixed, numbers, prepared, write
 from trainer.alert_distance import (
@@ -90,24 +92,30 @@ def test_calibration_records_change_nothing(tmp_path: Path) -> None:
     assert is_calibration.sum() > 100
     data.values[is_calibration] = rng.uniform(5, 9, (int(is_calibration.sum()), 5))
     after = find_distance(add(data)[0])
-    for name in ("positions", "deviations", "distances", "tails", "factors"):
+    for name in ("positions", "deviations", "starts", "slopes"):
         np.testing.assert_array_equal(getattr(before, name), getattr(after, name))
     stored = before.positions.T * before.deviations
     training = np.asarray(data.values[(data.split == Split.TRAIN) | (data.split == Split.VALIDATION)])
     assert stored == pytest.approx(training, abs=1e-5)
 
 
-def test_terms_of_normal_records_are_exponential(tmp_path: Path) -> None:
-    """−ln of a p-value has a unit exponential distribution, for each length of a prefix; the factor is taken out."""
+def test_few_normal_records_have_a_term(tmp_path: Path) -> None:
+    """With k of L readings, a share exp(−3 (L/k)^0.3) of normal records is expected, 5% of complete ones.
+
+    Single readings are nearer to stored ones than `MIN_EXCESS`, so that fewer of them have a term.
+    """
     rng = np.random.default_rng(3)
     distance = find_distance(add(numbers(tmp_path, rng.standard_normal((4000, 6))))[0])
-    schema, new = distance.schema, rng.standard_normal((4000, 6))
+    schema, new = distance.schema, rng.standard_normal((20_000, 6))
     codes = np.argsort(rng.random(new.shape), 1)
     values = schema.normalise(codes, np.take_along_axis(new, codes, 1))
-    nats = distance.compute_terms(codes, values) / distance.factors
-    assert nats.mean(0) == pytest.approx(np.ones(6), abs=0.12)
-    for share in (0.5, 0.1, 0.01):
-        assert (nats > -np.log(share)).mean(0) == pytest.approx(np.full(6, share), rel=0.4)
+    terms = distance.compute_terms(codes, values, choose_distance_function(load_library(False)))
+    expected = np.exp(-MIN_NATS * (6 / np.arange(1, 7)) ** EXPONENT)
+    shares = (terms > 0).mean(0)
+    assert shares[0] < expected[0]
+    assert shares[1:] == pytest.approx(expected[1:], rel=0.5)
+    # Beyond it, the tail is exponential: the term of a complete record exceeds x in a share exp(−3 − x / WEIGHT).
+    assert (terms[:, -1] > WEIGHT).mean() == pytest.approx(np.exp(-MIN_NATS - 1), rel=0.5)
 
 
 def test_records_far_from_all_stored_ones_have_large_terms(tmp_path: Path) -> None:
@@ -120,7 +128,24 @@ def test_records_far_from_all_stored_ones_have_large_terms(tmp_path: Path) -> No
     usual = data.schema.normalise(codes[:1], np.array([[-1.0, -1.0, -1.0, label]]))
     odd = data.schema.normalise(codes[:1], np.array([[-3.0, 3.0, -3.0, far_label]]))
     terms = distance.compute_terms(codes, np.concatenate([usual, odd]))
-    assert terms[1, -1] > terms[0, -1] + 4
+    assert terms[0, -1] == 0
+    assert terms[1, -1] > 2
+
+
+def test_equal_records_have_a_finite_term(tmp_path: Path) -> None:
+    """Nearly all records equal each other. Labels that never occur together are evidence, but no infinite one."""
+    rng = np.random.default_rng(8)
+    columns = {
+        "mode": rng.choice(["on", "off"], 600, p=[0.99, 0.01]).tolist(),
+        "valve": rng.choice(["open", "shut"], 600, p=[0.99, 0.01]).tolist(),
+    }
+    data = prepared(tmp_path, columns)
+    distance = find_distance(add(data)[0])
+    codes = np.tile(np.arange(2), (3, 1))
+    terms = distance.compute_terms(codes, np.array([[1.0, 0.0], [0.0, 0.0], [0.0, 1.0]]))
+    usual, _, changed = terms[:, -1]
+    assert usual == 0
+    assert 0 < changed < 20
 
 
 @pytest.mark.parametrize(
