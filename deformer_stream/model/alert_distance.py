@@ -68,6 +68,8 @@ class AlertDistance:
         slopes: (L,) by how much the term rises with the distance from there on; not negative.
         kinds: (F,) the kind of each feature.
         extents: (F,) difference of two labels, or length of the cycle, divided by `deviations`; 0 for numbers.
+        locations: (F,) the raw value at position 0 of each feature.
+        scales: (F,) the raw difference of positions that differ by 1.
         label_positions: (F, K) positions of the labels of each feature, for K labels at most; the last one of a feature
             is repeated. (F, 0) if all features are numbers.
     """
@@ -79,6 +81,8 @@ class AlertDistance:
     slopes: Floats
     kinds: Codes
     extents: Singles
+    locations: Floats
+    scales: Floats
     label_positions: Floats
 
     @staticmethod
@@ -101,6 +105,8 @@ class AlertDistance:
             np.ascontiguousarray(slopes, np.float64),
             kinds,
             extents,
+            np.array([feature.location for feature in schema.features], np.float64),
+            np.array([feature.scale for feature in schema.features], np.float64),
             _make_label_table(schema),
         )
 
@@ -129,20 +135,13 @@ class AlertDistance:
         """
         known = np.maximum(codes, 0)
         positions = self.schema.denormalise(known, values)
-        location, scale = self._location_and_scale
-        positions = (positions - location[known]) / scale[known]
+        positions = (positions - self.locations[known]) / self.scales[known]
         num_labels = self.label_positions.shape[1]
         if num_labels:
             label_codes = np.clip(values, 0, num_labels - 1).astype(np.int64)
             positions = np.where(self.schema.is_discrete[known], self.label_positions[known, label_codes], positions)
         clipped = np.clip(positions, -MAX_POSITION, MAX_POSITION).astype(np.float32)
         return np.asarray(clipped / self.deviations[known])
-
-    @property
-    def _location_and_scale(self) -> tuple[Floats, Floats]:
-        """Location and scale of each feature, (F,) each."""
-        features = self.schema.features
-        return np.array([f.location for f in features], float), np.array([f.scale for f in features], float)
 
     def compute_differences(self, codes: Ints, positions: Singles) -> Singles:
         """Return the difference of each of M readings to each stored record, (M, E).
