@@ -80,18 +80,19 @@ def add_alert_distance(
         data: The prepared table.
         order: The arrival-order distribution (`calibrate.choose_order`).
         seed: Seed of the random choices.
-        max_exemplars: Largest number of stored records, 0 for none. None for the default, which is 0 if the table is
-            not suited (`MIN_RECORDS`, `MAX_FEATURES`, `MAX_ROW_ORDER_RATIO`).
+        max_exemplars: Largest number of stored records, 0 or 1 for none. None for the default, which is 0 if the table
+            is not suited (`MIN_RECORDS`, `MAX_FEATURES`, `MAX_ROW_ORDER_RATIO`).
     """
     rows = np.flatnonzero((data.split == Split.TRAIN) | (data.split == Split.VALIDATION))
     model.alert_distance = None
     model.config = replace(model.config, alert_exemplars=0)
     num_counted = int((~data.schema.is_context).sum())
     is_suited = len(rows) >= MIN_RECORDS and 0 < num_counted <= MAX_FEATURES
-    if max_exemplars == 0 or len(rows) < 2 or not num_counted or (max_exemplars is None and not is_suited):
+    limit = MAX_ALERT_EXEMPLARS if max_exemplars is None else max_exemplars
+    # A record that is stored itself needs another one to be compared with.
+    if min(limit, len(rows)) < 2 or not num_counted or (max_exemplars is None and not is_suited):
         return AlertDistanceResult(0, None)
     rng = np.random.default_rng([seed, DISTANCE_SEED])
-    limit = MAX_ALERT_EXEMPLARS if max_exemplars is None else max_exemplars
     stored_rows = np.sort(rng.permutation(rows)[:limit])
     reference_rows = np.sort(rng.permutation(rows)[:MAX_REFERENCE_RECORDS])
     distance = _store_records(data, stored_rows)
@@ -99,6 +100,9 @@ def add_alert_distance(
     if max_exemplars is None and ratio > MAX_ROW_ORDER_RATIO:
         return AlertDistanceResult(0, ratio)
     distance = _fit_distribution(distance, data, stored_rows, reference_rows, order, seed)
+    # In a random order, because an open record is compared with some of the first ones before all others.
+    shuffled = np.ascontiguousarray(distance.positions[:, rng.permutation(distance.num_stored)])
+    distance = replace(distance, positions=shuffled)
     tensors = AlertDistanceTensors(data.schema, distance.num_stored)
     tensors.known = torch.from_numpy(~np.isnan(distance.positions))
     tensors.positions = torch.from_numpy(np.nan_to_num(distance.positions))

@@ -644,11 +644,11 @@ class ModelVersion:
         row, position = ragged_indices(num_readings)
         codes, raw_values = records.log.gather(record_index[row], position)
         offsets = np.append(0, np.cumsum(num_readings))
-        positions = distance.compute_positions(codes, self.schema.normalise(codes, raw_values))
-        distances = self._measure_distances(distance, codes, positions, offsets, num_before)
         # The number of readings up to each one, without those of context features.
         counted_sums = (distance.kinds[codes] != IGNORED).cumsum()
         counts = counted_sums - np.append(0, counted_sums)[offsets[:-1]][row]
+        positions, bounds = distance.compute_positions_of_raw(codes, raw_values), distance.find_bounds(counts)
+        distances = self._measure_distances(distance, codes, positions, offsets, num_before, bounds=bounds)
         is_new = position >= num_before[row]
         return distance.weight_distances(distances[is_new], counts[is_new])
 

@@ -471,6 +471,7 @@ class DistanceTask(KernelStruct):
         "offsets": _INT64,
         "num_before": _INT64,
         "excluded": _INT64,
+        "bounds": _FLOAT64,
         "codes": _INT64,
         "positions": _FLOAT32,
         "stored": _FLOAT32,
@@ -480,6 +481,7 @@ class DistanceTask(KernelStruct):
         "out": _FLOAT64,
         "num_records": INTEGER,
         "num_stored": INTEGER,
+        "num_first": INTEGER,
         "missing_difference": REAL,
     }
     _fields_ = _c_fields(kinds)

@@ -15,6 +15,10 @@ from deformer_stream.model.alert_distance import (
     measure_distances,
 )
 
+NUM_FIRST = 256
+"""Number of stored records that are compared first. Most normal records are near enough to some of them, and need no
+comparison with the others."""
+
 Ints = NDArray[np.int64]
 Singles = NDArray[np.float32]
 Doubles = NDArray[np.float64]
@@ -23,7 +27,7 @@ Doubles = NDArray[np.float64]
 def choose_distance_function(library: ctypes.CDLL | None) -> DistanceFunction:
     """Return the function of the compiled kernels that measures distances, or that of NumPy without kernels.
 
-    Both give the same bits.
+    Both give the same bits; for distances that are not above their bounds, both give numbers that are not above them.
     """
     return measure_distances if library is None else _CompiledDistances(library)
 
@@ -47,6 +51,7 @@ class _CompiledDistances:
         offsets: Ints,
         num_before: Ints | None = None,
         excluded: Ints | None = None,
+        bounds: Doubles | None = None,
     ) -> Doubles:
         """Return the mean distances (`alert_distance.measure_distances`)."""
         num_records, num_stored = len(offsets) - 1, distance.positions.shape[1]
@@ -55,6 +60,7 @@ class _CompiledDistances:
             offsets=np.ascontiguousarray(offsets, np.int64),
             num_before=np.zeros(num_records, np.int64) if num_before is None else num_before,
             excluded=np.full(num_records, -1, np.int64) if excluded is None else excluded,
+            bounds=bounds,
             codes=codes,
             positions=positions,
             stored=distance.positions,
@@ -64,6 +70,7 @@ class _CompiledDistances:
             out=distances,
             num_records=num_records,
             num_stored=num_stored,
+            num_first=NUM_FIRST,
             missing_difference=MISSING_DIFFERENCE,
         )
         self._function(ctypes.byref(task))

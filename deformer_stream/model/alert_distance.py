@@ -133,9 +133,12 @@ class AlertDistance:
             codes: The features of the readings, of any shape; −1 for padding, whose positions are meaningless.
             values: Their normalised values or label codes, of the same shape.
         """
+        return self.compute_positions_of_raw(codes, self.schema.denormalise(np.maximum(codes, 0), values))
+
+    def compute_positions_of_raw(self, codes: Ints, values: Floats) -> Singles:
+        """Return the positions of readings as `compute_positions` does, from raw values or label codes."""
         known = np.maximum(codes, 0)
-        positions = self.schema.denormalise(known, values)
-        positions = (positions - self.locations[known]) / self.scales[known]
+        positions = (values - self.locations[known]) / self.scales[known]
         num_labels = self.label_positions.shape[1]
         if num_labels:
             label_codes = np.clip(values, 0, num_labels - 1).astype(np.int64)
@@ -191,11 +194,21 @@ class AlertDistance:
         offsets = np.append(0, np.cumsum(is_reading.sum(1)))
         flat_codes = codes[is_reading]
         positions = self.compute_positions(flat_codes, values[is_reading])
-        distances = (measure or measure_distances)(self, flat_codes, positions, offsets)
-        counts = ((codes >= 0) & (self.kinds[codes] != IGNORED)).cumsum(1)
+        counts = ((codes >= 0) & (self.kinds[codes] != IGNORED)).cumsum(1)[is_reading]
+        bounds = self.find_bounds(counts)
+        distances = (measure or measure_distances)(self, flat_codes, positions, offsets, bounds=bounds)
         terms = np.zeros(codes.shape)
-        terms[is_reading] = self.weight_distances(distances, counts[is_reading])
+        terms[is_reading] = self.weight_distances(distances, counts)
         return terms
+
+    def find_bounds(self, num_counted: Ints) -> Floats:
+        """Return the largest distance of M prefixes with which their term is 0, (M,).
+
+        Args:
+            num_counted: (M,) number of readings of each prefix, without those of context features.
+        """
+        bounds = self.starts[np.clip(num_counted, 1, self.num_counted_features) - 1]
+        return np.asarray(np.where(num_counted > 0, bounds, np.inf))
 
     def sum_differences(self, values: Floats) -> tuple[Singles, Ints]:
         """Return what readings without an order contribute to distances.
@@ -263,6 +276,7 @@ class DistanceFunction(Protocol):
         offsets: Ints,
         num_before: Ints | None = None,
         excluded: Ints | None = None,
+        bounds: Floats | None = None,
     ) -> Floats:
         """Return the mean distances (`measure_distances`)."""
 
@@ -274,6 +288,7 @@ def measure_distances(
     offsets: Ints,
     num_before: Ints | None = None,
     excluded: Ints | None = None,
+    bounds: Floats | None = None,
 ) -> Floats:
     """Return the mean distance of each prefix of R records to its nearest stored records, (M,).
 
@@ -288,6 +303,9 @@ def measure_distances(
         num_before: (R,) number of first readings of each record whose distances are not needed, and 0 in the result;
             by default all are needed.
         excluded: (R,) index of a stored record that is left out, −1 for none; by default none is.
+        bounds: (M,) for each prefix a distance of which it is enough to know that it is not exceeded. A function may
+            return any number between the distance and the bound then; this one returns the distance. None if all
+            distances are needed.
     """
     distances = np.zeros(len(codes))
     starts = offsets[:-1] if num_before is None else offsets[:-1] + num_before

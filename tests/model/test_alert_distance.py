@@ -7,7 +7,7 @@ import pytest
 from numpy.typing import NDArray
 
 from deformer_stream.kernels.library import load_library
-from deformer_stream.kernels.prefix_distances import choose_distance_function
+from deformer_stream.kernels.prefix_distances import NUM_FIRST, choose_distance_function
 from deformer_stream.model.alert_distance import (
     MIN_NATS,
     MISSING_DIFFERENCE,
@@ -22,7 +22,8 @@ from deformer_stream.model.schema import Feature, Schema
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-NUM_STORED = 40
+NUM_STORED = NUM_FIRST + 40
+"""More than the compiled kernels compare first."""
 
 
 def make_schema() -> Schema:
@@ -58,7 +59,7 @@ def make_distance(seed: int = 0, has_gaps: bool = True) -> AlertDistance:
     rng, schema = np.random.default_rng(seed), make_schema()
     deviations = np.array([1.0, 0.5, 12.0, 1.5, 1.0, 0.8], np.float32)
     num_counted = len(schema) - 1
-    starts, slopes = rng.uniform(0, 2, num_counted), rng.uniform(0.5, 2.0, num_counted)
+    starts, slopes = rng.uniform(0, 0.5, num_counted), rng.uniform(0.5, 2.0, num_counted)
     empty = np.zeros((len(schema), NUM_STORED), np.float32)
     distance = AlertDistance.create(schema, empty, deviations, starts, slopes)
     values = draw_values(rng, NUM_STORED)
@@ -121,7 +122,7 @@ def test_compiled_kernels_give_the_same_bits(has_gaps: bool) -> None:
     codes, values = draw_records(np.random.default_rng(2), 200)
     compiled = distance.compute_terms(codes, values, choose_distance_function(library))
     assert compiled.tobytes() == distance.compute_terms(codes, values).tobytes()
-    assert (compiled != 0).any()
+    assert 0.1 < (compiled > 0).mean() < 0.7
 
 
 @pytest.mark.parametrize("is_compiled", [False, True])
@@ -180,3 +181,21 @@ def test_line_is_the_excess_over_the_smallest_nats(num_readings: int) -> None:
         nats = -np.log(0.1) + (distance - 5.0) / 2.0
         assert slope * (distance - start) == pytest.approx(WEIGHT * (factor * nats - MIN_NATS), abs=1e-9)
     assert start >= 5.0
+
+
+def test_distances_that_are_not_above_their_bounds_may_be_replaced() -> None:
+    """The compiled kernels compare all stored records only if those that are compared first are too far away."""
+    distance = make_distance(9)
+    codes, values = draw_records(np.random.default_rng(10), 300)
+    is_reading = codes >= 0
+    flat_codes, offsets = codes[is_reading], np.append(0, np.cumsum(is_reading.sum(1)))
+    positions = distance.compute_positions(flat_codes, values[is_reading])
+    exact = measure_distances(distance, flat_codes, positions, offsets)
+    bounds = exact * np.random.default_rng(11).choice([0.9, 1.0, 1.1, 3.0], len(exact))
+    compiled = choose_distance_function(load_library(False))(distance, flat_codes, positions, offsets, bounds=bounds)
+    is_above = exact > bounds
+    assert 0 < is_above.sum() < len(exact)
+    assert compiled[is_above].tobytes() == exact[is_above].tobytes()
+    assert (compiled[~is_above] >= exact[~is_above]).all()
+    assert (compiled[~is_above] <= bounds[~is_above]).all()
+    assert (compiled[~is_above] > exact[~is_above]).any()

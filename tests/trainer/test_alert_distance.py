@@ -96,7 +96,7 @@ def test_calibration_records_change_nothing(tmp_path: Path) -> None:
         np.testing.assert_array_equal(getattr(before, name), getattr(after, name))
     stored = before.positions.T * before.deviations
     training = np.asarray(data.values[(data.split == Split.TRAIN) | (data.split == Split.VALIDATION)])
-    assert stored == pytest.approx(training, abs=1e-5)
+    assert np.sort(stored, 0) == pytest.approx(np.sort(training, 0), abs=1e-5)
 
 
 def test_few_normal_records_have_a_term(tmp_path: Path) -> None:
@@ -155,6 +155,8 @@ def test_equal_records_have_a_finite_term(tmp_path: Path) -> None:
         (MIN_RECORDS - 5, 3, 20, 20),
         (400, MAX_FEATURES + 1, None, 0),
         (400, 3, 0, 0),
+        (400, 3, 1, 0),
+        (400, 3, 2, 2),
         (400, 3, 64, 64),
     ],
 )

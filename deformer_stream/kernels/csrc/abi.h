@@ -240,14 +240,17 @@ typedef struct {
     const int64_t *offsets;    /* (R + 1) where each record's readings begin among the M readings */
     const int64_t *num_before; /* (R) number of first readings of each record whose distances are not needed */
     const int64_t *excluded;   /* (R) index of a stored record that is left out, -1 for none */
+    const double *bounds;      /* (M) distances of which it is enough to know that they are not greater; NULL: none */
     const int64_t *codes;      /* (M) features of the readings */
     const float *positions;    /* (M) their positions, divided by the typical difference of the feature */
     const float *stored;       /* (F, E) positions of the stored records, NaN if a record lacks the feature */
     const int8_t *feature_kinds; /* (F) kinds of the features */
     const float *extents;      /* (F) difference of two labels, or length of the cycle */
     float *sums;               /* (E) scratch memory */
-    double *out;               /* (M) output: mean distance of the prefix that ends with each reading */
+    double *out;               /* (M) output: mean distance of the prefix that ends with each reading; if it is not above
+                                * its bound, a number between the two */
     int64_t num_records, num_stored;
+    int64_t num_first;         /* number of stored records that are compared first, if there are bounds */
     double missing_difference; /* difference to a stored record that lacks the feature */
 } DistanceTask;
 

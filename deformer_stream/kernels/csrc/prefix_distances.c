@@ -46,18 +46,34 @@ static double average_nearest(const float *sums, int64_t num_stored, int64_t exc
     return sum / num_nearest;
 }
 
+/* Measure the distances of the prefixes of one record to the first `count` stored records.
+ *
+ * first, end: its readings. first_needed: the first one whose distance is needed. only_above_bounds: whether distances that
+ * are known already, and not above their bounds, are left as they are. */
+static void measure_record(const DistanceTask *task, int64_t count, int64_t first, int64_t first_needed, int64_t end,
+                           int64_t excluded, int only_above_bounds) {
+    memset(task->sums, 0, count * sizeof *task->sums);
+    for (int64_t m = first; m < end; m++) {
+        int64_t code = task->codes[m];
+        add_differences(task->sums, task->stored + code * task->num_stored, count, task->positions[m],
+                        task->feature_kinds[code], task->extents[code], (float)task->missing_difference);
+        if (m >= first_needed && !(only_above_bounds && task->out[m] <= task->bounds[m]))
+            task->out[m] = average_nearest(task->sums, count, excluded);
+    }
+}
+
 /* Compute the distance of each prefix; DistanceTask (abi.h) describes all arrays. */
 void measure_distances(const DistanceTask *task) {
-    int64_t E = task->num_stored;
+    int64_t E = task->num_stored, few = task->num_first < E ? task->num_first : E;
     for (int64_t i = 0; i < task->num_records; i++) {
-        int64_t first_needed = task->offsets[i] + task->num_before[i];
-        if (first_needed == task->offsets[i + 1]) continue;
-        memset(task->sums, 0, E * sizeof *task->sums);
-        for (int64_t m = task->offsets[i]; m < task->offsets[i + 1]; m++) {
-            int64_t code = task->codes[m];
-            add_differences(task->sums, task->stored + code * E, E, task->positions[m], task->feature_kinds[code],
-                            task->extents[code], (float)task->missing_difference);
-            if (m >= first_needed) task->out[m] = average_nearest(task->sums, E, task->excluded[i]);
+        int64_t first = task->offsets[i], end = task->offsets[i + 1], first_needed = first + task->num_before[i];
+        if (first_needed == end) continue;
+        int64_t excluded = task->excluded[i], is_above = 1;
+        if (task->bounds) {
+            measure_record(task, few, first, first_needed, end, excluded < few ? excluded : -1, 0);
+            is_above = 0;
+            for (int64_t m = first_needed; m < end; m++) is_above |= task->out[m] > task->bounds[m];
         }
+        if (is_above) measure_record(task, E, first, first_needed, end, excluded, task->bounds != NULL);
     }
 }
