@@ -42,7 +42,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("slots")
     pq.write_table(make_long_table(draw_event_series(500, seed=0)), folder / "train.parquet")
     options: dict[str, Any] = {"window": 60.0, "slots": 6, "once": "site", "preset": "tiny", "epochs": 2}
-    options |= {"d_model": 64, "layers": 1, "gaussians": 1, "exemplars": 50}
+    options |= {"d_model": 64, "layers": 1, "gaussians": 1, "exemplars": 50, "seed": 1}
     train([folder / "train.parquet"], TrainConfig(out=folder / "model", **options))
     return folder / "model"
 

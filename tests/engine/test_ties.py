@@ -23,6 +23,7 @@ from deformer_stream.engine.events import NO_TIME, CloseReason, Decisions, Effec
 from deformer_stream.engine.snapshot import Snapshot, Vocabulary
 from deformer_stream.engine.ties import MAX_ORDERS, draw_orders
 from deformer_stream.kernels.library import load_library
+from deformer_stream.model.alert_distance import AlertDistance
 from deformer_stream.model.deformer import ModelConfig
 from tests.effort import num_examples
 from tests.engine.random_models import draw_records, make_model, normalise_values
@@ -205,9 +206,11 @@ def test_tie_group_is_scored_as_a_mixture_over_its_orders() -> None:
     np.testing.assert_allclose(scored.running_log_likelihood[-1], log_prob[0, 0] + joint)
     smallest_log_p = [log_p[0, 0], 0.0, *(log_p[features == f].min() for f in group)]
     is_scored, is_group_end = np.array([[True, False, True, True]]), np.array([[True, False, False, True]])
-    expected_score = advance_prefix_state(PrefixState.initial(1), np.array([smallest_log_p]), is_scored, is_group_end)[
-        0
-    ][0]
+    distance = AlertDistance.from_parameters(model.extract_parameters())
+    assert distance is not None
+    terms = distance.compute_terms(features[:1], z[:1])
+    state, log_p_values = PrefixState.initial(1), np.array([smallest_log_p])
+    expected_score = advance_prefix_state(state, log_p_values, is_scored, is_group_end, terms)[0][0]
     np.testing.assert_allclose(scored.score, expected_score)
     np.testing.assert_allclose(scored.p_value, calibration.compute_pooled_p_values(expected_score))
     assert scored.score[0] == scored.score[1] == scored.score[2]
