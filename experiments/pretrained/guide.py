@@ -10,6 +10,7 @@ a synthetic table, `fit_guide` chooses among three, because it must take a fract
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -147,9 +148,12 @@ class GuideTensors:
     @staticmethod
     def from_mixture(mixture: Mixture) -> GuideTensors:
         """Return the parameters of a mixture as tensors."""
-        return GuideTensors(*(torch.as_tensor(np.asarray(part, np.float64)) for part in (
-            mixture.log_weights, mixture.means, mixture.covariances
-        )))
+        return GuideTensors(
+            *(
+                torch.as_tensor(np.asarray(part, np.float64))
+                for part in (mixture.log_weights, mixture.means, mixture.covariances)
+            )
+        )
 
     @staticmethod
     def compute_normal_score(x: Tensor, log_weights: Tensor, means: Tensor, scales: Tensor) -> Tensor:
@@ -160,8 +164,8 @@ class GuideTensors:
             log_weights, means, scales: (B, D, K) results of `condition`.
         """
         weights, z = log_weights.double().exp(), (x.unsqueeze(-1).double() - means) / scales
-        lower = (weights * torch.special.ndtr(z)).sum(-1).clamp(1e-300, 1.0)
-        upper = (weights * torch.special.ndtr(-z)).sum(-1).clamp(1e-300, 1.0)
+        lower = (weights * _compute_upper_tail(-z)).sum(-1).clamp(1e-300, 1.0)
+        upper = (weights * _compute_upper_tail(z)).sum(-1).clamp(1e-300, 1.0)
         return torch.where(lower < upper, torch.special.ndtri(lower), -torch.special.ndtri(upper)).float()
 
     def factorize(self, order: Tensor) -> tuple[Tensor, Tensor]:
@@ -191,8 +195,8 @@ class GuideTensors:
         earlier = log_likelihood.cumsum(2) - log_likelihood
         weights = torch.softmax(self.log_weights.float()[:, None, None] + earlier, 1)
         # The distribution function is taken on the side with the smaller tail, so that it is accurate there.
-        lower = (weights * torch.special.ndtr(z)).sum(1).clamp(1e-30, 1.0)
-        upper = (weights * torch.special.ndtr(-z)).sum(1).clamp(1e-30, 1.0)
+        lower = (weights * _compute_upper_tail(-z)).sum(1).clamp(1e-30, 1.0)
+        upper = (weights * _compute_upper_tail(z)).sum(1).clamp(1e-30, 1.0)
         scores = torch.where(lower < upper, torch.special.ndtri(lower), -torch.special.ndtri(upper))
         return scores.clamp(-6.0, 6.0)
 
@@ -216,3 +220,11 @@ class GuideTensors:
         parts = (log_posterior, x - z * scales, scales)
         log_weights, conditional_means, deviations = (part.transpose(1, 2).float() for part in parts)
         return log_weights, conditional_means, deviations
+
+
+def _compute_upper_tail(z: Tensor) -> Tensor:
+    """Return the probability that a standard normal variable exceeds z, accurate in the tail.
+
+    `torch.special.ndtr(-z)` is computed from erf, so it is 0 from z = 8.3 on even in float64.
+    """
+    return 0.5 * torch.special.erfc(z / math.sqrt(2.0))

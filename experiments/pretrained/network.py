@@ -28,7 +28,7 @@ Shapes: B rows, D features, R reference rows, H heads, C = 3 + 3H components, K 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -221,6 +221,23 @@ class Components:
     inputs: Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class PreparedContext:
+    """A table with everything that does not depend on the rows to score.
+
+    Attributes:
+        context: The table.
+        statistics: Its statistics.
+        distance_weights: (D, D, H, NUM_DISTANCES) weights of the distances, earlier feature first.
+        evidence: The results of `InContextDensity.summarize_evidence`, (D, C) each.
+    """
+
+    context: Context
+    statistics: Statistics
+    distance_weights: Tensor
+    evidence: tuple[Tensor, Tensor]
+
+
 class InContextDensity(nn.Module):
     """The density of rows, given reference rows of their table.
 
@@ -244,8 +261,9 @@ class InContextDensity(nn.Module):
             distance_bias[head, (0, 3, 1, 5, 2, 4)[head % NUM_DISTANCES]] = -1.0
         self.distance_bias = nn.Parameter(distance_bias)
         scale = torch.linspace(-0.5, 1.5, H)
-        self.attention_bias = nn.Parameter(torch.stack([scale, torch.full((H,), -3.0), torch.full((H,), -3.0),
-                                                         torch.linspace(2.0, -2.0, H)]))
+        self.attention_bias = nn.Parameter(
+            torch.stack([scale, torch.full((H,), -3.0), torch.full((H,), -3.0), torch.linspace(2.0, -2.0, H)])
+        )
         widths = torch.zeros(7, H)
         widths[0] = torch.linspace(-0.3, -1.0, H)  # constant
         widths[1] = torch.linspace(0.0, 0.3, H)  # of the single Gaussian's deviation
@@ -270,16 +288,27 @@ class InContextDensity(nn.Module):
         Returns:
             Two tensors (B, D), in the order of each row.
         """
+        return self.score(self.prepare(context, support_order), rows, order)
+
+    def prepare(self, context: Context, support_order: Tensor) -> PreparedContext:
+        """Return what depends on the table alone: statistics, weights of distances, evidence of the support rows."""
         statistics = compute_statistics(context)
         weights = self._compute_distance_weights(statistics)
-        support = self._compute_components(
-            context, statistics, weights, context.support, support_order, is_in_fold=True
-        )
-        evidence = self.summarize_evidence(support.log_densities, support_order)
-        parts = self._compute_components(context, statistics, weights, rows, order, is_in_fold=False)
-        log_weights = self._compute_gate(parts, evidence, order)
-        log_density = torch.logsumexp(log_weights + parts.log_densities, -1)
-        return log_density, parts.log_densities[..., 0]
+        prepared = PreparedContext(context, statistics, weights, (torch.empty(0), torch.empty(0)))
+        support = self._compute_components(prepared, context.support, support_order, is_in_fold=True)
+        return replace(prepared, evidence=self.summarize_evidence(support.log_densities, support_order))
+
+    def score(self, prepared: PreparedContext, rows: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the log-density of each value given the earlier ones of its row, and that of the guide, (B, D) each.
+
+        Args:
+            prepared: The prepared table.
+            rows: (B, D) rows in normalised units.
+            order: (B, D) the order of the features of each row.
+        """
+        parts = self._compute_components(prepared, rows, order, is_in_fold=False)
+        log_weights = self._compute_gate(parts, prepared.evidence, order)
+        return torch.logsumexp(log_weights + parts.log_densities, -1), parts.log_densities[..., 0]
 
     def _compute_distance_weights(self, statistics: Statistics) -> Tensor:
         """Return the weights w_b(i, j) of the distances, (D, D, H, NUM_DISTANCES), earlier feature i first."""
@@ -289,24 +318,17 @@ class InContextDensity(nn.Module):
         return nn.functional.softplus(8.0 * raw + self.distance_bias) * (0.1 + statistics.by_pair[..., 5, None, None])
 
     def _compute_components(
-        self,
-        context: Context,
-        statistics: Statistics,
-        distance_weights: Tensor,
-        rows: Tensor,
-        order: Tensor,
-        is_in_fold: bool,
+        self, prepared: PreparedContext, rows: Tensor, order: Tensor, is_in_fold: bool
     ) -> Components:
         """Return the components of the densities of rows.
 
         Args:
-            context: The table.
-            statistics: Its statistics.
-            distance_weights: (D, D, H, NUM_DISTANCES) weights of the distances.
+            prepared: The table; its evidence is not used.
             rows: (B, D) rows.
             order: (B, D) their orders.
             is_in_fold: Whether the rows are the support rows, for which the guide without the fold is used.
         """
+        context, statistics, distance_weights = prepared.context, prepared.statistics, prepared.distance_weights
         (B, D), H = rows.shape, self.num_heads
         R = len(context.references)
         mixture = context.mixture_without_fold if is_in_fold else context.mixture
@@ -351,9 +373,12 @@ class InContextDensity(nn.Module):
             ).sum(-1)
             guide_entropy = -(guide_weights.exp() * guide_weights).sum(-1)
             value = x.unsqueeze(-1)
-            log_guide = torch.logsumexp(
-                guide_weights - 0.5 * ((value - guide_means) / guide_scales) ** 2 - guide_scales.log(), -1
-            ) - 0.5 * LOG_2PI
+            log_guide = (
+                torch.logsumexp(
+                    guide_weights - 0.5 * ((value - guide_means) / guide_scales) ** 2 - guide_scales.log(), -1
+                )
+                - 0.5 * LOG_2PI
+            )
             by_feature = statistics.by_feature[order]
         attention_inputs = torch.cat([by_feature, position_inputs, log_scale.unsqueeze(-1) / 2.0], -1)
         raw = self.attention_network(attention_inputs).reshape(B, D, 4, H) + self.attention_bias
@@ -420,7 +445,8 @@ class InContextDensity(nn.Module):
         score_mean = torch.einsum("bdhr,bdr->bdh", attention, reference_scores)
         score_variance = torch.einsum("bdhr,bdr->bdh", attention, reference_scores**2) - score_mean**2
         log_score_scale = 0.5 * (score_variance.clamp(min=0.0) + 1e-2).log()
-        log_width = (widths[:, :, 5] + widths[:, :, 6] * log_score_scale).clamp(min=-3.5)
+        log_width = (widths[:, :, 5] + widths[:, :, 6] * log_score_scale).clamp(-3.5, 0.0)
+        # A width above 1 could make the correction, and so the density, unbounded in the tails.
         score_difference = ((score - reference_scores) ** 2).unsqueeze(2)  # (B, D, 1, R)
         score_exponents = -0.5 * score_difference * (-2.0 * log_width).exp().unsqueeze(-1)
         log_scores = torch.logsumexp(log_attention + score_exponents, -1) - log_width

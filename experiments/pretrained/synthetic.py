@@ -183,8 +183,10 @@ def draw_copula(rng: np.random.Generator, num_rows: int, num_features: int) -> F
 def draw_surface(rng: np.random.Generator, num_rows: int, num_features: int) -> Floats:
     """Draw rows near a curved surface of one to four dimensions, (N, D): a random network of a latent position."""
     num_dimensions, num_hidden = int(rng.integers(1, 5)), 24
-    latent = rng.normal(size=(num_rows, num_dimensions)) if rng.random() < 0.5 else rng.uniform(
-        -1.7, 1.7, (num_rows, num_dimensions)
+    latent = (
+        rng.normal(size=(num_rows, num_dimensions))
+        if rng.random() < 0.5
+        else rng.uniform(-1.7, 1.7, (num_rows, num_dimensions))
     )
     if rng.random() < 0.4:  # clusters on the surface
         centres = rng.normal(size=(int(rng.integers(2, 10)), num_dimensions))

@@ -31,11 +31,17 @@ NUM_SUPPORT = 32
 NUM_REFERENCES = 192
 """Largest number of reference rows in training."""
 
+STATE_FILE = "state.safetensors"
+"""Name of the file with the state of a run."""
+
 CLIP_NORM = 1.0
 """Largest norm of a gradient."""
 
-CURRICULUM_SHARE = 0.4
-"""Share of the run in which the difficulty of the tables rises."""
+CURRICULUM_STEPS = 1500
+"""Steps in which the difficulty of the tables rises to its largest value."""
+
+DECAY_STEPS = 2000
+"""The learning rate falls in proportion to 1 / √(1 + step / DECAY_STEPS), so a run can be continued at any length."""
 
 STEP_SEED = 0x57E9
 """Constant that is combined with the user's seed, so that this module's random numbers differ from others."""
@@ -63,7 +69,11 @@ class TrainingSettings:
 
 
 def build_context(
-    x: np.ndarray, quantum_widths: np.ndarray, guide: Guide, num_references: int, num_support: int,
+    x: np.ndarray,
+    quantum_widths: np.ndarray,
+    guide: Guide,
+    num_references: int,
+    num_support: int,
     rng: np.random.Generator,
 ) -> Context:
     """Choose the reference rows and the support rows of a table.
@@ -133,10 +143,10 @@ def draw_task(seed: int, number: int, difficulty: float, num_queries: int = NUM_
     )
 
 
-def compute_learning_rate(settings: TrainingSettings, step: int, progress: float) -> float:
-    """Return the learning rate of a step: a linear rise, then a cosine over the run (progress from 0 to 1)."""
+def compute_learning_rate(settings: TrainingSettings, step: int) -> float:
+    """Return the learning rate of a step: a linear rise, then a slow decay."""
     warmup = min(1.0, (step + 1) / settings.warmup_steps)
-    return settings.learning_rate * warmup * (0.02 + 0.98 * 0.5 * (1.0 + math.cos(math.pi * min(progress, 1.0))))
+    return settings.learning_rate * warmup / math.sqrt(1.0 + step / DECAY_STEPS)
 
 
 class Run:
@@ -144,12 +154,11 @@ class Run:
 
     Args:
         settings: The settings.
-        num_steps: Number of steps of the whole run.
         folder: Where the state is stored.
     """
 
-    def __init__(self, settings: TrainingSettings, num_steps: int, folder: Path) -> None:
-        self.settings, self.num_steps, self.folder = settings, num_steps, folder
+    def __init__(self, settings: TrainingSettings, folder: Path) -> None:
+        self.settings, self.folder = settings, folder
         torch.manual_seed(settings.seed)
         self.network = InContextDensity(settings.num_heads, settings.width)
         self.average = {name: value.clone() for name, value in self.network.state_dict().items()}
@@ -159,22 +168,21 @@ class Run:
 
     def take_step(self) -> float:
         """Take one step, and return the mean gain over the guide in nats for each reading."""
-        progress = self.step / self.num_steps
-        task = draw_task(self.settings.seed, self.step, min(1.0, progress / CURRICULUM_SHARE))
+        task = draw_task(self.settings.seed, self.step, min(1.0, self.step / CURRICULUM_STEPS))
         log_density, log_guide = self.network(task.context, task.rows, task.order, task.support_order)
         gain = (log_density - log_guide).mean()
         self.optimizer.zero_grad()
         (-gain).backward()
         torch.nn.utils.clip_grad_norm_(self.network.parameters(), CLIP_NORM)
         for group in self.optimizer.param_groups:
-            group["lr"] = compute_learning_rate(self.settings, self.step, progress)
+            group["lr"] = compute_learning_rate(self.settings, self.step)
         self.optimizer.step()
         rate = min(self.settings.averaging, (1 + self.step) / (10 + self.step))
         with torch.no_grad():
             for name, value in self.network.state_dict().items():
                 self.average[name].lerp_(value, 1 - rate)
         self.step += 1
-        self.gains.append(float(gain))
+        self.gains.append(float(gain.detach()))
         return self.gains[-1]
 
     def save(self) -> None:
@@ -184,14 +192,14 @@ class Run:
         for index, state in enumerate(self.optimizer.state_dict()["state"].values()):
             tensors |= {f"optimizer.{index}.{key}": value for key, value in state.items()}
         self.folder.mkdir(parents=True, exist_ok=True)
-        description = {"settings": asdict(self.settings), "num_steps": self.num_steps, "step": self.step}
+        description = {"settings": asdict(self.settings), "step": self.step}
         metadata = {"state": json.dumps(description | {"gains": self.gains[-1000:]})}
         save_file(
             {name: value.contiguous().clone() for name, value in tensors.items()},
             self.folder / "state.new",
             metadata,
         )
-        (self.folder / "state.new").replace(self.folder / "state.safetensors")
+        (self.folder / "state.new").replace(self.folder / STATE_FILE)
 
     def restore(self) -> None:
         """Continue with the stored state.
@@ -201,11 +209,11 @@ class Run:
         """
         from safetensors import safe_open
 
-        path = self.folder / "state.safetensors"
+        path = self.folder / STATE_FILE
         with safe_open(path, framework="pt") as file:
             state = json.loads(file.metadata()["state"])
-        if state["settings"] != asdict(self.settings) or state["num_steps"] != self.num_steps:
-            raise ValueError(f"{path} belongs to a run with other settings: {state['settings']}, {state['num_steps']}")
+        if state["settings"] != asdict(self.settings):
+            raise ValueError(f"{path} belongs to a run with other settings: {state['settings']}")
         tensors = load_file(path)
         self.network.load_state_dict(_select(tensors, "network."))
         self.average = _select(tensors, "average.")
@@ -228,21 +236,28 @@ def _select(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
     return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
 
 
-def train(run: Run, report: Callable[[str], None], save_every: float = 60.0, stop_after: float | None = None) -> None:
-    """Train until the run is complete or the time has passed, and store the state.
+def train(
+    run: Run,
+    num_steps: int,
+    report: Callable[[str], None],
+    save_every: float = 60.0,
+    pause_after: float | None = None,
+) -> None:
+    """Train until the run has a number of steps or the time has passed, and store the state.
 
     Args:
         run: The run.
+        num_steps: Number of steps of the whole run.
         report: Receives a line of progress with each stored state.
         save_every: Seconds between stored states.
-        stop_after: Seconds after which training stops, None for no limit.
+        pause_after: Seconds after which training stops, None for no limit.
     """
     start = last = time.monotonic()
-    while run.step < run.num_steps and (stop_after is None or time.monotonic() - start < stop_after):
+    while run.step < num_steps and (pause_after is None or time.monotonic() - start < pause_after):
         run.take_step()
         if time.monotonic() - last > save_every:
             run.save()
             last = time.monotonic()
             recent = float(np.mean(run.gains[-500:]))
-            report(f"step {run.step} of {run.num_steps}, gain over the guide {recent:.4f} nats per reading")
+            report(f"step {run.step} of {num_steps}, gain over the guide {recent:.4f} nats per reading")
     run.save()
