@@ -50,11 +50,11 @@ def test_density_of_each_position_integrates_to_one() -> None:
     num_features = task.rows.shape[1]
     prepared = network.prepare(task.context, task.support_order)
     order = task.order[:1]
-    grid = torch.linspace(-20.0, 20.0, 4001)
+    grid = torch.linspace(-20.0, 20.0, 2001)
     for position in (0, num_features // 2, num_features - 1):
         rows = task.rows[:1].repeat(len(grid), 1)
         rows[:, order[0, position]] = grid
-        parts = [network.score(prepared, part, order.expand(len(part), -1))[0] for part in rows.split(500)]
+        parts = [network.score(prepared, part, order.expand(len(part), -1))[0] for part in rows.split(50)]
         density = torch.cat(parts)[:, position].double().exp()
         assert torch.trapezoid(density, grid.double()).item() == pytest.approx(1.0, abs=2e-3)
 
@@ -194,14 +194,14 @@ def test_a_few_steps_lower_the_loss_of_a_fixed_table() -> None:
     network = InContextDensity(num_heads=2, width=16)
     optimizer = torch.optim.Adam(network.parameters(), lr=3e-3)
     losses = []
-    for _ in range(25):
+    for _ in range(15):
         log_density, _ = network(task.context, task.rows, task.order, task.support_order)
         loss = -log_density.mean()
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         losses.append(loss.item())
-    assert losses[-1] < losses[0] - 0.02
+    assert losses[-1] < losses[0] - 0.01
 
 
 def test_continued_run_equals_an_uninterrupted_one(tmp_path: Path) -> None:

@@ -1,4 +1,7 @@
-"""Compare the pretrained model with its guides on the development sets, without training on them.
+"""Density of a pretrained model on tables that it was not trained on, compared with its guides.
+
+    python -m experiments.pretrained --out pretrained --steps 10000
+    python -m benchmarks.pretrained --run pretrained
 
 The split, the units and the held-out rows are those of `benchmarks.density`: half of the normal rows are the rows of a
 new machine, at most 2,000 of the other normal rows are held out, and readings of a sensor with a known quantum are
@@ -8,7 +11,8 @@ spread uniformly over it. All methods receive the same numbers.
   cross-validation, fitted to all rows of the new machine.
 - gaussian: a single Gaussian with a full covariance, fitted to the same rows.
 - network: the pretrained model, with the guide, the single Gaussian, and at most 512 of the same rows as reference
-  rows, of which at most 128 more are support rows.
+  rows. At most 128 rows of the fold that the second fit of the guide leaves out are support rows.
+- untrained: the same with the initial weights of the network.
 
 Labels and cyclic values are no features of the guide. All methods score a label by its smoothed count in the rows of
 the new machine, so they do not differ there. Each row has one random order.
@@ -16,6 +20,7 @@ the new machine, so they do not differ there. Each row has one random order.
 
 from __future__ import annotations
 
+import argparse
 import json
 import tempfile
 import time
@@ -29,9 +34,24 @@ import pyarrow.parquet as pq
 import torch
 from numpy.typing import NDArray
 
-from benchmarks.command import format_today
-from benchmarks.density import encode_held_out, split_normal_rows, spread_values
-from benchmarks.tables import compute_ranking_metrics, find_tables, require_scikit_learn, split_table
+from benchmarks.command import (
+    ResultStore,
+    add_again_option,
+    build_parser,
+    describe_machine,
+    format_today,
+    publish_results,
+    run_benchmark,
+)
+from benchmarks.density import MAX_HELD_OUT, encode_held_out, split_normal_rows, spread_values
+from benchmarks.tables import (
+    compute_ranking_metrics,
+    find_tables,
+    format_markdown_header,
+    format_markdown_row,
+    require_scikit_learn,
+    split_table,
+)
 from experiments.pretrained.guide import Guide, fit_gaussian
 from experiments.pretrained.network import Context, InContextDensity
 from experiments.pretrained.training import Run, TrainingSettings, build_context, draw_orders
@@ -50,10 +70,10 @@ MAX_GUIDE_ROWS = 30_000
 NUM_REFERENCES, NUM_SUPPORT = 512, 128
 """Largest numbers of reference rows and support rows."""
 
-MAX_ANOMALIES = 300
+MAX_ANOMALIES = 200
 """Largest number of anomalies that are scored for the AUROC."""
 
-ROWS_AT_ONCE = 32
+ROWS_AT_ONCE = 8
 """Rows that the network scores together."""
 
 SMOOTHING_SEED = 0x500F
@@ -163,12 +183,19 @@ def score(network: InContextDensity, context: Context, rows: Floats, seed: int) 
 
 
 def measure(
-    network: InContextDensity, name: str, path: Path, seed: int, smoothing: float, max_rows: int
+    network: InContextDensity,
+    untrained: InContextDensity,
+    name: str,
+    path: Path,
+    seed: int,
+    smoothing: float,
+    max_rows: int,
 ) -> dict[str, Any]:
     """Return the results of one development set as a JSON line.
 
     Args:
-        network: The network.
+        network: The trained network.
+        untrained: A network with initial weights.
         name: Name of the set.
         path: Its file.
         seed: Seed of split, noise and orders.
@@ -197,6 +224,10 @@ def measure(
     scores["guide"] = guide.mixture.compute_neg_log_density(rows)
     scores["gaussian"] = guide.gaussian.compute_neg_log_density(rows)
     is_anomaly = np.arange(len(rows)) >= len(held_out)
+    untrained_scores = score(untrained, context, held_out, seed)
+    line["untrained"] = float(untrained_scores.mean())
+    differences = untrained_scores - scores["network"][: len(held_out)]
+    line["training_gain_error"] = float(differences.std() / np.sqrt(len(differences)))
     for method, values in scores.items():
         line[method] = float(values[~is_anomaly].mean())
         line[f"{method}_median"] = float(np.median(values[~is_anomaly]))
@@ -206,26 +237,68 @@ def measure(
     return line | {"scored": len(held_out), "gaussians": len(guide.mixture.log_weights)}
 
 
-def evaluate(folder: Path, tables: str, seed: int, untrained: bool, smoothing: float, max_rows: int) -> None:
-    """Evaluate a stored run on development sets, print one JSON line for each, and append the lines to a file.
+def format_results(lines: list[dict[str, Any]]) -> str:
+    """Return a Markdown table of the results; the smaller value of guide and network is bold."""
+    titles = ["table", "features", "rows", "scored", "Gaussian", "guide", "untrained", "network"]
+    titles += [
+        "guide − network",
+        "AUROC guide",
+        "AUROC network",
+        "s to the guide",
+        "s to the first score",
+        "ms per row",
+    ]
+    text = format_markdown_header(titles)
+    for line in lines:
+        cells = [line["table"], str(line["features"]), str(line["rows"])]
+        if "network" in line:
+            figures = {method: f"{line[method]:.2f}" for method in ("gaussian", "guide", "untrained", "network")}
+            best = min(("guide", "network"), key=lambda method: line[method])
+            figures[best] = f"**{figures[best]}**"
+            cells += [str(line["scored"]), *figures.values(), f"{line['gain']:.2f} ± {line['gain_error']:.2f}"]
+            cells += [f"{line['guide_auroc']:.3f}", f"{line['network_auroc']:.3f}", f"{line['guide_seconds']:.1f}"]
+            cells += [f"{line['first_score_seconds']:.2f}", f"{1000 * line['row_seconds']:.0f}"]
+        text.append(format_markdown_row(cells + [""] * (len(titles) - len(cells))))
+    return "\n".join(text)
 
-    Args:
-        folder: The folder of the run. Lines are appended to results.jsonl in it.
-        tables: Comma-separated names of sets; all if empty.
-        seed: Seed of split, noise and orders.
-        untrained: Whether the initial weights are used.
-        smoothing: Standard deviation of Gaussian noise on all values, in normalised units.
-        max_rows: Largest number of held-out rows that are scored.
-    """
+
+def run(arguments: argparse.Namespace) -> None:
+    """Measure all requested tables that are not stored yet, and publish the results."""
     require_scikit_learn()
-    run = Run(TrainingSettings(), folder)
-    if not untrained:
-        run.restore()
-    network = run.get_averaged_network()
-    setting = {"steps": run.step, "seed": seed, "smoothing": smoothing, "date": format_today()}
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, path in find_tables(tables).items():
-        line = json.dumps(measure(network, name, path, seed, smoothing, max_rows) | setting)
-        print(line, flush=True)
-        with (folder / "results.jsonl").open("a") as file:
-            file.write(line + "\n")
+    torch.set_num_threads(1)
+    stored = Run(TrainingSettings(), arguments.run)
+    untrained = stored.get_averaged_network()
+    stored.restore()
+    network = stored.get_averaged_network()
+    seed, smoothing, max_rows = int(arguments.seeds), arguments.smoothing, arguments.rows
+    setting = {"steps": stored.step, "seed": seed, "smoothing": smoothing, "max_rows": max_rows}
+    name = "pretrained" if not smoothing else "pretrained-smoothed"
+    store, lines = ResultStore(name, setting, arguments.again), []
+    for table, path in find_tables(arguments.tables).items():
+        line = store.find(table=table)
+        if line is None:
+            result = measure(network, untrained, table, path, seed, smoothing, max_rows)
+            line = store.add(result | {"date": format_today()})
+        lines.append(line)
+        print(json.dumps(line), flush=True)
+    wins = sum(line["gain"] > 0 for line in lines if "gain" in line)
+    text = (
+        f"# Pretrained density\n\n{describe_machine()}, {format_today()}; {stored.step} training steps; −ln p of a "
+        f"held-out normal row, without labels, in nats; seed {seed}, one order, at most {max_rows} rows; noise of "
+        f"{smoothing} deviations on all values. ± is one standard error. Seconds are processor seconds.\n\n"
+        f"{format_results(lines)}\n\nThe network is likelier than the guide on {wins} of {len(lines)} tables.\n"
+    )
+    publish_results(name, text)
+
+
+def main() -> None:
+    """Run the program."""
+    options = build_parser(__doc__, seeds="0")
+    options.add_argument("--run", type=Path, required=True, help="folder of the training run")
+    options.add_argument("--rows", type=int, default=MAX_HELD_OUT, help="largest number of held-out rows")
+    options.add_argument("--smoothing", type=float, default=0.0, help="noise on all values, in standard deviations")
+    run_benchmark("pretrained", run, add_again_option(options))
+
+
+if __name__ == "__main__":
+    main()
