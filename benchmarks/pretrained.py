@@ -173,11 +173,11 @@ def score(network: InContextDensity, context: Context, rows: Floats, seed: int) 
         seed: Seed of the orders.
     """
     generator = torch.Generator().manual_seed(seed)
-    support_order = draw_orders(*context.support.shape, generator)
+    support_order = draw_orders(len(context.support), rows.shape[1], generator)
     prepared = network.prepare(context, support_order)
     parts = []
     for part in torch.as_tensor(rows, dtype=torch.float32).split(ROWS_AT_ONCE):
-        log_density, _ = network.score(prepared, part, draw_orders(*part.shape, generator))
+        log_density, _ = network.score(prepared, part, draw_orders(len(part), rows.shape[1], generator))
         parts.append(-log_density.double().sum(1).numpy())
     return np.concatenate(parts)
 

@@ -227,4 +227,5 @@ def _compute_upper_tail(z: Tensor) -> Tensor:
 
     `torch.special.ndtr(-z)` is computed from erf, so it is 0 from z = 8.3 on even in float64.
     """
-    return 0.5 * torch.special.erfc(z / math.sqrt(2.0))
+    tail: Tensor = 0.5 * torch.special.erfc(z / math.sqrt(2.0))
+    return tail

@@ -118,13 +118,13 @@ def _draw_noise(rng: np.random.Generator, shape: tuple[int, ...]) -> Floats:
     """Draw noise of variance of about 1: Gaussian, Laplace, uniform, skewed or heavy-tailed."""
     kind = rng.integers(5)
     if kind == 0:
-        return rng.laplace(size=shape) / np.sqrt(2.0)
+        return np.asarray(rng.laplace(size=shape) / np.sqrt(2.0))
     if kind == 1:
         return rng.uniform(-1.7, 1.7, size=shape)
     if kind == 2:
         return rng.exponential(size=shape) - 1.0
     if kind == 3:
-        return rng.standard_t(4, size=shape) / np.sqrt(2.0)
+        return np.asarray(rng.standard_t(4, size=shape) / np.sqrt(2.0))
     return rng.normal(size=shape)
 
 

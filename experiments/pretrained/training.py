@@ -138,8 +138,8 @@ def draw_task(seed: int, number: int, difficulty: float, num_queries: int = NUM_
     return Task(
         context,
         rows,
-        draw_orders(*rows.shape, generator),
-        draw_orders(*context.support.shape, generator),
+        draw_orders(len(rows), rows.shape[1], generator),
+        draw_orders(len(context.support), rows.shape[1], generator),
     )
 
 
