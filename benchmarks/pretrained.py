@@ -124,6 +124,10 @@ def read_new_machine(name: str, path: Path, folder: Path, seed: int, smoothing: 
     data = prepare_table([folder / "train.parquet"], options, folder)
     data = replace(data, split=np.full(len(data.split), Split.TRAIN, np.uint8))
     is_linear, is_discrete = data.schema.is_linear, data.schema.is_discrete
+    if smoothing:  # the guide is fitted to the table, so the noise must be in it
+        values = np.array(data.values)
+        values[:, is_linear] += smoothing * rng.normal(size=(len(values), int(is_linear.sum())))
+        data = replace(data, values=values)
 
     def read(part: str, part_seed: int) -> tuple[Floats, Floats]:
         """Return the values of a part with noise, and the codes of its labels without noise."""
@@ -134,7 +138,9 @@ def read_new_machine(name: str, path: Path, folder: Path, seed: int, smoothing: 
             encoded = encode_held_out(data, folder / f"{part}.parquet", folder / part)
         values = spread_values(encoded, np.arange(len(encoded.split)), part_seed)
         numbers = values[:, is_linear]
-        return numbers + smoothing * rng.normal(size=numbers.shape), np.asarray(encoded.values[:, is_discrete])
+        if part != "train":
+            numbers = numbers + smoothing * rng.normal(size=numbers.shape)
+        return numbers, np.asarray(encoded.values[:, is_discrete])
 
     (rows, labels), (held_out, held_out_labels) = read("train", seed), read("held_out", seed + 1)
     labels_nll = 0.0
