@@ -1,4 +1,4 @@
-"""The benchmark of the pretrained density measures a table with the numbers of other methods, and formats the results."""
+"""The benchmark of the pretrained density: the figures of one table, noise on its values, and the report."""
 
 from __future__ import annotations
 
