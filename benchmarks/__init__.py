@@ -7,7 +7,7 @@ Figures are only comparable within one run: a benchmark measures the alternative
     skab, tep, wide, attribution, faults   quality on machines and plants; explanations; names of faults
     icu, hydraulic, fleet, icu_imputation, irregular_attribution, irregular_contexts   quality on long records
     incidents, incident_guarantee, incident_feedback   quality of incidents
-    equal_time, synthesizer, tie_encoders   alternatives that were tried in experiments
+    equal_time, synthesizer, tie_encoders, pretrained   alternatives that were tried in experiments
     speed, training, time_limit, long_records, incident_speed   speed and memory without Kafka
     stream, recovery, model_change, incident_delivery, mqtt, sharded_replay   the whole pipeline, with its services
     capacity                   costs, and the size of an installation
