@@ -78,7 +78,8 @@ def check_row_order(ratio: float | None) -> list[TrainingWarning]:
     message = (
         f"records near each other in the table resemble each other (those of other parts of the table are {ratio:.2f} "
         "times as far away as those of all parts). If the table is in order of time, later normal records may raise "
-        "more alerts than alpha permits: calibrate with later records (deformer-stream calibrate)"
+        "more alerts than alpha permits: calibrate with later records (deformer-stream calibrate). If its order has no "
+        "meaning, shuffle it, so that the alert can use the distance to training records"
     )
     return [TrainingWarning("row_order", message)]
 
