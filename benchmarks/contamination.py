@@ -235,8 +235,9 @@ def run(arguments: argparse.Namespace) -> None:
     require_scikit_learn()
     store = ResultStore("contamination", {"max_time": arguments.max_time}, arguments.again)
     path_by_name, shares = find_tables(arguments.tables), parse_shares(arguments.shares)
+    seeds = parse_seeds(arguments.seeds)
     # The seeds one after another, so that an interrupted run has measured all tables with the first seeds.
-    for seed in parse_seeds(arguments.seeds):
+    for seed in seeds:
         for name, path in path_by_name.items():
             missing = [share for share in shares if not store.find(table=name, share=share, seed=seed)]
             table = pq.read_table(path) if missing else None
@@ -245,7 +246,13 @@ def run(arguments: argparse.Namespace) -> None:
                 line = {"table": name, "machine": describe_machine(), "date": format_today()}
                 line |= measure_table(table, share, seed, arguments.max_time)
                 print(json.dumps(store.add(line)), flush=True)
-    lines = sorted(store.lines, key=lambda line: (line["table"].lower(), line["share"], line["seed"]))
+    # Without measurements that an interrupted run with other seeds, tables or shares has stored.
+    requested = [
+        line
+        for line in store.lines
+        if line["table"] in path_by_name and line["share"] in shares and line["seed"] in seeds
+    ]
+    lines = sorted(requested, key=lambda line: (line["table"].lower(), line["share"], line["seed"]))
     machines = "; ".join(sorted({f"{line['machine']}, {line['date']}" for line in lines}))
     conditions = (
         f"{machines}. Each training run takes at most {arguments.max_time}. Means are by the requested share, which "
