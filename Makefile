@@ -12,7 +12,7 @@ SHELL := /bin/bash
 TOOLS := MAKEFLAGS= PATH="$(abspath $(BIN)):$$PATH"
 PIP := $(BIN)/python -m pip install -q --disable-pip-version-check
 CSRC := deformer_stream/kernels/csrc
-KERNEL_TESTS := tests/kernels/test_library.py tests/kernels/test_abi.py tests/kernels/test_cpu.py tests/kernels/test_irregular_readings.py
+KERNEL_TESTS := tests/kernels/test_library.py tests/kernels/test_abi.py tests/kernels/test_cpu.py tests/kernels/test_irregular_readings.py tests/model/test_alert_distance.py
 # The tests of a file run in one process. Each process starts its own broker, so the number of processes is limited. There are
 # more than cores, because tests with Kafka mostly wait.
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 4 --dist loadfile --no-loadscope-reorder --durations 15
