@@ -9,8 +9,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-pytest.importorskip("sklearn")
-
 from benchmarks import pretrained
 from experiments.pretrained.network import InContextDensity
 
