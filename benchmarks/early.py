@@ -189,7 +189,7 @@ def compute_model_statistics(model: DEformer, codes: Ints, values: Floats) -> Fl
     """
     ordered = np.take_along_axis(values, codes, 1)
     statistics = np.empty(codes.shape)
-    distance = AlertDistance.from_parameters(model.extract_parameters())
+    distance = AlertDistance.from_model(model)
     terms = np.zeros(codes.shape)
     if distance is not None:
         terms = distance.compute_terms(codes, ordered, choose_distance_function(load_library(False)))

@@ -128,8 +128,8 @@ def test_training_records_for_the_alert_survive_a_round_trip(tmp_path: Path) -> 
     model_store.write(tmp_path / "model", model, make_calibration(model), {}, "")
     artifact = model_store.read(tmp_path / "model")
     assert artifact.manifest["format_version"] == 12  # earlier releases do not know them
-    expected = AlertDistance.from_parameters(model.extract_parameters())
-    actual = AlertDistance.from_parameters(artifact.scoring_model.extract_parameters())
+    expected = AlertDistance.from_model(model)
+    actual = AlertDistance.from_model(artifact.scoring_model)
     assert expected is not None
     assert actual is not None
     for name in ("positions", "deviations", "starts", "slopes"):

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from deformer_stream.kernels.library import load_library
 from deformer_stream.kernels.prefix_distances import choose_distance_function
-from deformer_stream.model.alert_distance import AlertDistance, fit_line
+from deformer_stream.model.alert_distance import AlertDistance, Prefixes, fit_line
 from deformer_stream.model.deformer import AlertDistanceTensors, DEformer
 from deformer_stream.model.exemplars import compute_positions
 from trainer.calibrate import Order, order_records
@@ -190,7 +190,7 @@ def _measure_complete(
     num_before = np.diff(offsets) - 1  # only the distance of the complete record is needed
     excluded = _find_indexes(stored_rows[chosen], rows)
     positions = distance.compute_positions(codes, values[known])
-    distances: Floats = measure(compared, codes, positions, offsets, num_before, excluded)[offsets[1:] - 1]
+    distances: Floats = measure(compared, Prefixes(codes, positions, offsets, num_before, excluded))[offsets[1:] - 1]
     return distances
 
 
@@ -220,14 +220,14 @@ def _fit_distribution(
     positions = distance.compute_positions(flat_codes, values[is_reading])
     excluded = _find_indexes(stored_rows, reference_rows)
     measure = choose_distance_function(load_library(False))
-    measured = measure(distance, flat_codes, positions, offsets, None, excluded)
+    measured = measure(distance, Prefixes(flat_codes, positions, offsets, excluded=excluded))
     # Readings of context features do not change the distance, so each prefix occurs once.
     measured, count_of_reading = measured[is_counted[is_reading]], counts[is_counted]
     starts, slopes = np.zeros_like(distance.starts), np.zeros_like(distance.slopes)
     for k in range(len(starts)):
         of_length = measured[count_of_reading == k + 1]
         if len(of_length) < MIN_PREFIXES:
-            # Few records have so many readings. The distance of these prefixes does not count.
+            # There are too few records with so many readings to estimate the tail, so such prefixes have no term.
             continue
         quantile = float(np.quantile(of_length, 1.0 - TAIL_SHARE))
         beyond = of_length[of_length > quantile]

@@ -35,7 +35,7 @@ def score_records(model: DEformer, features: NDArray[np.int64], values: Floats, 
     """
     num_features = len(model.schema)
     total = RecordScores(np.empty(0), np.zeros(num_features), np.zeros(num_features, np.int64))
-    distance = AlertDistance.from_parameters(model.extract_parameters())
+    distance = AlertDistance.from_model(model)
     batches = _iterate_score_terms(model, features, values, batch_size)
     for batch_index, (log_p, centered_nll, is_scored) in enumerate(batches):
         start = batch_index * batch_size

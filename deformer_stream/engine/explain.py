@@ -962,7 +962,7 @@ def _compute_max_statistics(
     log_p_value = compute_conditionals(model, kernels, codes, values).compute_score_terms(values).log_p_value
     is_scored = ~model.schema.is_context[codes]
     terms = None
-    distance = AlertDistance.from_parameters(model.extract_parameters())
+    distance = AlertDistance.from_model(model)
     if distance is not None:
         terms = distance.compute_terms(codes, values, choose_distance_function(load_library(False)))
     # The state after all readings contains the largest prefix statistic.

@@ -424,7 +424,7 @@ def _advance_copies(
     """
     num_values = outcomes.shape[1]
     statistics = np.empty(outcomes.shape)
-    distance = AlertDistance.from_parameters(model.extract_parameters())
+    distance = AlertDistance.from_model(model)
     prefixes = None if distance is None else distance.sum_differences(_normalise(model, records.values))
     values_at_once = MAX_VALUES_PER_PASS
     if distance is not None:
@@ -487,7 +487,7 @@ def arrange_by_next_reading(
     arranged = orders.copy()
     seen = np.full(values.shape, np.nan)
     state = PrefixState.initial(len(values))
-    distance = AlertDistance.from_parameters(model.extract_parameters())
+    distance = AlertDistance.from_model(model)
     p_values = np.ones(len(values))
     for step in range(orders.shape[1]):
         rows = np.flatnonzero(arranged[:, step] >= 0)

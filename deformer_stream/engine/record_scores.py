@@ -234,7 +234,7 @@ def _score_pass(kernels: CpuKernels, features: Ints, values: Floats) -> ScoredRe
     codes, num_records = features[is_reading], len(features)
     offsets = np.append(0, np.cumsum(is_reading.sum(1)))  # index of each record's first reading, followed by M
     is_scored = ~kernels.parameters.schema.is_context[codes]
-    distance, distance_terms = AlertDistance.from_parameters(kernels.parameters), None
+    distance, distance_terms = AlertDistance.from_model(kernels.parameters), None
     if distance is not None:
         measure = choose_distance_function(kernels.library)
         distance_terms = distance.compute_terms(features, values, measure)[is_reading]

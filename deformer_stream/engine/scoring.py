@@ -64,7 +64,7 @@ from deformer_stream.kernels.cpu import CpuKernels, CusumArguments, RaggedBatch
 from deformer_stream.kernels.kv_cache import CacheShape, CpuKVCache, PagePool, cpu_cache_shape
 from deformer_stream.kernels.library import load_library
 from deformer_stream.kernels.prefix_distances import choose_distance_function
-from deformer_stream.model.alert_distance import IGNORED, AlertDistance
+from deformer_stream.model.alert_distance import IGNORED, AlertDistance, Prefixes
 from deformer_stream.model.exemplars import Exemplars
 from deformer_stream.model.load_network import load_network
 from deformer_stream.model.parameters import Model
@@ -179,7 +179,7 @@ class ModelVersion:
         if model.config.exemplars:
             self._exemplars = Exemplars.from_parameters(model.extract_parameters())
         self.kernels = CpuKernels.for_model(model)
-        self._distance = AlertDistance.from_parameters(model.extract_parameters())
+        self._distance = AlertDistance.from_model(model)
         # Compiled code measures distances, also if the network runs on a GPU.
         self._measure_distances = choose_distance_function(load_library(False))
         # Copies of the cached readings before tie groups, so that other orders of a group do not change the cache.
@@ -647,8 +647,9 @@ class ModelVersion:
         # The number of readings up to each one, without those of context features.
         counted_sums = (distance.kinds[codes] != IGNORED).cumsum()
         counts = counted_sums - np.append(0, counted_sums)[offsets[:-1]][row]
-        positions, bounds = distance.compute_positions_of_raw(codes, raw_values), distance.find_bounds(counts)
-        distances = self._measure_distances(distance, codes, positions, offsets, num_before, bounds=bounds)
+        positions = distance.compute_positions_of_raw(codes, raw_values)
+        prefixes = Prefixes(codes, positions, offsets, num_before, bounds=distance.find_bounds(counts))
+        distances = self._measure_distances(distance, prefixes)
         is_new = position >= num_before[row]
         return distance.weight_distances(distances[is_new], counts[is_new])
 

@@ -12,6 +12,7 @@ from deformer_stream.model.alert_distance import (
     MISSING_DIFFERENCE,
     AlertDistance,
     DistanceFunction,
+    Prefixes,
     measure_distances,
 )
 
@@ -19,8 +20,6 @@ NUM_FIRST = 256
 """Number of stored records that are compared first. Most normal records are near enough to some of them, and need no
 comparison with the others."""
 
-Ints = NDArray[np.int64]
-Singles = NDArray[np.float32]
 Doubles = NDArray[np.float64]
 
 
@@ -43,33 +42,25 @@ class _CompiledDistances:
         self._function = library.measure_distances
         self._function.restype = None
 
-    def __call__(
-        self,
-        distance: AlertDistance,
-        codes: Ints,
-        positions: Singles,
-        offsets: Ints,
-        num_before: Ints | None = None,
-        excluded: Ints | None = None,
-        bounds: Doubles | None = None,
-    ) -> Doubles:
+    def __call__(self, distance: AlertDistance, prefixes: Prefixes) -> Doubles:
         """Return the mean distances (`alert_distance.measure_distances`)."""
-        num_records, num_stored = len(offsets) - 1, distance.positions.shape[1]
-        distances = np.zeros(len(codes))
+        num_records = len(prefixes.offsets) - 1
+        num_before, excluded = prefixes.num_before, prefixes.excluded
+        distances = np.zeros(len(prefixes.codes))
         task = abi.DistanceTask(
-            offsets=np.ascontiguousarray(offsets, np.int64),
+            offsets=np.ascontiguousarray(prefixes.offsets, np.int64),
             num_before=np.zeros(num_records, np.int64) if num_before is None else num_before,
             excluded=np.full(num_records, -1, np.int64) if excluded is None else excluded,
-            bounds=bounds,
-            codes=codes,
-            positions=positions,
+            bounds=prefixes.bounds,
+            codes=prefixes.codes,
+            positions=prefixes.positions,
             stored=distance.positions,
             feature_kinds=distance.kinds,
             extents=distance.extents,
-            sums=np.empty(num_stored, np.float32),
+            sums=np.empty(distance.num_stored, np.float32),
             out=distances,
             num_records=num_records,
-            num_stored=num_stored,
+            num_stored=distance.num_stored,
             num_first=NUM_FIRST,
             missing_difference=MISSING_DIFFERENCE,
         )

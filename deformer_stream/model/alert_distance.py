@@ -21,14 +21,14 @@ of stored records.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from deformer_stream.model.exemplars import MAX_POSITION, NUM_NEIGHBORS, compute_label_positions, has_unordered_labels
-from deformer_stream.model.parameters import ModelParameters
+from deformer_stream.model.parameters import Model
 from deformer_stream.model.schema import Schema
 
 Floats = NDArray[np.float64]
@@ -111,13 +111,14 @@ class AlertDistance:
         )
 
     @staticmethod
-    def from_parameters(parameters: ModelParameters) -> AlertDistance | None:
+    def from_model(model: Model) -> AlertDistance | None:
         """Return the stored training records of a model, None if it has none for the alert."""
-        if not parameters.config.alert_exemplars:
-            return None
+        if not model.config.alert_exemplars:
+            return None  # before the parameters of a network on a GPU are copied
+        arrays = model.extract_parameters().arrays
         names = "positions", "known", "deviations", "starts", "slopes"
-        positions, known, *others = (parameters.arrays[f"alert_distance.{name}"] for name in names)
-        return AlertDistance.create(parameters.schema, np.where(known, positions, np.float32(np.nan)), *others)
+        positions, known, *others = (arrays[f"alert_distance.{name}"] for name in names)
+        return AlertDistance.create(model.schema, np.where(known, positions, np.float32(np.nan)), *others)
 
     @property
     def num_counted_features(self) -> int:
@@ -195,8 +196,8 @@ class AlertDistance:
         flat_codes = codes[is_reading]
         positions = self.compute_positions(flat_codes, values[is_reading])
         counts = ((codes >= 0) & (self.kinds[codes] != IGNORED)).cumsum(1)[is_reading]
-        bounds = self.find_bounds(counts)
-        distances = (measure or measure_distances)(self, flat_codes, positions, offsets, bounds=bounds)
+        prefixes = Prefixes(flat_codes, positions, offsets, bounds=self.find_bounds(counts))
+        distances = (measure or measure_distances)(self, prefixes)
         terms = np.zeros(codes.shape)
         terms[is_reading] = self.weight_distances(distances, counts)
         return terms
@@ -265,48 +266,41 @@ def _make_label_table(schema: Schema) -> Floats:
     return table
 
 
-class DistanceFunction(Protocol):
-    """A function that measures the distances of prefixes: `measure_distances`, or that of the compiled kernels."""
+@dataclass(frozen=True, slots=True)
+class Prefixes:
+    """The prefixes of R records with M readings in total, whose distances are measured.
 
-    def __call__(
-        self,
-        distance: AlertDistance,
-        codes: Ints,
-        positions: Singles,
-        offsets: Ints,
-        num_before: Ints | None = None,
-        excluded: Ints | None = None,
-        bounds: Floats | None = None,
-    ) -> Floats:
-        """Return the mean distances (`measure_distances`)."""
-
-
-def measure_distances(
-    distance: AlertDistance,
-    codes: Ints,
-    positions: Singles,
-    offsets: Ints,
-    num_before: Ints | None = None,
-    excluded: Ints | None = None,
-    bounds: Floats | None = None,
-) -> Floats:
-    """Return the mean distance of each prefix of R records to its nearest stored records, (M,).
-
-    Sums of differences are float32 and run in order of arrival, so a distance does not depend on the calls in which the
-    readings of its record arrive.
-
-    Args:
-        distance: The stored records.
+    Attributes:
         codes: (M,) features of the readings, one record after the other, each from its first reading.
         positions: (M,) their positions (`AlertDistance.compute_positions`).
         offsets: (R + 1,) index of the first reading of each record, followed by M.
         num_before: (R,) number of first readings of each record whose distances are not needed, and 0 in the result;
-            by default all are needed.
-        excluded: (R,) index of a stored record that is left out, −1 for none; by default none is.
-        bounds: (M,) for each prefix a distance of which it is enough to know that it is not exceeded. A function may
-            return any number between the distance and the bound then; this one returns the distance. None if all
-            distances are needed.
+            None if all are needed.
+        excluded: (R,) index of a stored record that is left out, −1 for none; None if none is.
+        bounds: (M,) for each prefix a distance of which it is enough to know that it is not exceeded. The result may be
+            any number between the distance and the bound then. None if all distances are needed.
     """
+
+    codes: Ints
+    positions: Singles
+    offsets: Ints
+    num_before: Ints | None = None
+    excluded: Ints | None = None
+    bounds: Floats | None = None
+
+
+DistanceFunction = Callable[[AlertDistance, Prefixes], Floats]
+"""A function that measures distances: `measure_distances`, or that of the compiled kernels."""
+
+
+def measure_distances(distance: AlertDistance, prefixes: Prefixes) -> Floats:
+    """Return the mean distance of each prefix to its nearest stored records, (M,); bounds have no effect.
+
+    Sums of differences are float32 and run in order of arrival, so a distance does not depend on the calls in which the
+    readings of its record arrive.
+    """
+    codes, positions, offsets = prefixes.codes, prefixes.positions, prefixes.offsets
+    num_before, excluded = prefixes.num_before, prefixes.excluded
     distances = np.zeros(len(codes))
     starts = offsets[:-1] if num_before is None else offsets[:-1] + num_before
     for row, (first, start, end) in enumerate(zip(offsets[:-1], starts, offsets[1:], strict=True)):

@@ -56,7 +56,7 @@ def open_record(model: DEformer, codes: list[int], raw_values: list[float], reco
         inputs = torch.from_numpy(normalised).to(model.dtype)
         log_p = model.conditionals(torch.from_numpy(order), inputs).log_p_value(inputs).double().numpy()
     is_scored = ~model.schema.is_context[order]
-    distance = AlertDistance.from_parameters(model.extract_parameters())
+    distance = AlertDistance.from_model(model)
     terms = None if distance is None else distance.compute_terms(order, normalised)
     _, state = advance_prefix_state(PrefixState.initial(1), log_p, is_scored, distance_terms=terms)
     return OpenRecords([record_id], values, np.ones(values.shape, bool), state)

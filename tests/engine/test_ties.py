@@ -206,7 +206,7 @@ def test_tie_group_is_scored_as_a_mixture_over_its_orders() -> None:
     np.testing.assert_allclose(scored.running_log_likelihood[-1], log_prob[0, 0] + joint)
     smallest_log_p = [log_p[0, 0], 0.0, *(log_p[features == f].min() for f in group)]
     is_scored, is_group_end = np.array([[True, False, True, True]]), np.array([[True, False, False, True]])
-    distance = AlertDistance.from_parameters(model.extract_parameters())
+    distance = AlertDistance.from_model(model)
     assert distance is not None
     terms = distance.compute_terms(features[:1], z[:1])
     state, log_p_values = PrefixState.initial(1), np.array([smallest_log_p])

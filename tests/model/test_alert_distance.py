@@ -13,6 +13,7 @@ from deformer_stream.model.alert_distance import (
     MISSING_DIFFERENCE,
     WEIGHT,
     AlertDistance,
+    Prefixes,
     average_nearest,
     fit_line,
     measure_distances,
@@ -133,10 +134,10 @@ def test_first_readings_and_excluded_records_are_left_out(is_compiled: bool) -> 
     positions = np.tile(distance.positions[[0, 5, 1], 7], 3)
     positions[np.isnan(positions)] = 0.0
     offsets, num_before = np.array([0, 3, 6, 9]), np.array([0, 2, 3])
-    every = measure(distance, codes, positions, offsets)
-    later = measure(distance, codes, positions, offsets, num_before)
+    every = measure(distance, Prefixes(codes, positions, offsets))
+    later = measure(distance, Prefixes(codes, positions, offsets, num_before))
     assert later.tolist() == [*every[:3], 0.0, 0.0, every[5], 0.0, 0.0, 0.0]
-    excluded = measure(distance, codes, positions, offsets, None, np.array([-1, 7, -1]))
+    excluded = measure(distance, Prefixes(codes, positions, offsets, excluded=np.array([-1, 7, -1])))
     assert excluded[:3].tolist() == every[:3].tolist()
     assert excluded[6:].tolist() == every[6:].tolist()
     sums = distance.compute_differences(codes[:3], positions[:3]).cumsum(0)
@@ -190,9 +191,11 @@ def test_distances_that_are_not_above_their_bounds_may_be_replaced() -> None:
     is_reading = codes >= 0
     flat_codes, offsets = codes[is_reading], np.append(0, np.cumsum(is_reading.sum(1)))
     positions = distance.compute_positions(flat_codes, values[is_reading])
-    exact = measure_distances(distance, flat_codes, positions, offsets)
+    exact = measure_distances(distance, Prefixes(flat_codes, positions, offsets))
     bounds = exact * np.random.default_rng(11).choice([0.9, 1.0, 1.1, 3.0], len(exact))
-    compiled = choose_distance_function(load_library(False))(distance, flat_codes, positions, offsets, bounds=bounds)
+    compiled = choose_distance_function(load_library(False))(
+        distance, Prefixes(flat_codes, positions, offsets, bounds=bounds)
+    )
     is_above = exact > bounds
     assert 0 < is_above.sum() < len(exact)
     assert compiled[is_above].tobytes() == exact[is_above].tobytes()

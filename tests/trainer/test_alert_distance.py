@@ -41,7 +41,7 @@ def add(data: PreparedTable, max_exemplars: int | None = None, seed: int = 0) ->
 
 def find_distance(model: DEformer) -> AlertDistance:
     """Return the distance of a model that has one."""
-    distance = AlertDistance.from_parameters(model.extract_parameters())
+    distance = AlertDistance.from_model(model)
     assert distance is not None
     return distance
 
