@@ -44,6 +44,7 @@ from deformer_stream.calibration.conformal import Calibration, PrefixState, adva
 from deformer_stream.kernels.library import load_library
 from deformer_stream.kernels.prefix_distances import choose_distance_function
 from deformer_stream.model.alert_distance import AlertDistance
+from deformer_stream.model.alert_prior import AlertPrior, PriorPValues
 from deformer_stream.model.deformer import DEformer, to_tensor
 from deformer_stream.model.schema import Schema
 from trainer.data import Split, assign_split, encode_table
@@ -128,7 +129,14 @@ class PValues:
     complete: Floats
 
 
-def prepare_case(table: pa.Table, seed: int, max_time: str, folder: Path, alert_exemplars: int | None = None) -> Case:
+def prepare_case(
+    table: pa.Table,
+    seed: int,
+    max_time: str,
+    folder: Path,
+    alert_exemplars: int | None = None,
+    alert_prior: bool | None = None,
+) -> Case:
     """Train a model, or load it from the folder if it is there, and encode the records.
 
     Args:
@@ -138,6 +146,7 @@ def prepare_case(table: pa.Table, seed: int, max_time: str, folder: Path, alert_
         folder: Where the model is stored.
         alert_exemplars: Largest number of training records whose distance is a term of the statistic; None for the
             default of training.
+        alert_prior: Whether p-values under the Gaussian prior alone are a term of the statistic; None for the default.
     """
     parts = split_table(table["label"].to_numpy(), seed)
     features = table.drop_columns(["label"])
@@ -152,6 +161,7 @@ def prepare_case(table: pa.Table, seed: int, max_time: str, folder: Path, alert_
             max_time=max_time,  # type: ignore[arg-type]
             seed=seed,
             alert_exemplars=alert_exemplars,
+            alert_prior=alert_prior,
         )
         train([folder / "normal.parquet"], config)
     model = load(model_dir).artifact.model
@@ -189,7 +199,7 @@ def compute_model_statistics(model: DEformer, codes: Ints, values: Floats) -> Fl
     """
     ordered = np.take_along_axis(values, codes, 1)
     statistics = np.empty(codes.shape)
-    distance = AlertDistance.from_model(model)
+    distance, lines = AlertDistance.from_model(model), AlertPrior.from_model(model)
     terms = np.zeros(codes.shape)
     if distance is not None:
         terms = distance.compute_terms(codes, ordered, choose_distance_function(load_library(False)))
@@ -197,14 +207,17 @@ def compute_model_statistics(model: DEformer, codes: Ints, values: Floats) -> Fl
         rows = slice(start, start + BATCH_SIZE)
         x = to_tensor(ordered[rows], model)
         with torch.inference_mode():
-            log_p = model.conditionals(to_tensor(codes[rows], model), x).log_p_value(x).double().cpu().numpy()
+            conditional = model.conditionals(to_tensor(codes[rows], model), x)
+            scored = conditional.compute_score_terms(x, conditional.compute_surprisal(x)).stack()
+        log_p, *further = scored.double().cpu().numpy()[1::2]  # also ln of the p-value under the prior, if it is a term
         is_scored = ~model.schema.is_context[codes[rows]]
         state = PrefixState.initial(len(log_p))
         for k in range(log_p.shape[1]):
             state = replace(state, max_statistic=np.zeros(len(log_p)))  # the maximum over prefixes is computed later
             column = slice(k, k + 1)
+            prior = None if lines is None else PriorPValues(further[0][:, column], lines)
             statistic, state = advance_prefix_state(
-                state, log_p[:, column], is_scored[:, column], distance_terms=terms[rows, column]
+                state, log_p[:, column], is_scored[:, column], None, terms[rows, column], prior
             )
             statistics[rows, k] = statistic[:, 0]
     return statistics

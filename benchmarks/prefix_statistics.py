@@ -306,7 +306,7 @@ def measure_table(
         order_seeds: Seeds of the arrival orders.
         num_deals: Number of divisions of the normal records, for each seed.
     """
-    case = prepare_case(table, 0, max_time, folder, alert_exemplars=0)  # g has no distance
+    case = prepare_case(table, 0, max_time, folder, alert_exemplars=0, alert_prior=False)  # only g
     rows = table.drop_columns(["label"]).take(split_table(table["label"].to_numpy(), 0).train)
     is_training = assign_split(len(rows), None, 0) != Split.CALIBRATION
     train_values = encode_rows(case.model.schema, rows.filter(pa.array(is_training)))

@@ -26,7 +26,8 @@ OUTLIER_LIMIT_VERSION = 9
 PRIOR_WEIGHT_VERSION = 10
 WIDE_PRIOR_VERSION = 11
 ALERT_DISTANCE_VERSION = 12
-LATEST_VERSION = ALERT_DISTANCE_VERSION
+ALERT_PRIOR_VERSION = 13
+LATEST_VERSION = ALERT_PRIOR_VERSION
 """Format versions of the manifest (manifest.json of a model directory), each with one addition to the one before.
 
 `determine_version` lists the additions.
@@ -121,6 +122,7 @@ def determine_version(manifest: dict[str, Any]) -> int:
     A manifest gets the lowest version, so that releases that read only this version can still read it. Version 1 has
     none of the following additions:
 
+    - Version 13 is needed if p-values under the Gaussian prior are a term of the alert ("alert_prior").
     - Version 12 is needed if training records are stored for the alert ("alert_exemplars").
     - Version 11 is needed if wide records have a Gaussian process as their prior ("neighbors" without "reading_times").
     - Version 10 is needed if the density of the Gaussian prior is a term of the ranking ("prior_weight").
@@ -138,6 +140,8 @@ def determine_version(manifest: dict[str, Any]) -> int:
     """
     # Each version can also express what lower versions can, so the highest version is checked first.
     calibration, hyperparameters = manifest.get("calibration"), manifest.get("hyperparameters")
+    if isinstance(hyperparameters, dict) and "alert_prior" in hyperparameters:
+        return ALERT_PRIOR_VERSION
     if isinstance(hyperparameters, dict) and "alert_exemplars" in hyperparameters:
         return ALERT_DISTANCE_VERSION
     if isinstance(hyperparameters, dict) and "neighbors" in hyperparameters and "reading_times" not in manifest:

@@ -15,6 +15,7 @@ A job prepares the table, fits the prior, trains the network, calibrates, evalua
     fit, batches, examples, distributed   the training loop, its batches and examples, and several processes
     calibrate, irregular_calibration, cusum_scale   the calibration of the alert rule
     exemplars, prior_weight    what complete records are ranked with
+    alert_prior, prefix_tails  the term of the Gaussian prior in the alert; lines of the terms by length of prefix
     alert_distance             training records that are stored for the alert, and whether the order of rows matters
     evaluate, irregular_evaluation, report, irregular_report, training_warnings   held-out figures, report and warnings
     finetune, fleet, fleet_tables   adapting a model (`--init-from`); a model for each type of machine (`--per`)

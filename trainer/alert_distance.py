@@ -14,6 +14,7 @@ distance is used only if the rows of a part of the table are as near to the rows
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -21,12 +22,13 @@ from numpy.typing import NDArray
 
 from deformer_stream.kernels.library import load_library
 from deformer_stream.kernels.prefix_distances import choose_distance_function
-from deformer_stream.model.alert_distance import AlertDistance, Prefixes, fit_line
+from deformer_stream.model.alert_distance import WEIGHT, WEIGHT_WITH_PRIOR, AlertDistance, Prefixes, fit_line
 from deformer_stream.model.deformer import AlertDistanceTensors, DEformer
 from deformer_stream.model.exemplars import compute_positions
 from trainer.calibrate import Order, order_records
 from trainer.data import PreparedTable, Split
 from trainer.exemplars import compute_deviations
+from trainer.prefix_tails import MAX_REFERENCE_RECORDS, MIN_RECORDS, fit_lines
 from trainer.sampling import create_generator
 
 Floats = NDArray[np.float64]
@@ -34,20 +36,11 @@ Ints = NDArray[np.int64]
 
 MAX_ALERT_EXEMPLARS = 1024
 """Largest number of stored records by default. Twice as many detect no more (docs/experiments/32-…)."""
-MIN_RECORDS = 100
-"""Smallest number of training and validation records with which the distance is used by default."""
 MAX_FEATURES = 200
 """Largest number of features with which the distance is used by default. Among more, all records are equally far."""
-MAX_REFERENCE_RECORDS = 1000
-"""Largest number of records from which the distribution of distances is computed."""
-TAIL_SHARE = 0.1
-"""Share of the reference records in the tail of the distribution, which is exponential."""
 MIN_EXCESS = 0.1
 """Smallest mean excess of the tail, in typical differences of one feature. If most records equal each other, a small
 difference is no evidence."""
-MIN_PREFIXES = 20
-"""Smallest number of reference records with k readings from which the distribution for k readings is computed. The
-distance of prefixes with k readings does not count if there are fewer."""
 NUM_PARTS = 5
 """Number of parts of the table, one after the other, between which rows are compared."""
 MAX_ROW_ORDER_RATIO = 1.02
@@ -76,7 +69,8 @@ def add_alert_distance(
     """Store training records for the alert in a trained model, unless the table is not suited for it.
 
     Args:
-        model: The trained model, which is changed in place. A distance that it has already is replaced.
+        model: The trained model, which is changed in place. A distance that it has already is replaced. The weight of
+            the distance depends on whether the prior is a term of the alert, too.
         data: The prepared table.
         order: The arrival-order distribution (`calibrate.choose_order`).
         seed: Seed of the random choices.
@@ -99,7 +93,8 @@ def add_alert_distance(
     ratio = measure_row_order(distance, data, stored_rows, reference_rows, rng)
     if max_exemplars is None and ratio > MAX_ROW_ORDER_RATIO:
         return AlertDistanceResult(0, ratio)
-    distance = _fit_distribution(distance, data, stored_rows, reference_rows, order, seed)
+    weight = WEIGHT_WITH_PRIOR if model.config.alert_prior else WEIGHT
+    distance = _fit_distribution(distance, data, stored_rows, reference_rows, order, seed, weight)
     # In a random order, because an open record is compared with some of the first ones before all others.
     shuffled = np.ascontiguousarray(distance.positions[:, rng.permutation(distance.num_stored)])
     distance = replace(distance, positions=shuffled)
@@ -201,6 +196,7 @@ def _fit_distribution(
     reference_rows: Ints,
     order: Order,
     seed: int,
+    weight: float,
 ) -> AlertDistance:
     """Return the distance with its distribution for prefixes of each length, computed from reference records.
 
@@ -211,6 +207,7 @@ def _fit_distribution(
         reference_rows: (R,) row numbers of the reference records, which are not compared with themselves.
         order: The arrival-order distribution.
         seed: Seed of the random orders.
+        weight: Weight of the distance in nats.
     """
     codes, values, _ = order_records(data, reference_rows, order, create_generator(seed, DISTANCE_SEED))
     is_reading = codes >= 0
@@ -223,16 +220,8 @@ def _fit_distribution(
     measured = measure(distance, Prefixes(flat_codes, positions, offsets, excluded=excluded))
     # Readings of context features do not change the distance, so each prefix occurs once.
     measured, count_of_reading = measured[is_counted[is_reading]], counts[is_counted]
-    starts, slopes = np.zeros_like(distance.starts), np.zeros_like(distance.slopes)
-    for k in range(len(starts)):
-        of_length = measured[count_of_reading == k + 1]
-        if len(of_length) < MIN_PREFIXES:
-            # There are too few records with so many readings to estimate the tail, so such prefixes have no term.
-            continue
-        quantile = float(np.quantile(of_length, 1.0 - TAIL_SHARE))
-        beyond = of_length[of_length > quantile]
-        excess = max(float(beyond.mean()) - quantile if len(beyond) else 0.0, MIN_EXCESS)
-        starts[k], slopes[k] = fit_line(k + 1, len(starts), quantile, TAIL_SHARE, excess)
+    line = partial(fit_line, weight=weight)
+    starts, slopes = fit_lines(measured, count_of_reading, distance.num_counted_features, MIN_EXCESS, line)
     return replace(distance, starts=starts, slopes=slopes)
 
 

@@ -103,8 +103,10 @@ def _describe_model(result: TrainingOutput | IrregularOutput) -> str:
         prior = f"prior of {format_count(config.process_rank, 'factor')}"
     exemplars = f"{format_count(config.exemplars, 'exemplar')} and " if config.exemplars else ""
     prior_term = f" of network and prior (weight {config.prior_weight:.2f})" if config.prior_weight else ""
-    num_compared = config.alert_exemplars
-    compared = f"; the alert compares with {format_count(num_compared, 'training record')}" if num_compared else ""
+    alert_terms = ["the prior alone"] if config.alert_prior else []
+    if config.alert_exemplars:
+        alert_terms.append(f"the distance to {format_count(config.alert_exemplars, 'training record')}")
+    alert = f"; the alert also uses {' and '.join(alert_terms)}" if alert_terms else ""
     preset = result.summary["preset"]["name"]
     if isinstance(result, IrregularOutput):
         process = f"process with {format_count(config.neighbors, 'neighbor')}" if config.neighbors else "no process"
@@ -114,7 +116,7 @@ def _describe_model(result: TrainingOutput | IrregularOutput) -> str:
         )
     return (
         f"{format_count(config.layers, 'layer')} of {config.d_model} (preset {preset}), {prior}; "
-        f"ranks records by {exemplars}the density{prior_term}{compared}"
+        f"ranks records by {exemplars}the density{prior_term}{alert}"
     )
 
 

@@ -76,7 +76,9 @@ def extend_model(old: DEformer, schema: Schema) -> DEformer:
             "exclude the new columns, or train anew without --init-from"
         )
     try:
-        model = DEformer(schema, replace(old.config, exemplars=0, prior_weight=0.0, alert_exemplars=0))
+        model = DEformer(
+            schema, replace(old.config, exemplars=0, prior_weight=0.0, alert_exemplars=0, alert_prior=False)
+        )
     except ValueError as error:
         raise ConfigError(
             f"--init-from: the new features cannot be added to the old model ({error}); "

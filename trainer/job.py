@@ -29,6 +29,7 @@ from deformer_stream.counts import format_count
 from deformer_stream.errors import ConfigError, DeformerError
 from deformer_stream.model.deformer import DEformer
 from trainer.alert_distance import AlertDistanceResult, add_alert_distance
+from trainer.alert_prior import add_alert_prior
 from trainer.budget import (
     Costs,
     Phase,
@@ -225,6 +226,7 @@ def train(
         final_costs = planned.costs and replace(planned.costs, fixed=planned.fixed_seconds)
         final_phases = _FinalPhases(settings, budget, final_costs, on_message)
         part = run.budget if settings.folds else None  # with --folds, each model has a part of the time
+        add_alert_prior(result.model, data, run.priors, order, settings.seed, settings.alert_prior)
         row_order = _add_alert_distance(result.model, data, order, settings)
         warnings.add(*check_row_order(row_order.row_order_ratio))
         scores = final_phases.score_calibration_records(result.model, data, order, settings.seed, part)
@@ -241,6 +243,7 @@ def train(
             fold_run = _plan_fold(fold_data, settings, planned, number, folder, budget, final_phases)
             fold_model = _train_model(fold_run, should_stop, on_status).model
             fold_seed = settings.seed + number
+            add_alert_prior(fold_model, fold_data, fold_run.run.priors, order, fold_seed, settings.alert_prior)
             part = fold_run.run.budget
             scores += final_phases.score_calibration_records(fold_model, fold_data, order, fold_seed, part)
             budget.mark_phase("folds")

@@ -468,6 +468,12 @@ class TrainConfig(TrainSettings):
         "than 100 training records or more than 200 features, or if the order of the rows of the table matters.",
     )
 
+    alert_prior: bool | None = Field(
+        None,
+        description="Whether the p-values of readings under the Gaussian prior alone are a term of the alert's "
+        "statistic. By default true if the model has such a prior and at least 100 training records.",
+    )
+
     batch: int | None = Field(None, ge=1)
     optimizer: Optimizer | None = None
     compile_layers: Compile | None = None

@@ -7,10 +7,11 @@ Both are comparable between short and long prefixes:
     G_k = −ln P(χ²_2k ≥ −2 Σ_{i≤k} ln q_i)          Fisher's combination, large after many slightly unlikely readings
     B_k = −ln(1 − (1 − min_{i≤k} q_i)^k)            Šidák's correction, large after one very unlikely reading
 
-with q_i = p_i^c and c = `P_VALUE_EXPONENT`. The prefix statistic is g_k = max(G_k, B_k) + D_k; larger is more
-anomalous. D_k comes from the distance of the prefix to stored training records (`model.alert_distance`). It is 0 if the
-model stores none for the alert. M_i, the maximum of g_k over all prefixes of calibration record i, is computed for n
-held-out normal records. The p-value of a new record after k readings is
+with q_i = p_i^c and c = `P_VALUE_EXPONENT`. The prefix statistic is g_k = max(G_k, B_k) + Q_k + D_k; larger is more
+anomalous. Q_k comes from the p-values under the Gaussian prior alone (`model.alert_prior`), D_k from the distance of
+the prefix to stored training records (`model.alert_distance`). Each of them is 0 if the model does not have it. M_i,
+the maximum of g_k over all prefixes of calibration record i, is computed for n held-out normal records. The p-value of
+a new record after k readings is
 
     p_k = (1 + #{i : M_i ≥ max_{j≤k} g_j}) / (n + 1).
 
@@ -35,6 +36,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deformer_stream.calibration.cusum import CusumScale
+from deformer_stream.model.alert_prior import MAX_NEG_LOG_P, PriorPValues
 from deformer_stream.model.gamma import log_gamma_sf
 
 Floats = NDArray[np.float64]
@@ -99,18 +101,34 @@ class PrefixState:
         min_log_p: (R,) smallest ln p of these readings, 0 before the first reading.
         max_statistic: (R,) largest anomaly score so far over the prefixes of the record (its first 1, 2, … readings);
             0 before the first reading.
+        prior_neg_log_p_sum: (R,) as `neg_log_p_sum`, of the p-values under the Gaussian prior alone; 0 if they are no
+            term of the alert.
+        prior_min_log_p: (R,) as `min_log_p`, of these p-values.
     """
 
     num_scored: NDArray[np.int64]
     neg_log_p_sum: Floats
     min_log_p: Floats
     max_statistic: Floats
+    prior_neg_log_p_sum: Floats
+    prior_min_log_p: Floats
 
     @staticmethod
     def initial(num_records: int) -> PrefixState:
         """Return the state of `num_records` records that have no reading yet."""
         zeros = np.zeros(num_records)
-        return PrefixState(np.zeros(num_records, np.int64), zeros, zeros, zeros)
+        return PrefixState(np.zeros(num_records, np.int64), zeros, zeros, zeros, zeros, zeros)
+
+    def select(self, rows: NDArray[np.int64]) -> PrefixState:
+        """Return the state of some of the R records; a record may occur several times."""
+        return PrefixState(
+            self.num_scored[rows],
+            self.neg_log_p_sum[rows],
+            self.min_log_p[rows],
+            self.max_statistic[rows],
+            self.prior_neg_log_p_sum[rows],
+            self.prior_min_log_p[rows],
+        )
 
 
 def advance_prefix_state(
@@ -119,13 +137,14 @@ def advance_prefix_state(
     is_scored: NDArray[np.bool_],
     is_decision_point: NDArray[np.bool_] | None = None,
     distance_terms: Floats | None = None,
+    prior: PriorPValues | None = None,
 ) -> tuple[Floats, PrefixState]:
     """Add up to L readings to each of R records and return their running statistics.
 
     The running statistic is the anomaly score from which a record's p-value is computed. It is the largest prefix
     statistic so far. The prefix statistic of the first k readings is the larger of two combinations of their p-values,
-    Fisher's and Šidák's, plus the term of their distance to stored training records. Sums are accumulated in order of
-    arrival, so splitting the readings over several calls gives the same bits.
+    Fisher's and Šidák's, plus the terms of the Gaussian prior and of the distance to stored training records. Sums are
+    accumulated in order of arrival, so splitting the readings over several calls gives the same bits.
 
     Args:
         state: The state of the R records before these readings.
@@ -137,20 +156,23 @@ def advance_prefix_state(
             of a tie group (readings of one record with the same event time) except the last. None if all count.
         distance_terms: (R, L) term of the prefix that ends with each reading (`AlertDistance.compute_terms`), 0 for
             padding. None without stored training records.
+        prior: The p-values of the same readings under the Gaussian prior alone; None if they are no term.
 
     Returns:
         running statistics: (R, L) the running statistic after each reading; larger is more anomalous.
         state: The state of the R records after these readings.
     """
-    # ln of the p-value raised to the exponent. Rounding can make ln p positive. Readings that are not scored add 0.
-    scaled_log_p = np.where(is_scored, P_VALUE_EXPONENT * np.minimum(log_p, 0.0), 0.0)
     # Column k of the following arrays describes the prefix that ends with reading k of this call.
     num_scored = state.num_scored[:, None] + is_scored.cumsum(1)
-    neg_log_p_sum = compute_running_sums(state.neg_log_p_sum, -scaled_log_p)
-    min_log_p = np.minimum.accumulate(np.minimum(scaled_log_p, state.min_log_p[:, None]), 1)
-    fisher = _compute_fisher_statistic(num_scored, neg_log_p_sum)
-    sidak = _compute_sidak_statistic(num_scored, min_log_p)
-    combined = np.maximum(fisher, sidak)
+    sums = _combine_p_values(state.neg_log_p_sum, state.min_log_p, log_p, is_scored, num_scored)
+    combined, neg_log_p_sum, min_log_p = sums
+    prior_neg_log_p_sum, prior_min_log_p = state.prior_neg_log_p_sum, state.prior_min_log_p
+    if prior is not None:
+        bounded_log_p = np.maximum(prior.log_p, -MAX_NEG_LOG_P)
+        statistics, prior_neg_log_p_sum, prior_min_log_p = _combine_p_values(
+            prior_neg_log_p_sum, prior_min_log_p, bounded_log_p, is_scored, num_scored
+        )
+        combined = combined + prior.lines.compute_terms(statistics, num_scored)
     if distance_terms is not None:
         combined = combined + distance_terms
     statistic = np.where(num_scored > 0, combined, 0.0)
@@ -158,7 +180,51 @@ def advance_prefix_state(
         # A statistic of 0, the smallest possible one, does not change the maximum.
         statistic = np.where(is_decision_point, statistic, 0.0)
     running_max = np.maximum.accumulate(np.maximum(statistic, state.max_statistic[:, None]), 1)
-    return running_max, PrefixState(num_scored[:, -1], neg_log_p_sum[:, -1], min_log_p[:, -1], running_max[:, -1])
+    state = PrefixState(
+        num_scored[:, -1], neg_log_p_sum, min_log_p, running_max[:, -1], prior_neg_log_p_sum, prior_min_log_p
+    )
+    return running_max, state
+
+
+def combine_p_values(log_p: Floats, is_scored: NDArray[np.bool_]) -> Floats:
+    """Return the larger one of Fisher's and Šidák's combination of each prefix of R records, (R, L).
+
+    Args:
+        log_p: (R, L) ln of the p-values of the readings in order of arrival. Those of readings that are not scored are
+            ignored.
+        is_scored: (R, L) false for padding and for readings of context features.
+    """
+    zeros = np.zeros(len(log_p))
+    return _combine_p_values(zeros, zeros, log_p, is_scored, is_scored.cumsum(1))[0]
+
+
+def _combine_p_values(
+    neg_log_p_sum: Floats,
+    min_log_p: Floats,
+    log_p: Floats,
+    is_scored: NDArray[np.bool_],
+    num_scored: NDArray[np.int64],
+) -> tuple[Floats, Floats, Floats]:
+    """Add the p-values of up to L readings to those of R records, and combine those of each prefix.
+
+    Args:
+        neg_log_p_sum: (R,) sum of −ln q over the earlier readings. q is a p-value raised to `P_VALUE_EXPONENT`.
+        min_log_p: (R,) smallest ln q of the earlier readings.
+        log_p: (R, L) ln of the p-values of the readings. Those of readings that are not scored are ignored.
+        is_scored: (R, L) false for readings that are not scored.
+        num_scored: (R, L) number of scored readings of the prefix that ends with each reading.
+
+    Returns:
+        (R, L) the larger one of Fisher's and Šidák's combination of each prefix, and the two arrays (R,) after the last
+        reading.
+    """
+    # Rounding can make ln p positive. Readings that are not scored add 0.
+    scaled_log_p = np.where(is_scored, P_VALUE_EXPONENT * np.minimum(log_p, 0.0), 0.0)
+    sums = compute_running_sums(neg_log_p_sum, -scaled_log_p)
+    minima = np.minimum.accumulate(np.minimum(scaled_log_p, min_log_p[:, None]), 1)
+    combined = np.maximum(_compute_fisher_statistic(num_scored, sums), _compute_sidak_statistic(num_scored, minima))
+    # 0, the smallest statistic, before the first scored reading
+    return np.where(num_scored > 0, combined, 0.0), sums[:, -1], minima[:, -1]
 
 
 def choose_num_calibration(num_records: int) -> int:

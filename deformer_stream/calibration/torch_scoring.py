@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from deformer_stream.calibration.conformal import PrefixState, advance_prefix_state
 from deformer_stream.calibration.score_sums import RecordScores
 from deformer_stream.model.alert_distance import AlertDistance
+from deformer_stream.model.alert_prior import AlertPrior, PriorPValues
 from deformer_stream.model.deformer import DEformer, to_tensor
 
 Floats = NDArray[np.float64]
@@ -37,13 +38,15 @@ def score_records(model: DEformer, features: NDArray[np.int64], values: Floats, 
     total = RecordScores(np.empty(0), np.zeros(num_features), np.zeros(num_features, np.int64))
     distance = AlertDistance.from_model(model)
     batches = _iterate_score_terms(model, features, values, batch_size)
-    for batch_index, (log_p, centered_nll, is_scored) in enumerate(batches):
+    lines = AlertPrior.from_model(model)
+    for batch_index, (log_p, centered_nll, log_p_prior, is_scored) in enumerate(batches):
         start = batch_index * batch_size
         batch = slice(start, start + batch_size)
         scored_codes = features[batch][is_scored]  # flat: one code per scored reading
         terms = None if distance is None else distance.compute_terms(features[batch], values[batch])
         initial = PrefixState.initial(len(is_scored))
-        _, state = advance_prefix_state(initial, log_p, is_scored, distance_terms=terms)
+        prior = None if lines is None or log_p_prior is None else PriorPValues(log_p_prior, lines)
+        _, state = advance_prefix_state(initial, log_p, is_scored, distance_terms=terms, prior=prior)
         # Sum −ln p over the readings of each feature, and count them.
         neg_log_p_sums = np.bincount(scored_codes, weights=-log_p[is_scored], minlength=num_features).astype(np.float64)
         num_readings = np.bincount(scored_codes, minlength=num_features)
@@ -83,7 +86,7 @@ def compute_centered_nll(model: DEformer, features: NDArray[np.int64], values: F
     """
     sums = [
         np.where(is_scored, centered_nll, 0.0).sum(1)
-        for _, centered_nll, is_scored in _iterate_score_terms(model, features, values, batch_size)
+        for _, centered_nll, _, is_scored in _iterate_score_terms(model, features, values, batch_size)
     ]
     return np.concatenate(sums) if sums else np.empty(0)
 
@@ -129,7 +132,7 @@ def sum_neg_log_p(
 
 def _iterate_score_terms(
     model: DEformer, features: NDArray[np.int64], values: Floats, batch_size: int
-) -> Iterator[tuple[Floats, Floats, NDArray[np.bool_]]]:
+) -> Iterator[tuple[Floats, Floats, Floats | None, NDArray[np.bool_]]]:
     """Score N complete records and yield the scores of their readings, batch by batch.
 
     Args:
@@ -139,12 +142,13 @@ def _iterate_score_terms(
         batch_size: Number of records in one batch.
 
     Yields:
-        For each batch of B records three arrays of shape (B, L), with an entry for each reading:
+        For each batch of B records four arrays of shape (B, L), with an entry for each reading:
         the natural logarithm of its highest-density p-value (probability of a value that is at most as likely as the
         observed one);
         its centered NLL (negative log-likelihood minus the entropy of the conditional distribution), in nats;
+        ln of its p-value under the Gaussian prior alone, None if that is no term of the alert;
         whether it is scored. Padding and context features (which only condition the others) are not scored; their
-        entries in the other two arrays are meaningless.
+        entries in the other arrays are meaningless.
     """
     for start in range(0, len(features), batch_size):
         # torch.from_numpy refuses negative strides, as reversed arrays have.
@@ -154,7 +158,8 @@ def _iterate_score_terms(
             codes_on_device = torch.from_numpy(batch_codes).to(model.device)
             values_on_device = to_tensor(batch_values, model)
             conditionals = model.conditionals(codes_on_device, values_on_device)
-            log_p, centered_nll = (term.double().cpu().numpy() for term in conditionals.score(values_on_device))
+            terms = conditionals.compute_score_terms(values_on_device, conditionals.compute_surprisal(values_on_device))
+            _, log_p, centered_nll, *further = terms.stack().double().cpu().numpy()
         # Padding has no feature. Code 0 stands in for it, and `batch_codes >= 0` excludes it again.
         is_context = model.schema.is_context[np.maximum(batch_codes, 0)]
-        yield log_p, centered_nll, (batch_codes >= 0) & ~is_context
+        yield log_p, centered_nll, further[0] if further else None, (batch_codes >= 0) & ~is_context

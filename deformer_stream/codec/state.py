@@ -11,6 +11,7 @@ decoded value is returned.
 
 Format versions: the lowest version that holds the state is written, because earlier releases can read it.
 
+- Version 12 is written if p-values under the Gaussian prior alone are a term of the alert (`model.alert_prior`).
 - Version 11 is written if there are several models. The body is then a JSON text, which states the name and the number
   of bytes of the state of each model, a line feed, and these states. Each is in the format of one model.
 - Version 10 is written if sums "step" of irregular readings have begun to rise (`calibration.cusum`).
@@ -62,7 +63,7 @@ from deformer_stream.errors import StateError
 from deformer_stream.model.windows import PerSlot
 from deformer_stream.ragged import ragged_indices
 
-FORMAT_VERSION = 11
+FORMAT_VERSION = 12
 SET_VERSION = 11
 """The format version of the state of several models."""
 SNAPSHOT, DECISIONS = b"S", b"D"
@@ -169,6 +170,8 @@ _STEP_COLUMNS = {"step_sums": pa.float32()}
 """The last F numbers in the state of each record: the sums "step". Missing if all are 0."""
 _LATEST_COLUMNS = {"latest_event_time": pa.int64()}
 """The latest event time of each record (`Snapshot.latest_event_time`)."""
+_PRIOR_COLUMNS = {"prior_total": pa.float64(), "prior_least": pa.float64()}
+"""The running statistics of the p-values under the Gaussian prior alone, of each record. Missing if all are 0."""
 _COLUMNS_ADDED_IN_VERSION = {
     2: {"alert_alpha", *_DRIFT_COLUMNS},
     3: {*_TIE_COLUMNS, *_TIE_DECISION_COLUMNS},
@@ -179,6 +182,7 @@ _COLUMNS_ADDED_IN_VERSION = {
     8: {*_LATEST_COLUMNS},
     9: {*_LEVEL_COLUMNS},
     10: {*_STEP_COLUMNS},
+    12: {*_PRIOR_COLUMNS},
 }
 _PARTS = (
     _TIE_COLUMNS,
@@ -188,6 +192,7 @@ _PARTS = (
     _LEVEL_COLUMNS,
     _STEP_COLUMNS,
     _LATEST_COLUMNS,
+    _PRIOR_COLUMNS,
 )
 """Columns of the parts that not every state has. Since version 7, those of a missing part are missing."""
 
@@ -204,6 +209,7 @@ _SNAPSHOT_TYPES = (
     | _LEVEL_COLUMNS
     | _STEP_COLUMNS
     | _LATEST_COLUMNS
+    | _PRIOR_COLUMNS
 )
 """The type of each column of a snapshot in the newest format version."""
 
@@ -247,6 +253,8 @@ def encode_snapshot(snapshot: Snapshot) -> bytes:
         columns |= {name: sums.ravel() for name, sums in (("levels", levels), ("step_sums", step_sums)) if sums.any()}
     if snapshot.latest_event_time is not None:
         columns["latest_event_time"] = snapshot.latest_event_time
+    if snapshot.prior_total is not None and snapshot.prior_least is not None:
+        columns |= {"prior_total": snapshot.prior_total, "prior_least": snapshot.prior_least}
     return _encode(SNAPSHOT, columns, _SNAPSHOT_TYPES)
 
 
@@ -852,6 +860,11 @@ def _check_snapshot(snapshot: Snapshot) -> None:
     _require(_is_within(snapshot.model, len(snapshot.models)), "the model of a record is not in the list of models")
     _check_readings(snapshot, num_records, num_features)
     _check_values(snapshot)
+    for name in _PRIOR_COLUMNS:
+        sums = getattr(snapshot, name)
+        if sums is not None:
+            _require(len(sums) == num_records, f"the column {name!r} does not have one value per record")
+            _require(bool(np.isfinite(sums).all()), f"a value in the column {name!r} is not finite")
     # A record that has not alerted has the alert position −1 and the alpha (false-alarm rate) `NO_ALERT`, which is 1.
     _require(
         bool((snapshot.alert_seq >= -1).all()) and bool((snapshot.scored >= 0).all()),

@@ -66,7 +66,7 @@ class KernelConditionals:
 
     def compute_score_terms(self, values: Floats) -> ScoreTermArrays:
         """Return how improbable each value is."""
-        return self.arrays.compute_score_terms(values, self.kernels.surprisal(self.arrays, values))
+        return self.arrays.compute_score_terms(values, self.kernels.surprisal)
 
     def get_log_mass(self) -> Floats:
         """Return ln of the probability of each label code, (*S, K + 1)."""

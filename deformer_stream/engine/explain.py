@@ -47,6 +47,7 @@ from deformer_stream.kernels.cpu import CpuKernels
 from deformer_stream.kernels.library import load_library
 from deformer_stream.kernels.prefix_distances import choose_distance_function
 from deformer_stream.model.alert_distance import AlertDistance
+from deformer_stream.model.alert_prior import AlertPrior, PriorPValues
 from deformer_stream.model.parameters import Model
 from deformer_stream.model.schema import Feature, Schema
 
@@ -959,14 +960,18 @@ def _compute_max_statistics(
         values: (R, m) values in normalised units, or label codes.
         is_decision_point: (R, m) whether the record can raise an alert after this reading.
     """
-    log_p_value = compute_conditionals(model, kernels, codes, values).compute_score_terms(values).log_p_value
+    scored = compute_conditionals(model, kernels, codes, values).compute_score_terms(values)
     is_scored = ~model.schema.is_context[codes]
     terms = None
     distance = AlertDistance.from_model(model)
     if distance is not None:
         terms = distance.compute_terms(codes, values, choose_distance_function(load_library(False)))
     # The state after all readings contains the largest prefix statistic.
-    _, state = advance_prefix_state(PrefixState.initial(len(codes)), log_p_value, is_scored, is_decision_point, terms)
+    lines, prior = AlertPrior.from_model(model), None
+    if lines is not None and scored.log_p_prior is not None:
+        prior = PriorPValues(scored.log_p_prior, lines)
+    initial = PrefixState.initial(len(codes))
+    _, state = advance_prefix_state(initial, scored.log_p_value, is_scored, is_decision_point, terms, prior)
     return state.max_statistic
 
 

@@ -42,10 +42,11 @@ from numpy.typing import NDArray
 from deformer_stream.calibration.conformal import Calibration, PrefixState, advance_prefix_state
 from deformer_stream.engine.events import SuggestedReading
 from deformer_stream.engine.imputation import iterate_conditionals
-from deformer_stream.engine.records import RecordTable
+from deformer_stream.engine.records import PREFIX_FIELDS, RecordTable
 from deformer_stream.engine.single_readings import check_single_readings
 from deformer_stream.engine.suggestions import DEFAULT_NUM_DRAWS, DEFAULT_SUSPICIOUS, NextReading
 from deformer_stream.model.alert_distance import AlertDistance
+from deformer_stream.model.alert_prior import AlertPrior, PriorPValues
 from deformer_stream.model.deformer import DEformer, to_tensor
 from deformer_stream.model.distributions import Conditional
 from deformer_stream.model.exemplars import MAX_DIFFERENCES
@@ -101,7 +102,7 @@ def collect_open_records(records: RecordTable, record_indices: Ints) -> OpenReco
     mask = records.observed_mask[record_indices]
     is_decided = np.unpackbits(mask, axis=1, count=num_features, bitorder="little").astype(np.bool_)
     running = records.running[record_indices]
-    state = PrefixState(*(running[name].copy() for name in ("scored", "total", "least", "peak")))
+    state = PrefixState(*(running[name].copy() for name in PREFIX_FIELDS))
     return OpenRecords([records.record_ids[index] for index in record_indices.tolist()], values, ~is_decided, state)
 
 
@@ -138,10 +139,15 @@ def collect_alerted_records(
     with torch.inference_mode():
         inputs = to_tensor(np.where(is_reading, np.nan_to_num(model.schema.normalise(known, raw_values)), 0.0), model)
         conditional = model.conditionals(torch.from_numpy(codes).to(model.device), inputs)
-        log_p: Floats = conditional.log_p_value(inputs).double().cpu().numpy()
+        log_p, log_p_prior = _compute_log_p_values(conditional, inputs)
     is_scored = is_reading & ~model.schema.is_context[known] & np.isfinite(log_p)
     # The terms of distances change only the score, which is replaced.
-    _, state = advance_prefix_state(PrefixState.initial(len(codes)), np.where(is_scored, log_p, 0.0), is_scored)
+    _, state = advance_prefix_state(
+        PrefixState.initial(len(codes)),
+        np.where(is_scored, log_p, 0.0),
+        is_scored,
+        prior=_pair_with_lines(model, log_p_prior, is_scored),
+    )
     state = replace(state, max_statistic=scores)  # that of the stream, where tie groups are scored together
     return OpenRecords([records.record_ids[index] for index in record_indices.tolist()], values, ~is_missing, state)
 
@@ -301,23 +307,32 @@ def _collect_conditionals(model: DEformer, values: Floats, is_requested: Bools) 
     parts = list(iterate_conditionals(model, values, is_requested))
     if not parts:
         return None
-    tensors = zip(*(_get_tensors(conditional) for _, _, conditional in parts), strict=True)
     return _Collected(
         np.concatenate([rows for rows, _, _ in parts]),
         np.concatenate([codes for _, codes, _ in parts]),
-        Conditional(*(torch.cat(same) for same in tensors)),
+        Conditional.concatenate([conditional for _, _, conditional in parts]),
     )
 
 
-def _get_tensors(conditional: Conditional) -> tuple[torch.Tensor, ...]:
-    """Return the tensors of distributions, in the order of the constructor of `Conditional`."""
-    return (
-        conditional.discrete,
-        conditional.log_weights,
-        conditional.means,
-        conditional.scales,
-        conditional.log_mass,
-    )
+def _compute_log_p_values(conditional: Conditional, values: torch.Tensor) -> tuple[Floats, Floats | None]:
+    """Return ln of the p-values of readings, and of those under the Gaussian prior alone if these are a term."""
+    terms = conditional.compute_score_terms(values, conditional.compute_surprisal(values))
+    log_p = terms.log_p_value.double().cpu().numpy()
+    return log_p, None if terms.log_p_prior is None else terms.log_p_prior.double().cpu().numpy()
+
+
+def _pair_with_lines(model: DEformer, log_p_prior: Floats | None, is_scored: Bools) -> PriorPValues | None:
+    """Return p-values under the Gaussian prior alone with the lines of the model; None if they are no term.
+
+    Args:
+        model: The network.
+        log_p_prior: Their logarithms, of any shape; None if they are no term.
+        is_scored: Of the same shape, false for readings whose p-values do not count.
+    """
+    lines = AlertPrior.from_model(model)
+    if lines is None or log_p_prior is None:
+        return None
+    return PriorPValues(np.where(is_scored, log_p_prior, 0.0), lines)
 
 
 def compute_own_log_p_values(model: DEformer, values: Floats) -> Floats:
@@ -338,16 +353,16 @@ def compute_own_log_p_values(model: DEformer, values: Floats) -> Floats:
     log_p = np.zeros(values.shape)
     for indexes, requested_codes, conditional in iterate_conditionals(model, without, is_requested):
         observed = values[rows[indexes], requested_codes]
-        log_p[rows[indexes], requested_codes] = _compute_log_p(model, conditional, requested_codes, observed)
+        log_p[rows[indexes], requested_codes], _ = _score_raw_values(model, conditional, requested_codes, observed)
     return log_p
 
 
-def _compute_log_p(model: DEformer, conditional: Conditional, codes: Ints, raw_values: Floats) -> Floats:
-    """Return ln of the p-value of M raw values of the given features, one for each distribution, (M,)."""
+def _score_raw_values(
+    model: DEformer, conditional: Conditional, codes: Ints, raw_values: Floats
+) -> tuple[Floats, Floats | None]:
+    """Return `_compute_log_p_values` of M raw values of the given features, one for each distribution, (M,) each."""
     with torch.inference_mode():
-        values = to_tensor(model.schema.normalise(codes, raw_values), model)
-        log_p: Floats = conditional.log_p_value(values).double().cpu().numpy()
-    return log_p
+        return _compute_log_p_values(conditional, to_tensor(model.schema.normalise(codes, raw_values), model))
 
 
 def _leave_out_suspects(model: DEformer, values: Floats) -> tuple[Ints, Floats, Floats]:
@@ -435,16 +450,19 @@ def _advance_copies(
         repeated = np.arange(start, min(start + step, len(outcomes))).repeat(num_values)
         with torch.inference_mode():
             values = to_tensor(outcomes[part].reshape(-1), model)
-            log_p = conditional[torch.as_tensor(repeated)].log_p_value(values).double().cpu().numpy()
-        copies = _select_state(records.state, record[repeated])
+            log_p, log_p_prior = _compute_log_p_values(conditional[torch.as_tensor(repeated)], values)
+        copies = records.state.select(record[repeated])
         is_finite = np.isfinite(log_p)  # other readings are not scored, as in the stream
         terms = None
         if distance is not None and prefixes is not None:
             sums, counts = prefixes
             added = codes[repeated], outcomes[part].reshape(-1)
             terms = distance.compute_terms_of_further_readings(sums, counts, record[repeated], *added)[:, None]
+        if log_p_prior is not None:
+            log_p_prior = log_p_prior[:, None]
+        prior = _pair_with_lines(model, log_p_prior, is_finite[:, None])
         log_p = np.where(is_finite, log_p, 0.0)
-        running, _ = advance_prefix_state(copies, log_p[:, None], is_finite[:, None], distance_terms=terms)
+        running, _ = advance_prefix_state(copies, log_p[:, None], is_finite[:, None], None, terms, prior)
         statistics[part] = running.reshape(-1, num_values)
     return statistics
 
@@ -496,7 +514,7 @@ def arrange_by_next_reading(
             [record_ids[row] for row in suspicious_rows.tolist()],
             seen[suspicious_rows],
             ~np.isnan(values[suspicious_rows]),
-            _select_state(state, suspicious_rows),
+            state.select(suspicious_rows),
         )
         ranked = rank_features(model, calibration, records, alpha, num_draws)
         for index, row in enumerate(suspicious_rows.tolist()):
@@ -506,20 +524,23 @@ def arrange_by_next_reading(
                 remaining.remove(order[0])
                 arranged[row, step:] = [order[0], *remaining]
         codes = arranged[rows, step]
-        log_p = np.zeros(len(values))
+        log_p, log_p_prior = np.zeros((2, len(values)))
         is_scored = np.zeros(len(values), bool)
         is_requested = np.zeros(values.shape, bool)
         is_requested[rows, codes] = True  # context features have no distribution and are skipped
         for scored_rows, scored_codes, conditional in iterate_conditionals(model, seen, is_requested):
             observed = values[scored_rows, scored_codes]
-            log_p[scored_rows] = _compute_log_p(model, conditional, scored_codes, observed)
+            log_p[scored_rows], of_prior = _score_raw_values(model, conditional, scored_codes, observed)
+            if of_prior is not None:
+                log_p_prior[scored_rows] = of_prior
             is_scored[scored_rows] = np.isfinite(log_p[scored_rows])
         log_p[~is_scored] = 0.0
         seen[rows, codes] = values[rows, codes]
         terms = None
         if distance is not None:
             terms = distance.convert(*distance.sum_differences(_normalise(model, seen)))[:, None]
-        running, state = advance_prefix_state(state, log_p[:, None], is_scored[:, None], distance_terms=terms)
+        prior = _pair_with_lines(model, log_p_prior[:, None], is_scored[:, None])
+        running, state = advance_prefix_state(state, log_p[:, None], is_scored[:, None], None, terms, prior)
         p_values = calibration.compute_p_values(running, lambda: record_ids)[:, 0]
     return arranged
 
@@ -529,10 +550,3 @@ def _normalise(model: DEformer, values: Floats) -> Floats:
     codes = np.broadcast_to(np.arange(values.shape[1]), values.shape)
     is_known = ~np.isnan(values)
     return np.where(is_known, model.schema.normalise(codes, np.where(is_known, values, 0.0)), np.nan)
-
-
-def _select_state(state: PrefixState, rows: Ints) -> PrefixState:
-    """Return the running statistics of some records; a row may occur several times."""
-    return PrefixState(
-        state.num_scored[rows], state.neg_log_p_sum[rows], state.min_log_p[rows], state.max_statistic[rows]
-    )

@@ -21,6 +21,7 @@ from deformer_stream.engine.single_readings import check_single_readings
 from deformer_stream.kernels.cpu import CpuKernels, RaggedBatch
 from deformer_stream.kernels.prefix_distances import choose_distance_function
 from deformer_stream.model.alert_distance import AlertDistance
+from deformer_stream.model.alert_prior import AlertPrior, PriorPValues
 from deformer_stream.model.load_network import load_network
 from deformer_stream.model.parameters import Model
 
@@ -239,14 +240,18 @@ def _score_pass(kernels: CpuKernels, features: Ints, values: Floats) -> ScoredRe
         measure = choose_distance_function(kernels.library)
         distance_terms = distance.compute_terms(features, values, measure)[is_reading]
     running = np.full(num_records, INITIAL_RUNNING, RUNNING_DTYPE)
-    terms = np.empty((3, len(codes)))  # rows: ln p, ln of the p-value, centered NLL (−ln p minus its expectation)
+    alert_prior, prior = AlertPrior.from_model(kernels.parameters), None
+    # Rows: ln p, ln of the p-value, centered NLL (−ln p minus its expectation), ln of the p-value under the prior alone
+    terms = np.empty((3 if alert_prior is None else 4, len(codes)))
     if len(codes):
         # A KV cache of exactly the required size: record i has the pages in row i, and no reading is cached yet.
         cache = kernels.create_cache(num_records * kernels.bytes_per_record)
         pages = np.arange(num_records * cache.pages_per_record).reshape(num_records, -1)
         num_cached = np.zeros(num_records, np.int64)
         batch = RaggedBatch(codes, values[is_reading].astype(np.float32), offsets, num_cached, pages)
-        terms[:] = kernels.score(cache, batch)  # also converts float32 to float64
+        terms[:] = kernels.score(cache, batch, alert_prior is not None)  # also converts float32 to float64
+        if alert_prior is not None:
+            prior = PriorPValues(terms[3], alert_prior)
         # Update `running` with the readings of each record. The scores after each reading are not needed here, but
         # `advance` requires an array for them.
         unused_scores = np.empty((3, len(codes)))
@@ -261,5 +266,6 @@ def _score_pass(kernels: CpuKernels, features: Ints, values: Floats) -> ScoredRe
             columns=unused_scores,
             p_value_exponent=P_VALUE_EXPONENT,
             distance_terms=distance_terms,
+            prior=prior,
         )
     return ScoredRecords(codes, terms[1], is_scored, running)

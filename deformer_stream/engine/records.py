@@ -64,6 +64,8 @@ RUNNING_DTYPE = np.dtype(
         ("log_likelihood", np.float64),
         ("excess", np.float64),
         ("p_value", np.float64),
+        ("prior_total", np.float64),
+        ("prior_least", np.float64),
     ]
 )
 """The running statistics of a record, which are updated with each scored reading. Logarithms are natural.
@@ -75,11 +77,15 @@ RUNNING_DTYPE = np.dtype(
 - `log_likelihood`: sum of ln p(value | earlier values) over the scored readings.
 - `excess`: sum of their centered NLLs (negative log-likelihood minus the entropy of the value's conditional).
 - `p_value`: p-value of the record, computed from `peak`.
+- `prior_total`, `prior_least`: as `total` and `least`, of the p-values under the Gaussian prior alone; 0 if these are
+  no term of the alert.
 
-`total`, `least` and `peak` are the fields of `deformer_stream.calibration.conformal.PrefixState`. The compiled kernels
-use the same memory layout, and snapshots store the fields under these names."""
+The compiled kernels use the same memory layout, and snapshots store the fields under these names."""
 
-INITIAL_RUNNING = np.array((0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0), RUNNING_DTYPE)
+PREFIX_FIELDS = ("scored", "total", "least", "peak", "prior_total", "prior_least")
+"""Names of the running statistics that are the attributes of `calibration.conformal.PrefixState`, in their order."""
+
+INITIAL_RUNNING = np.array((0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0, 0.0, 0.0), RUNNING_DTYPE)
 """The running statistics of a record before its first reading."""
 
 MISROUTED_CHECK_INTERVAL = 17
@@ -941,7 +947,8 @@ class RecordTable:
             values: (T,) raw values of the readings, in the same order.
             num_declared_missing: (R,) number of features of each record that are declared missing.
             missing_features: (A,) codes of these features, one record after the other.
-            running: Running statistics: an array (R,) for each field of `RUNNING_DTYPE`.
+            running: Running statistics: an array (R,) by the name of the field of `RUNNING_DTYPE`. Fields without an
+                array stay as they are before the first reading.
             alert_seq: (R,) position of the reading that raised the first alert, -1 if there is none.
             alert_alpha: (R,) strictest (smallest) alpha at which the record alerted, `NO_ALERT` if there is none.
             num_dropped: (R,) number of older irregular readings of each record that the snapshot does not have; None if
@@ -968,8 +975,8 @@ class RecordTable:
         record_of_missing, _ = ragged_indices(num_declared_missing)
         is_observed_or_missing[record_of_missing, missing_features] = True
         self.observed_mask[record_indices] = np.packbits(is_observed_or_missing, axis=1, bitorder="little")
-        for name in RUNNING_DTYPE.names or ():
-            self.running[name][record_indices] = running[name]
+        for name, values_of_field in running.items():
+            self.running[name][record_indices] = values_of_field
         self.alert_seq[record_indices] = alert_seq
         self.alert_alpha[record_indices] = alert_alpha
         if latest_event_time is not None:

@@ -15,7 +15,7 @@ are dropped, and those of the context of the new block are computed.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, cast
 
@@ -57,7 +57,7 @@ from deformer_stream.engine.fault_inputs import name_faults
 from deformer_stream.engine.passes import MAX_READINGS_PER_PASS, PassReadings, group_by_length
 from deformer_stream.engine.record_contexts import ContextWalk, find_places
 from deformer_stream.engine.record_scores import average_neg_log_p_by_feature
-from deformer_stream.engine.records import RecordTable
+from deformer_stream.engine.records import PREFIX_FIELDS, RecordTable
 from deformer_stream.engine.ties import average_over_orders
 from deformer_stream.errors import ConfigError, InvariantViolated
 from deformer_stream.kernels.cpu import CpuKernels, CusumArguments, RaggedBatch
@@ -65,6 +65,7 @@ from deformer_stream.kernels.kv_cache import CacheShape, CpuKVCache, PagePool, c
 from deformer_stream.kernels.library import load_library
 from deformer_stream.kernels.prefix_distances import choose_distance_function
 from deformer_stream.model.alert_distance import IGNORED, AlertDistance, Prefixes
+from deformer_stream.model.alert_prior import AlertPrior, PriorPValues
 from deformer_stream.model.exemplars import Exemplars
 from deformer_stream.model.load_network import load_network
 from deformer_stream.model.parameters import Model
@@ -166,9 +167,11 @@ class ModelVersion:
         steps = None if calibration.cusum_scale is None else calibration.cusum_scale.steps
         self._step_log_p = None if steps is None else steps.compute_log_p_by_cell()
         has_process = bool(model.config.neighbors and model.num_prior_components)
-        # With cumulative sums, there is a fourth score term: ln of the p-value given the readings of other sensors.
+        # There can be a fourth score term, ln of the p-value under the prior alone: under the mixture of Gaussians, or
+        # under the Gaussian process, which is then conditioned on the readings of other sensors.
         self._has_others = calibration.cusum_scale is not None and has_process
-        self._num_terms = 4 if self._has_others else 3
+        self._alert_prior = AlertPrior.from_model(model)
+        self._num_terms = 4 if self._has_others or self._alert_prior is not None else 3
         self.context_limit = model.config.context_limit if model.schema.reading_times is not None else None
         if model.schema.reading_times is not None and self.context_limit is None:
             raise ConfigError(
@@ -493,7 +496,7 @@ class ModelVersion:
             num_prefill_only=num_prefill_only if num_prefill_only.any() else None,  # None: all readings are scored
             ages=readings.ages,
         )
-        out[:] = kernels.score(cache, ragged_batch, self._has_others)
+        out[:] = kernels.score(cache, ragged_batch, self._num_terms == 4)
         cache.num_cached_readings[readings.record_index] += num_processed
 
     def _score_branches(
@@ -523,9 +526,10 @@ class ModelVersion:
 
         Returns:
             (3, T) score terms of the readings: ln p of the value; ln of its p-value (probability of a value at most as
-            likely); and centered NLL (−ln p minus its expected value).
+            likely); and centered NLL (−ln p minus its expected value). (4, T) with the fourth row of
+            `_compute_score_terms`.
         """
-        terms = np.empty((3, len(codes)))
+        terms = np.empty((self._num_terms, len(codes)))
         first = np.cumsum(length) - length  # index of the first reading of each branch
         values = self.schema.normalise(codes, raw_values)
         if self.kernels is not None:
@@ -544,7 +548,7 @@ class ModelVersion:
                     num_before[branches],
                     self._branch_cache.page_table[: len(branches)],
                 )
-                terms[:, span] = self.kernels.score(self._branch_cache, ragged_batch)
+                terms[:, span] = self.kernels.score(self._branch_cache, ragged_batch, self._num_terms == 4)
         else:
             arguments = record_index, num_before, length, codes, values
             terms[:] = self.torch_scorer.score_branches(cast("TorchKVCache", cache), *arguments)
@@ -605,10 +609,13 @@ class ModelVersion:
         # Compute rows 0 to 2: log-likelihoods, their running sums, and running anomaly scores.
         arrays = record_index, boundaries, terms, is_scored, is_group_end, score_rows
         distance_terms = self._compute_distance_terms(records, record_index, boundaries, seq)
+        prior = None
+        if self._alert_prior is not None:
+            prior = PriorPValues(np.ascontiguousarray(terms[3]), self._alert_prior)
         if self.kernels is not None:
-            self.kernels.advance(records.running, *arrays, P_VALUE_EXPONENT, cusums, distance_terms)
+            self.kernels.advance(records.running, *arrays, P_VALUE_EXPONENT, cusums, distance_terms, prior)
         else:
-            _advance_running(records.running, *arrays, cusums, distance_terms)
+            _advance_running(records.running, *arrays, cusums, distance_terms, prior)
         anomaly_scores = score_rows[2]
         # The record ids are only needed if groups of records have calibrations of their own.
         p_values = self.calibration.compute_p_values(
@@ -710,6 +717,7 @@ def _advance_running(
     score_rows: Floats,
     cusums: CusumArguments | None,
     distance_terms: Floats | None,
+    prior: PriorPValues | None,
 ) -> None:
     """Add M readings to the running statistics of their R records. The readings are one record after the other.
 
@@ -731,6 +739,7 @@ def _advance_running(
             sum of ln p over the record so far, and the running anomaly score of the record.
         cusums: What the cumulative sums need, whose statistics take the place of combined p-values; None without sums.
         distance_terms: (M,) terms of the statistic that come from distances to stored training records; None without.
+        prior: The p-values of the M readings under the Gaussian prior alone; None if they are no term.
     """
     first, num_new = boundaries[:-1], boundaries[1:] - boundaries[:-1]
     score_rows[0] = terms[0] if is_scored is None else np.where(is_scored, terms[0], np.nan)
@@ -742,18 +751,18 @@ def _advance_running(
         reading = np.where(is_valid, first[rows, None] + column, 0)  # index among the M readings, 0 for padding
         is_counted = is_valid if is_scored is None else is_valid & is_scored[reading]
         log_p, log_p_value, centered_nll = np.where(is_counted, terms[:3, reading], 0.0)
-        state = PrefixState(
-            num_scored=running_before["scored"],
-            neg_log_p_sum=running_before["total"],
-            min_log_p=running_before["least"],
-            max_statistic=running_before["peak"],
-        )
+        state = PrefixState(*(running_before[name] for name in PREFIX_FIELDS))
         # The anomaly score of a record changes only at decision points: the last readings of its tie groups. Without
         # tie groups, every reading is a decision point, and the argument is None.
         is_decision_point = None if is_group_end is None else is_group_end[reading]
         # No term is negative, so that of padding, 0, does not change the maximum.
         further_terms = None if distance_terms is None else np.where(is_valid, distance_terms[reading], 0.0)
-        score, state = advance_prefix_state(state, log_p_value, is_counted, is_decision_point, further_terms)
+        prior_of_rows = None
+        if prior is not None:
+            prior_of_rows = replace(prior, log_p=np.where(is_counted, prior.log_p[reading], 0.0))
+        score, state = advance_prefix_state(
+            state, log_p_value, is_counted, is_decision_point, further_terms, prior_of_rows
+        )
         if cusums is not None:
             statistics, kinds = _compute_cusum_statistics(cusums, record_index[rows], terms, reading, is_counted)
             score_before = running_before["peak"][:, None]
@@ -772,6 +781,8 @@ def _advance_running(
             "peak": score[:, -1],
             "log_likelihood": log_likelihood[:, -1],
             "excess": centered_sum[:, -1],
+            "prior_total": state.prior_neg_log_p_sum,
+            "prior_least": state.prior_min_log_p,
         }
         for field, last in last_by_field.items():
             running[field][record_index[rows]] = last

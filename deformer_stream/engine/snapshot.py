@@ -249,6 +249,9 @@ class Snapshot:
         latest_event_time: (R,) int64 latest event time of each record's readings, microseconds since 1970, `NO_TIME` if
             it is not known. None if it was not saved. It is then that of the readings in `event_times`, if there are
             any, although a dropped reading may have been later.
+        prior_total: (R,) float64 as `total`, of the p-values under the Gaussian prior alone. None if they are no term
+            of the alert, or if no reading is scored.
+        prior_least: (R,) float64 as `least`, of these p-values; None together with `prior_total`.
     """
 
     vocabulary: Vocabulary
@@ -286,6 +289,8 @@ class Snapshot:
     event_times: EventTimes | None = None
     cusums: NDArray[np.float32] | None = None
     latest_event_time: Ints | None = None
+    prior_total: NDArray[np.float64] | None = None
+    prior_least: NDArray[np.float64] | None = None
 
     def __len__(self) -> int:
         """Return the number of open records."""
@@ -595,6 +600,7 @@ def export_state(
     complete = partition.watermarks.complete_windows()
     watermark_by_device = partition.watermarks.watermark_by_device
     running = records.running[rows]
+    has_prior = bool(running["prior_total"].any() or running["prior_least"].any())
     ties = None
     if records.holds_ties:
         record, place = ragged_indices(counts)
@@ -648,6 +654,8 @@ def export_state(
         event_times=event_times,
         cusums=records.cusum_states[rows] if records.is_irregular else None,
         latest_event_time=records.latest_event_time[rows],
+        prior_total=np.ascontiguousarray(running["prior_total"]) if has_prior else None,
+        prior_least=np.ascontiguousarray(running["prior_least"]) if has_prior else None,
     )
 
 
@@ -771,7 +779,11 @@ def import_state(records: RecordTable, partition_id: int, snapshot: Snapshot, no
             values=snapshot.values[readings],
             num_declared_missing=snapshot.absent_counts[part],
             missing_features=snapshot.absent[missing],
-            running={field: getattr(snapshot, field)[part] for field in RUNNING_DTYPE.names or ()},
+            running={
+                field: getattr(snapshot, field)[part]
+                for field in RUNNING_DTYPE.names or ()
+                if getattr(snapshot, field) is not None
+            },
             alert_seq=snapshot.alert_seq[part],
             alert_alpha=snapshot.alert_alpha[part],
             num_dropped=None if event_times is None else event_times.num_dropped[part],

@@ -47,7 +47,8 @@ ScoreBranches = Callable[[Ints, Ints, Ints, Ints, Floats], Floats]
 Its arguments are the record's row in the table for each branch, (B,); the number of readings of the record before the
 branch, (B,); the number of readings in the branch, (B,), T in total; and the feature codes and raw values of the
 readings, one branch after the other, (T,) each. It returns three rows, (3, T): ln p of the value, ln of the
-highest-density p-value, and centered NLL (−ln p minus its expected value).
+highest-density p-value, and centered NLL (−ln p minus its expected value). A fourth row, if p-values under the Gaussian
+prior alone are a term of the alert, is ln of these.
 """
 
 GetTimeoutPlaces = Callable[[int], Collection[int]]
@@ -117,11 +118,11 @@ def average_over_orders(
         is_tied: (M,) whether a reading belongs to the same tie group as the reading before it.
         canonical_terms: (3, M) rows of score terms, for the canonical order: ln p of the value; ln of the
             highest-density p-value (probability of a value at most as likely as the observed one); and the centered
-            NLL (−ln p minus its expected value).
+            NLL (−ln p minus its expected value). (4, M) with p-values under the Gaussian prior alone.
         score_branches: A function that returns the same terms for tie groups in other orders, see `ScoreBranches`.
 
     Returns:
-        (3, M) rows of the same terms, combined over the orders.
+        (3, M) or (4, M) rows of the same terms, combined over the orders.
     """
     group_start = np.flatnonzero(~is_tied)
     group_size = np.diff(np.append(group_start, len(is_tied)))
@@ -160,7 +161,8 @@ class _Branches:
 
     Attributes:
         terms: (3, T) rows of score terms: ln p of the value; ln of the highest-density p-value (probability of a value
-            at most as likely as the observed one); and the centered NLL (−ln p minus its expected value).
+            at most as likely as the observed one); and the centered NLL (−ln p minus its expected value). (4, T) with
+            p-values under the Gaussian prior alone.
         row: (T,) index of each reading of a branch among the M readings.
         start: (B,) index of the first reading of each branch among the T readings.
         group: (B,) index of the group of each branch among the G groups.
@@ -185,16 +187,16 @@ def _combine_orders(
     Args:
         canonical_terms: (3, M) rows of terms in canonical order: ln p of the value; ln of the highest-density p-value
             (probability of a value at most as likely as the observed one); and the centered NLL (−ln p minus its
-            expected value).
+            expected value). (4, M) with p-values under the Gaussian prior alone.
         branches: The terms in the other orders.
         group_start: (G,) index of the first reading of each group.
         num_orders: (G,) number of orders of each group, the canonical one included.
         is_context: (M,) whether the reading is of a context feature, which is not scored.
 
     Returns:
-        (3, M) rows of combined terms. Row 0, ln p, is the mean over the orders plus the constant of the group. Row 1,
-        ln of the p-value, is the smallest over the orders. Row 2, the centered NLL, is the mean over the orders. All
-        three are NaN if a term of the reading is not finite in some order.
+        (3, M) or (4, M) rows of combined terms. Row 0, ln p, is the mean over the orders plus the constant of the
+        group. Rows 1 and 3, ln of p-values, are the smallest over the orders. Row 2, the centered NLL, is the mean over
+        the orders. All are NaN if a term of the reading is not finite in some order.
     """
     row, branch_terms = branches.row, branches.terms
     # If a term of a reading is not finite in some order, all its terms are replaced by 0 here and by NaN at the end.
@@ -204,11 +206,12 @@ def _combine_orders(
     if is_not_finite.any():
         canonical_terms = np.where(is_not_finite, 0.0, canonical_terms)
         branch_terms = np.where(is_not_finite[row], 0.0, branch_terms)
-    # Sums of ln p (row 0) and centered NLL (row 2), and the minimum of the p-values (row 1), over all orders.
+    # Sums of ln p (row 0) and centered NLL (row 2), and the minima of the p-values (rows 1 and 3), over all orders.
     combined = canonical_terms.copy()
     for term in (0, 2):
         np.add.at(combined[term], row, branch_terms[term])
-    np.minimum.at(combined[1], row, branch_terms[1])
+    for term in range(1, len(combined), 2):
+        np.minimum.at(combined[term], row, branch_terms[term])
     group_size = np.diff(np.append(group_start, len(is_context)))
     group = np.arange(len(group_start)).repeat(group_size)
     combined[[0, 2]] /= num_orders[group]

@@ -59,7 +59,12 @@ class TorchConditionals:
         """Return how improbable each value is."""
         x = to_tensor(values, self.model)
         terms = self.conditional.compute_score_terms(x, self.conditional.compute_surprisal(x))
-        return ScoreTermArrays(*map(_to_array, (terms.log_prob, terms.log_p_value, terms.centered_nll)))
+        return ScoreTermArrays(
+            _to_array(terms.log_prob),
+            _to_array(terms.log_p_value),
+            _to_array(terms.centered_nll),
+            None if terms.log_p_prior is None else _to_array(terms.log_p_prior),
+        )
 
     def get_log_mass(self) -> Floats:
         """Return ln of the probability of each label code, (*S, K + 1)."""

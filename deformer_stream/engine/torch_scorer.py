@@ -21,7 +21,7 @@ class TorchScorer:
 
     Args:
         model: The network.
-        has_others: Whether to compute the fourth score term, ln of the p-value given the readings of other sensors.
+        has_others: Whether to compute a fourth score term, ln of the p-value given the readings of other sensors.
 
     Attributes:
         model: The network, in evaluation mode.
@@ -118,9 +118,9 @@ class TorchScorer:
             values: (T,) values of the readings in normalised units, or label codes.
 
         Returns:
-            (3, T) score terms of the readings, as `ModelVersion` computes them.
+            (3, T) or (4, T) score terms of the readings, as `ModelVersion` computes them.
         """
-        terms = np.empty((3, len(codes)))
+        terms = np.empty((4 if self.model.config.alert_prior else 3, len(codes)))
         first = np.cumsum(length) - length  # index of the first reading of each branch
         for branches in group_by_length(length, num_before):
             # One padded batch of branches with similar lengths; padding has the feature code −1.
@@ -134,7 +134,5 @@ class TorchScorer:
                 cached = cache.gather(record_index[branches], num_before[branches])
                 conditional = self.model.forward_cached(features, x, cached).conditional
                 scored = conditional.compute_score_terms(x, conditional.compute_surprisal(x))
-            padded_terms = (scored.log_prob, scored.log_p_value, scored.centered_nll)
-            arrays = [term.double().cpu().numpy()[is_valid] for term in padded_terms]
-            terms[:, reading[is_valid]] = np.stack(arrays)
+            terms[:, reading[is_valid]] = scored.stack().double().cpu().numpy()[:, is_valid]
         return terms

@@ -359,7 +359,7 @@ class Batch(KernelStruct):
         **dict.fromkeys(("prior_log_weights", "prior_means", "prior_scales"), _FLOAT32),
         "hidden": _FLOAT32,
         "score_terms": _FLOAT32,
-        "log_p_others": _FLOAT32,
+        "log_p_prior": _FLOAT32,
         "next_unit": ADDRESS,
         **dict.fromkeys(("num_records", "page_table_columns", "page_bytes", "tokens_per_unit"), INTEGER),
     }
@@ -427,6 +427,7 @@ class AdvanceTask(KernelStruct):
         "is_scored": _BOOL,
         "is_decided": _BOOL,
         "distance_terms": _FLOAT64,
+        **dict.fromkeys(("log_p_prior", "prior_starts", "prior_slopes"), _FLOAT64),
         "running": ADDRESS,
         "out": _FLOAT64,
         "cusum_states": _FLOAT32,
@@ -443,10 +444,12 @@ class AdvanceTask(KernelStruct):
         "step_log_p": _FLOAT64,
         "largest_kinds": _INT8,
         "num_records": INTEGER,
+        "num_prior_lines": INTEGER,
         "num_sensors": INTEGER,
         "num_cells": INTEGER,
         "num_step_cells": INTEGER,
         "p_value_exponent": REAL,
+        "max_neg_log_p_prior": REAL,
         "record_slope": REAL,
         "record_intercept": REAL,
         "sensor_kappa": REAL,
@@ -510,7 +513,7 @@ STRUCTS: tuple[type[KernelStruct], ...] = (
     *(Layer, LinearMap, TokenEncoder, TimeScales, Prior, Process, Head, Network),
     *(Batch, SurprisalTask, QuantileTask, ProcessTask, AdvanceTask, DistanceTask, ThreadTeam),
 )
-RUNNING_STATE_BYTES = 56
+RUNNING_STATE_BYTES = 72
 """Size of the running statistics of one record: `RUNNING_DTYPE` of the engine, the structure RunningState in C."""
 
 

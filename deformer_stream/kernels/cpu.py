@@ -24,6 +24,7 @@ from deformer_stream.kernels.kv_cache import CpuKVCache, max_cached_readings, ro
 from deformer_stream.kernels.library import load_library
 from deformer_stream.kernels.packing import WeightPacker
 from deformer_stream.kernels.threads import run_on_threads
+from deformer_stream.model.alert_prior import MAX_NEG_LOG_P, PriorPValues
 from deformer_stream.model.conditional_arrays import ConditionalArrays, HeadArrays, PriorArrays, SurprisalArrays
 from deformer_stream.model.parameters import Model, ModelParameters
 
@@ -262,20 +263,21 @@ class CpuKernels:
         """
         return CpuKVCache(self.parameters, int(self.library.kv_item_bytes()), max_bytes, max_readings)
 
-    def score(self, kv_cache: CpuKVCache, batch: RaggedBatch, has_others: bool = False) -> Floats:
+    def score(self, kv_cache: CpuKVCache, batch: RaggedBatch, scores_prior: bool = False) -> Floats:
         """Score new readings, and write their keys and values into the cache.
 
         Args:
             kv_cache: The cache. The caller must have allocated pages for all new readings. Afterwards the caller must
                 add the numbers of new readings to `kv_cache.num_cached_readings`.
             batch: The new readings. Z of them are scored; the others are only written to the cache.
-            has_others: Whether to return a fourth row. The model must have a Gaussian process.
+            scores_prior: Whether to return a fourth row. The model must have a Gaussian prior.
 
         Returns:
             (3, Z) one column for each scored reading. The first row is ln p of the value (its density or probability).
             The second row is ln of the p-value (probability of a value at most as likely). The third row is the
-            centered NLL (−ln p minus its expected value). The fourth row, with `has_others`, is ln of the p-value under
-            the process given the readings of other sensors only; it is 0 for readings that the process lacks.
+            centered NLL (−ln p minus its expected value). The fourth row, with `scores_prior`, is ln of the p-value
+            under the prior alone, 0 for readings that the prior lacks. A mixture is conditioned on all earlier
+            readings, a process on those of other sensors only.
 
         Raises:
             MemoryError: There is too little memory for intermediate results.
@@ -284,9 +286,9 @@ class CpuKernels:
         if batch.num_prefill_only is not None and self.parameters.cached_tokens_per_reading == 2:
             # This model also caches query tokens, which only scored readings have. So all readings are scored, and the
             # scores that are not requested are dropped.
-            terms_of_all = self.score(kv_cache, replace(batch, num_prefill_only=None), has_others)
+            terms_of_all = self.score(kv_cache, replace(batch, num_prefill_only=None), scores_prior)
             return terms_of_all[:, batch.query_mask()]
-        score_terms = np.empty((4 if has_others else 3, int(batch.query_offsets[-1])), np.float32)
+        score_terms = np.empty((4 if scores_prior else 3, int(batch.query_offsets[-1])), np.float32)
         self._score_batch(kv_cache, batch, score_terms=score_terms)
         return score_terms
 
@@ -302,6 +304,7 @@ class CpuKernels:
         p_value_exponent: float,
         cusums: CusumArguments | None = None,
         distance_terms: Doubles | None = None,
+        prior: PriorPValues | None = None,
     ) -> None:
         """Update the running statistics of R records with M new readings, reading by reading.
 
@@ -327,6 +330,7 @@ class CpuKernels:
                 sums. The states of the R records are updated.
             distance_terms: (M,) terms of the statistic that come from distances to stored training records; None
                 without them.
+            prior: The p-values of the M readings under the Gaussian prior alone; None if they are no term.
         """
         # Without cumulative sums, the numbers of their fields are 0, and the addresses of their arrays NULL.
         cusum_fields: dict[str, Any] = dict.fromkeys(CUSUM_ARRAYS) | dict.fromkeys(CUSUM_NUMBERS, 0)
@@ -339,6 +343,11 @@ class CpuKernels:
             is_scored=is_scored,
             is_decided=is_decided,
             distance_terms=distance_terms,
+            log_p_prior=None if prior is None else prior.log_p,
+            prior_starts=None if prior is None else prior.lines.starts,
+            prior_slopes=None if prior is None else prior.lines.slopes,
+            num_prior_lines=0 if prior is None else len(prior.lines.starts),
+            max_neg_log_p_prior=MAX_NEG_LOG_P,
             running=abi.running_address(running),
             out=columns,
             num_records=len(record_index),
@@ -497,7 +506,7 @@ class CpuKernels:
                 `score_terms` instead.
             score_terms: (3, Z) an array with one column per scored reading. Its rows receive ln p of the value, ln of
                 the p-value, and centered NLL (−ln p minus its expected value). A fourth row receives ln of the p-value
-                given the readings of other sensors only. None to compute `hidden` instead.
+                under the prior alone. None to compute `hidden` instead.
 
         Returns:
             For each of the Z scored readings, the distribution of its value under the Gaussian prior (an input of the
@@ -530,7 +539,7 @@ class CpuKernels:
             prior_scales=scales,
             hidden=hidden,
             score_terms=score_terms,
-            log_p_others=score_terms[3] if score_terms is not None and len(score_terms) > 3 else None,
+            log_p_prior=score_terms[3] if score_terms is not None and len(score_terms) > 3 else None,
             next_unit=ctypes.c_int64(0),
             num_records=len(batch.num_cached),
             page_table_columns=batch.page_table.shape[1],

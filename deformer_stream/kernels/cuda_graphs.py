@@ -100,7 +100,7 @@ class CudaGraphs:
         Returns:
             (3, R, L) for each reading ln p of the value, ln of the p-value (probability of a value at most as likely),
             and centered NLL (−ln p minus its expected value). The entries of padding have no meaning. (4, R, L) with
-            `has_others`.
+            `has_others`, and if p-values under the Gaussian prior alone are a term of the alert (`alert_prior`).
         """
         with torch.inference_mode():
             graph = self._find_or_capture(inputs) if ages is None else None
@@ -153,14 +153,15 @@ class CudaGraphs:
 
         Returns:
             (3, R, L) for each reading ln p of the value, ln of the p-value (probability of a value at most as likely),
-            and centered NLL (−ln p minus its expected value).
+            and centered NLL (−ln p minus its expected value). A fourth row is ln of the p-value under the Gaussian
+            prior alone, if that is a term of the alert.
         """
         cached = self.cache.gather_pages(inputs.pages, inputs.num_tokens)
         output = self.model.forward_cached(inputs.features, inputs.values, cached, prior, ages)
         self.cache.write(output, inputs.token_places)
         conditional = output.conditional
         terms = conditional.compute_score_terms(inputs.values, conditional.compute_surprisal(inputs.values))
-        return torch.stack([terms.log_prob, terms.log_p_value, terms.centered_nll]).double()
+        return terms.stack().double()
 
     def _find_or_capture(self, inputs: ForwardInputs[NDArray[Any]]) -> CapturedGraph | None:
         """Return the CUDA graph for inputs of this shape, and capture it if there is none yet.
@@ -263,7 +264,8 @@ class CapturedGraph:
         # All inputs lie in one block of memory, so that one copy transfers them to the device.
         self.host_block = torch.empty(sum(num_bytes), dtype=torch.uint8, pin_memory=is_pinned)
         self.device_block = torch.empty(sum(num_bytes), dtype=torch.uint8, device=self.device)
-        self.host_result = torch.empty(3, *readings_shape, dtype=torch.float64, pin_memory=is_pinned)
+        num_terms = 4 if model.config.alert_prior else 3
+        self.host_result = torch.empty(num_terms, *readings_shape, dtype=torch.float64, pin_memory=is_pinned)
 
         def split(block: Tensor) -> ForwardInputs[Tensor]:
             """Return a view of each input in a block of bytes, with the dtype and the shape of the input."""
@@ -291,8 +293,8 @@ class CapturedGraph:
                 input of the network), or None if the model has no prior. The graph does not contain its operators.
 
         Returns:
-            (3, R, L) for each reading ln p of the value, ln of the p-value (probability of a value at most as likely),
-            and centered NLL (−ln p minus its expected value).
+            The score terms of the new readings, (3, R, L) or (4, R, L), as `CudaGraphs.compute_score_terms` returns
+            them.
         """
         num_records, num_readings = inputs.features.shape
         self._send(inputs)

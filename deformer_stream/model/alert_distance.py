@@ -7,9 +7,9 @@ stored records. The term is
     w · max((k/L)^a · −ln S_k(d) − c, 0)
 
 where S_k(d) is the share of training records whose first k readings, in the order of arrival, are at least as far from
-the other stored records, and L is the number of features that are scored. w, a and c are `WEIGHT`, `EXPONENT` and
-`MIN_NATS`. S_k is an exponential tail, so the term is a straight line in d, above a distance that few normal records
-reach.
+the other stored records, and L is the number of features that are scored. w is `WEIGHT` or `WEIGHT_WITH_PRIOR`, a is
+`EXPONENT`, and c is `MIN_NATS`. S_k is an exponential tail, so the term is a straight line in d, above a distance that
+few normal records reach.
 
 The stored records are training records only. So the statistic is a fixed function of the record, and the guarantee of
 the alert rule holds as without the term. No state is kept: the term is computed from all readings of the prefix.
@@ -37,7 +37,11 @@ Ints = NDArray[np.int64]
 Codes = NDArray[np.int8]
 
 WEIGHT = 0.5
-"""Weight w of the distance in nats; that of the combined p-values of the readings is 1."""
+"""Weight w of the distance in nats, if the Gaussian prior is no term of the alert; that of the combined p-values of the
+readings is 1."""
+WEIGHT_WITH_PRIOR = 2.0
+"""Weight w if the Gaussian prior is a term of the alert (`alert_prior`). That term is on the scale of nats like the
+combined p-values, and its detections of broken relations do not depend on the distance (docs/experiments/33)."""
 EXPONENT = 0.3
 """Power a of the share of readings by which a distance in nats is multiplied. Distances of short prefixes have the
 heaviest tails."""
@@ -321,7 +325,9 @@ def average_nearest(sums: Singles) -> Floats:
     return np.asarray(nearest.cumsum(1)[:, -1] / num_neighbors)
 
 
-def fit_line(num_readings: int, num_features: int, quantile: float, share: float, excess: float) -> tuple[float, float]:
+def fit_line(
+    num_readings: int, num_features: int, quantile: float, share: float, excess: float, weight: float = WEIGHT
+) -> tuple[float, float]:
     """Return the distance from which the term is positive, and its slope, for prefixes of one length.
 
     Args:
@@ -330,6 +336,7 @@ def fit_line(num_readings: int, num_features: int, quantile: float, share: float
         quantile: A distance beyond which the tail of the training records is exponential.
         share: The share of the training records beyond it.
         excess: Their mean excess over it, positive.
+        weight: The weight w.
     """
     factor = (num_readings / num_features) ** EXPONENT
-    return quantile + excess * (MIN_NATS / factor + math.log(share)), WEIGHT * factor / excess
+    return quantile + excess * (MIN_NATS / factor + math.log(share)), weight * factor / excess

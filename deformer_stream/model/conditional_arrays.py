@@ -11,8 +11,8 @@ mixtures, K the largest number of labels of any feature.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from deformer_stream.model.constants import LAYER_NORM_EPSILON, MAX_LOG_SCALE_CHANGE
 from deformer_stream.model.gamma import log_gamma_sf
-from deformer_stream.model.parameters import ModelParameters, compute_scale_floors
+from deformer_stream.model.parameters import ModelParameters, compute_scale_floors, find_prior_columns
 
 Floats = NDArray[np.float64]
 Singles = NDArray[np.float32]
@@ -63,11 +63,14 @@ class ScoreTermArrays:
         log_prob: ln p(v); larger is more probable.
         log_p_value: ln of the highest-density p-value, the probability of a value that is at most as probable as v.
         centered_nll: −ln p(v) minus its expectation; larger is more anomalous.
+        log_p_prior: As `log_p_value`, under the Gaussian prior alone; 0 for readings that it lacks. None if the
+            distributions have no `prior`.
     """
 
     log_prob: Floats
     log_p_value: Floats
     centered_nll: Floats
+    log_p_prior: Floats | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +103,8 @@ class ConditionalArrays:
         log_mass: (*S, K + 1), the natural logarithm of the probability of each label code. A feature with n labels has
             the codes 0 … n − 1, and code n stands for all labels that did not occur in training. Codes beyond n have
             −∞.
+        prior: The distributions of the same readings under the Gaussian prior alone, if they are a term of the alert;
+            None otherwise. A reading that the prior lacks has one label with the probability 1.
     """
 
     discrete: Bools
@@ -107,22 +112,27 @@ class ConditionalArrays:
     means: Floats
     scales: Floats
     log_mass: Floats
+    prior: ConditionalArrays | None = None
 
     def __getitem__(self, index: Any) -> ConditionalArrays:
         """Return the distributions of some readings of the batch, for an index into the dimensions of the batch."""
-        return ConditionalArrays(*(array[index] for array in self._arrays))
+        return self._map(lambda array: array[index])
 
     def reshape(self, *shape: int) -> ConditionalArrays:
         """Return the same distributions as a batch of another shape with as many elements."""
         num_batch_dimensions = self.discrete.ndim
-        return ConditionalArrays(
-            *(array.reshape(*shape, *array.shape[num_batch_dimensions:]) for array in self._arrays)
-        )
+        return self._map(lambda array: array.reshape(*shape, *array.shape[num_batch_dimensions:]))
 
-    @property
-    def _arrays(self) -> tuple[NDArray[Any], ...]:
-        """The attributes in the order of the constructor."""
-        return self.discrete, self.log_weights, self.means, self.scales, self.log_mass
+    def _map(self, function: Callable[[NDArray[Any]], NDArray[Any]]) -> ConditionalArrays:
+        """Return the distributions with a function of each array in its place."""
+        return ConditionalArrays(
+            function(self.discrete),
+            function(self.log_weights),
+            function(self.means),
+            function(self.scales),
+            function(self.log_mass),
+            None if self.prior is None else self.prior._map(function),
+        )
 
     @property
     def num_components(self) -> int:
@@ -161,25 +171,29 @@ class ConditionalArrays:
         return self._select_by_kind(None if continuous is None else np.asarray(continuous, np.float64), discrete)
 
     @_without_warnings
-    def compute_score_terms(self, values: ArrayLike, surprisal: SurprisalArrays | None) -> ScoreTermArrays:
+    def compute_score_terms(self, values: ArrayLike, compute_surprisal: ComputeSurprisal) -> ScoreTermArrays:
         """Return the log-probability, the log p-value and the centered NLL of observed values.
 
         Args:
             values: The observed values.
-            surprisal: The surprisals of the same values and their moments, which the compiled kernels compute. None if
-                no feature is continuous.
+            compute_surprisal: Computes the surprisals of values and their moments (`CpuKernels.surprisal`).
         """
+        surprisal = compute_surprisal(self, values)
+        log_p_prior = None
+        if self.prior is not None:
+            log_p_prior = self.prior.compute_score_terms(values, compute_surprisal).log_p_value
         values = np.asarray(values, np.float64)
         continuous = None if surprisal is None else _compute_continuous_score_terms(surprisal)
         discrete = self._compute_discrete_score_terms(values) if self._has_discrete else None
         if continuous is None or discrete is None:
             terms = discrete if continuous is None else continuous
             assert terms is not None  # noqa: S101 - a schema has at least one feature, so one of the two exists
-            return terms
+            return replace(terms, log_p_prior=log_p_prior)
         return ScoreTermArrays(
             self._select_by_kind(continuous.log_prob, discrete.log_prob),
             self._select_by_kind(continuous.log_p_value, discrete.log_p_value),
             self._select_by_kind(continuous.centered_nll, discrete.centered_nll),
+            log_p_prior,
         )
 
     def _select_by_kind(self, continuous: Floats | None, discrete: Floats | None) -> Floats:
@@ -219,6 +233,10 @@ class ConditionalArrays:
         return ScoreTermArrays(log_prob, np.minimum(log_p_value, 0.0), -log_prob - entropy)
 
 
+ComputeSurprisal = Callable[[ConditionalArrays, ArrayLike], SurprisalArrays | None]
+"""A function that returns the surprisals of values and their moments; None if no feature is continuous."""
+
+
 def _compute_continuous_score_terms(surprisal: SurprisalArrays) -> ScoreTermArrays:
     """Return the score terms of observed values of continuous features; meaningless for discrete ones.
 
@@ -254,6 +272,8 @@ class HeadArrays:
         self._project = _to_double(parameters.get_linear("head.project"))
         has_prior, has_norm = parameters.num_prior_components, "norm.weight" in parameters.arrays
         self._adjust = _to_double(parameters.get_linear("head.adjust")) if has_prior else None
+        self._is_alert_prior = parameters.config.alert_prior
+        self._lacks_prior = find_prior_columns(schema)[:-1] < 0
         self._norm = _to_double(parameters.get_linear("norm")) if has_norm else None
 
     @_without_warnings
@@ -280,12 +300,23 @@ class HeadArrays:
             logits = np.concatenate([logits, prior.log_weights + logit_change], -1)
             means = np.concatenate([means, prior_means + prior_scales * shift], -1)
             scales = np.concatenate([scales, adjusted], -1)
+        prior_alone = None
+        if self._is_alert_prior and prior is not None:
+            log_mass = np.broadcast_to([0.0, -np.inf], (*features.shape, 2))
+            prior_alone = ConditionalArrays(
+                self._lacks_prior[features],
+                prior.log_weights.astype(np.float64),
+                prior.means.astype(np.float64),
+                prior.scales.astype(np.float64),
+                log_mass,
+            )
         return ConditionalArrays(
             self._is_discrete[features],
             logits - _log_sum_exp(logits)[..., None] if J else logits,  # empty if no feature is continuous
             means,
             scales,
             self._compute_log_mass(label_logits, features),
+            prior_alone,
         )
 
     def _normalise(self, hidden: Floats) -> Floats:

@@ -26,7 +26,7 @@ IRREGULAR = (
 """Names of the hyperparameters of models for irregular readings. They have their default values in other models, except
 those of the process that is the prior of wide records."""
 
-LEFT_OUT_IF_DEFAULT = (*IRREGULAR, "prior_weight", "alert_exemplars")
+LEFT_OUT_IF_DEFAULT = (*IRREGULAR, "prior_weight", "alert_exemplars", "alert_prior")
 """Names of the hyperparameters that are not stored if they have their default values.
 
 So the manifests and fingerprints of models without them stay as they are.
@@ -91,6 +91,8 @@ class ModelConfig:
             Training learns it for each table. 0 if it is no term of the ranking.
         alert_exemplars: The number of training records that are stored for the alert. The distance of an open record to
             the nearest ones is a term of the alert's statistic (`alert_distance`). 0 without this term.
+        alert_prior: Whether the p-values of readings under the Gaussian prior alone are a term of the alert's statistic
+            (`alert_prior`).
         precision: "bfloat16" rounds the factors of the matrix products in the Transformer layers to bfloat16 when the
             model scores, but not in training. Sums, and everything outside the layers, are float32.
 
@@ -122,6 +124,7 @@ class ModelConfig:
     exemplars: int = 0
     prior_weight: float = 0.0
     alert_exemplars: int = 0
+    alert_prior: bool = False
     precision: Precision = "float32"
 
     def __post_init__(self) -> None:
@@ -145,6 +148,10 @@ class ModelConfig:
             raise ValueError(f"the hyperparameter prior_weight is {self.prior_weight}, but it must be 0 or positive")
         if self.prior_weight and not (self.gaussians and self.exemplars):
             raise ValueError("the hyperparameter prior_weight needs gaussians and exemplars of at least 1")
+        if not isinstance(self.alert_prior, bool):
+            raise ValueError(f"the hyperparameter alert_prior is {self.alert_prior!r}, but it must be true or false")
+        if self.alert_prior and not self.gaussians:
+            raise ValueError("the hyperparameter alert_prior needs gaussians of at least 1")
         for width in self.hidden:
             _check_integer("each width in the hyperparameter hidden", width, minimum=1)
         if self.d_model % self.heads:

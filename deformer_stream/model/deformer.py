@@ -42,7 +42,7 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 import numpy as np
@@ -53,7 +53,7 @@ from torch import Tensor, nn
 from deformer_stream.model.attention import attend
 from deformer_stream.model.config import PRESETS, AttentionContext, ModelConfig
 from deformer_stream.model.constants import MAX_CONDITIONING_VALUE
-from deformer_stream.model.distributions import Conditional, Head
+from deformer_stream.model.distributions import Conditional, Head, build_prior_conditional
 from deformer_stream.model.gaussian_prior import GaussianPrior, PriorConditional
 from deformer_stream.model.gaussian_process import GaussianProcessPrior
 from deformer_stream.model.layers import Encoder, TransformerLayer
@@ -148,7 +148,7 @@ class DEformer(nn.Module):
 
     # Attributes that hold parameters or persistent buffers keep their names, because these are keys in
     # model.safetensors: embedding, label_embedding, identity_encoder, value_encoder, start, query_times,
-    # observation_times, blocks, norm, gaussians, process, guidance, head, ranking, alert_distance.
+    # observation_times, blocks, norm, gaussians, process, guidance, head, ranking, alert_distance, alert_prior.
 
     identity_encoder: Encoder | None
     start: nn.Parameter | None
@@ -199,6 +199,11 @@ class DEformer(nn.Module):
         self.alert_distance: AlertDistanceTensors | None = None
         if config.alert_exemplars:
             self.alert_distance = AlertDistanceTensors(schema, config.alert_exemplars)
+        self.alert_prior: AlertPriorTensors | None = None
+        if config.alert_prior:
+            if self.gaussians is None:
+                raise ValueError("the hyperparameter alert_prior needs a feature that the Gaussian prior can contain")
+            self.alert_prior = AlertPriorTensors(schema)
         self.register_buffer("is_context", torch.tensor(schema.is_context), persistent=False)
 
     def _init_identities(self) -> None:
@@ -406,7 +411,7 @@ class DEformer(nn.Module):
             num_outputs = num_readings if layer_index == self.config.layers - 1 else x.shape[1]
             x = self.apply_layer(layer, x, num_outputs, self.attention_context, earlier_mask)
         with full_precision:
-            return cast(Conditional, self.head(self.norm(x.to(self.dtype)), codes, prior))
+            return self._compute_conditional(x.to(self.dtype), codes, prior)
 
     def log_prob(
         self,
@@ -595,8 +600,21 @@ class DEformer(nn.Module):
         stored_ages = None
         if self.schema.reading_times is not None and ages is not None:
             stored_ages = ages.repeat_interleave(self.cached_tokens_per_reading, 1)
-        conditional = self.head(self.norm(x), codes, prior)
+        conditional = self._compute_conditional(x, codes, prior)
         return StepOutput(conditional, stored_keys, stored_values, readings, stored_ages)
+
+    def _compute_conditional(self, x: Tensor, codes: Tensor, prior: PriorConditional | None) -> Conditional:
+        """Return the distributions of N · L readings.
+
+        Args:
+            x: (N, L, d) the outputs of the last layer at the tokens that predict the readings.
+            codes: (N, L) the features of the readings.
+            prior: The distributions of the same readings under the prior, None without a prior.
+        """
+        conditional: Conditional = self.head(self.norm(x), codes, prior)
+        if self.alert_prior is None or prior is None:
+            return conditional
+        return replace(conditional, prior=build_prior_conditional(prior))
 
     def compute_prior(
         self, features: Tensor, values: Tensor, cache: KVCacheView, ages: Tensor | None = None
@@ -914,6 +932,26 @@ class AlertDistanceTensors(nn.Module):
         self.register_buffer("positions", torch.zeros(len(schema), num_stored))
         self.register_buffer("known", torch.ones(len(schema), num_stored, dtype=torch.bool))
         self.register_buffer("deviations", torch.ones(len(schema)))
+        self.register_buffer("starts", torch.zeros(num_counted, dtype=torch.float64))
+        self.register_buffer("slopes", torch.zeros(num_counted, dtype=torch.float64))
+
+
+class AlertPriorTensors(nn.Module):
+    """The lines that turn p-values under the Gaussian prior into a term of the alert, as parts of the network.
+
+    Training sets the tensors; `alert_prior.AlertPrior` describes them and computes with them.
+
+    Args:
+        schema: The features.
+    """
+
+    # The names are part of the keys in model.safetensors.
+    starts: Tensor
+    slopes: Tensor
+
+    def __init__(self, schema: Schema) -> None:
+        super().__init__()
+        num_counted = int((~schema.is_context).sum())
         self.register_buffer("starts", torch.zeros(num_counted, dtype=torch.float64))
         self.register_buffer("slopes", torch.zeros(num_counted, dtype=torch.float64))
 

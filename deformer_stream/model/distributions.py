@@ -12,8 +12,8 @@ J is the number of components of the mixtures, K the largest number of labels of
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -73,8 +73,8 @@ class Surprisal:
 class ScoreTerms:
     """The quantities of each reading from which the scores of a record are computed.
 
-    The three tensors have the shape of the batch of readings and are in nats. Here v is the observed value of a
-    reading, and p its distribution given the earlier readings of the record.
+    The tensors have the shape of the batch of readings and are in nats. Here v is the observed value of a reading, and
+    p its distribution given the earlier readings of the record.
 
     Attributes:
         log_prob: ln p(v); larger is more probable.
@@ -82,11 +82,19 @@ class ScoreTerms:
             probable as v. It lies in (−∞, 0]; smaller is more anomalous.
         centered_nll: The negative log-likelihood −ln p(v) minus its expectation, which is the entropy of p; larger is
             more anomalous.
+        log_p_prior: As `log_p_value`, under the Gaussian prior alone; 0 for readings that it lacks. None if the
+            distributions have no `prior`.
     """
 
     log_prob: Tensor
     log_p_value: Tensor
     centered_nll: Tensor
+    log_p_prior: Tensor | None = None
+
+    def stack(self) -> Tensor:
+        """Return the terms as the rows of one tensor, (3, *S) or, with `log_p_prior`, (4, *S)."""
+        terms = self.log_prob, self.log_p_value, self.centered_nll
+        return torch.stack(terms if self.log_p_prior is None else (*terms, self.log_p_prior))
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +115,8 @@ class Conditional:
         log_mass: (*S, K + 1), the natural logarithm of the probability of each label code. A feature with n labels has
             the codes 0 … n − 1, and code n stands for all labels that did not occur in training. Codes beyond n have
             −∞.
+        prior: The distributions of the same readings under the Gaussian prior alone, if they are a term of the alert
+            (`build_prior_conditional`); None otherwise.
     """
 
     discrete: Tensor
@@ -114,6 +124,7 @@ class Conditional:
     means: Tensor
     scales: Tensor
     log_mass: Tensor
+    prior: Conditional | None = None
 
     def __getitem__(self, index: Any) -> Conditional:
         """Return the distributions of some readings of the batch.
@@ -122,7 +133,7 @@ class Conditional:
             index: An index into the dimensions of the batch, as for a tensor: an integer, a slice, a mask or a tuple of
                 these.
         """
-        return Conditional(*(tensor[index] for tensor in self._tensors))
+        return self._map(lambda tensor: tensor[index])
 
     def reshape(self, *shape: int) -> Conditional:
         """Return the same distributions as a batch of another shape.
@@ -131,12 +142,31 @@ class Conditional:
             shape: The new shape of the batch. It must have as many elements as the old shape.
         """
         num_batch_dimensions = self.discrete.dim()
-        return Conditional(*(tensor.reshape(*shape, *tensor.shape[num_batch_dimensions:]) for tensor in self._tensors))
+        return self._map(lambda tensor: tensor.reshape(*shape, *tensor.shape[num_batch_dimensions:]))
 
-    @property
-    def _tensors(self) -> tuple[Tensor, ...]:
-        """The attributes `discrete`, `log_weights`, `means`, `scales`, `log_mass`, in the order of the constructor."""
-        return self.discrete, self.log_weights, self.means, self.scales, self.log_mass
+    @staticmethod
+    def concatenate(parts: Sequence[Conditional]) -> Conditional:
+        """Return the distributions of several flat batches as one batch."""
+        priors = [part.prior for part in parts if part.prior is not None]
+        return Conditional(
+            torch.cat([part.discrete for part in parts]),
+            torch.cat([part.log_weights for part in parts]),
+            torch.cat([part.means for part in parts]),
+            torch.cat([part.scales for part in parts]),
+            torch.cat([part.log_mass for part in parts]),
+            Conditional.concatenate(priors) if priors else None,
+        )
+
+    def _map(self, function: Callable[[Tensor], Tensor]) -> Conditional:
+        """Return the distributions with a function of each tensor in its place."""
+        return Conditional(
+            function(self.discrete),
+            function(self.log_weights),
+            function(self.means),
+            function(self.scales),
+            function(self.log_mass),
+            None if self.prior is None else self.prior._map(function),
+        )
 
     @property
     def _has_continuous(self) -> bool:
@@ -435,18 +465,20 @@ class Conditional:
                 compiled kernels. None if no feature is continuous.
 
         Returns:
-            The three terms, each in the shape of the batch of readings and in nats.
+            The terms, each in the shape of the batch of readings and in nats.
         """
         continuous = None if surprisal is None else _compute_continuous_score_terms(surprisal)
         discrete = self._compute_discrete_score_terms(values) if self._has_discrete else None
+        log_p_prior = None if self.prior is None else self.prior.log_p_value(values)
         if continuous is None or discrete is None:
             terms = discrete if continuous is None else continuous
             assert terms is not None  # noqa: S101 - a schema has at least one feature, so one of the two exists
-            return terms
+            return replace(terms, log_p_prior=log_p_prior)
         return ScoreTerms(
             self._select_by_kind(continuous.log_prob, discrete.log_prob),
             self._select_by_kind(continuous.log_p_value, discrete.log_p_value),
             self._select_by_kind(continuous.centered_nll, discrete.centered_nll),
+            log_p_prior,
         )
 
     def _compute_discrete_score_terms(self, values: Tensor) -> ScoreTerms:
@@ -502,6 +534,19 @@ class Conditional:
         """
         log_p_values, _ = self.score(values)
         return log_p_values
+
+
+def build_prior_conditional(prior: PriorConditional) -> Conditional:
+    """Return the distributions of readings under the Gaussian prior alone.
+
+    A reading that the prior lacks, such as a label, gets one label with the probability 1, so that its p-value is 1.
+
+    Args:
+        prior: The distributions, of any shape S.
+    """
+    log_mass = torch.zeros_like(prior.log_weights[..., :1])
+    log_mass = torch.cat([log_mass, torch.full_like(log_mass, -math.inf)], -1)
+    return Conditional(~prior.has_prior, prior.log_weights, prior.means, prior.scales, log_mass)
 
 
 def _compute_continuous_score_terms(surprisal: Surprisal) -> ScoreTerms:

@@ -104,7 +104,7 @@ class ModelParameters:
     @property
     def num_learned_values(self) -> int:
         """The number of weights that training learns by gradients, without priors and exemplars."""
-        fitted = "gaussians.", "process.", "ranking.", "alert_distance."
+        fitted = "gaussians.", "process.", "ranking.", "alert_distance.", "alert_prior."
         return sum(array.size for name, array in self.arrays.items() if not name.startswith(fitted))
 
     def extract_parameters(self) -> ModelParameters:
@@ -314,6 +314,10 @@ def describe_tensors(schema: Schema, config: ModelConfig) -> dict[str, TensorDes
         add("alert_distance.deviations", num_features)
         add("alert_distance.starts", num_counted, dtype=double)
         add("alert_distance.slopes", num_counted, dtype=double)
+    if config.alert_prior:
+        num_counted = int((~schema.is_context).sum())
+        add("alert_prior.starts", num_counted, dtype=double)
+        add("alert_prior.slopes", num_counted, dtype=double)
     return tensors
 
 
@@ -340,10 +344,13 @@ def check_parameters(schema: Schema, config: ModelConfig, arrays: Mapping[str, A
     described = describe_tensors(schema, config)
     if config.prior_weight and "gaussians.means" not in described:
         raise ValueError("the hyperparameter prior_weight needs a feature that the Gaussian prior can contain")
-    if config.alert_exemplars and (schema.reading_times is not None or schema.is_context.all()):
-        raise ValueError(
-            "the hyperparameter alert_exemplars needs features that are scored, and that have one reading in a record"
-        )
+    if config.alert_prior and "gaussians.means" not in described:
+        raise ValueError("the hyperparameter alert_prior needs a feature that the Gaussian prior can contain")
+    for name in ("alert_exemplars", "alert_prior"):
+        if getattr(config, name) and (schema.reading_times is not None or schema.is_context.all()):
+            raise ValueError(
+                f"the hyperparameter {name} needs features that are scored, and that have one reading in a record"
+            )
     missing, unknown = described.keys() - arrays.keys(), arrays.keys() - described.keys()
     if missing or unknown:
         raise ValueError(
@@ -358,6 +365,7 @@ def check_parameters(schema: Schema, config: ModelConfig, arrays: Mapping[str, A
     checked = {name: arrays[name].astype(dtype, copy=False) for name, (_, dtype) in described.items()}
     _check_prior(checked)
     _check_alert_distance(checked)
+    _check_alert_prior(checked)
     return checked
 
 
@@ -404,3 +412,16 @@ def _check_alert_distance(arrays: Mapping[str, Array]) -> None:
     is_finite = all(bool(np.isfinite(array).all()) for array in (positions, deviations, starts, slopes))
     if not (is_finite and (deviations > 0).all() and (slopes >= 0).all()):
         raise ValueError("a tensor alert_distance of the weights file contains numbers that are out of range")
+
+
+def _check_alert_prior(arrays: Mapping[str, Array]) -> None:
+    """Check that the numbers of the Gaussian prior in the alert (`alert_prior`) are in range.
+
+    Raises:
+        ValueError: A number is not finite, or out of range.
+    """
+    if "alert_prior.slopes" not in arrays:
+        return
+    starts, slopes = arrays["alert_prior.starts"], arrays["alert_prior.slopes"]
+    if not (np.isfinite(starts).all() and np.isfinite(slopes).all() and (slopes >= 0).all()):
+        raise ValueError("a tensor alert_prior of the weights file contains numbers that are out of range")

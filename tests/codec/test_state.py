@@ -21,6 +21,7 @@ from deformer_stream.codec.state import (
     FORMAT_VERSION,
     HEADER,
     MAGIC,
+    SET_VERSION,
     SNAPSHOT,
     check_state,
     decode_decisions,
@@ -128,6 +129,7 @@ def draw_snapshots(draw: st.DrawFn) -> Snapshot:
     codes = np.concatenate([*features, np.empty(0, np.int16)])
     values = np.where(codes == 1, rng.integers(0, 4, len(codes)), rng.normal(size=len(codes)))
     sums = {name: rng.normal(size=R) for name in ("log_likelihood", "total", "least", "peak", "excess", "p_value")}
+    prior_sums = {name: rng.normal(size=R) for name in ("prior_total", "prior_least")}
     windowed = np.flatnonzero(rng.random(R) < 0.5).astype(np.int32)
     new = [(i, int(k)) for i in range(R) for k in np.flatnonzero(features[i] == 1)]
     devices = draw(st.lists(texts, unique=True, max_size=4))
@@ -161,6 +163,7 @@ def draw_snapshots(draw: st.DrawFn) -> Snapshot:
         ties=draw(st.sampled_from([None, ties])),
         latest_event_time=draw(st.sampled_from([None, rng.integers(-(2**60), 2**60, R)])),
         **sums,
+        **draw(st.sampled_from([{}, prior_sums])),
     )
 
 
@@ -195,7 +198,7 @@ def test_large_state_is_compressed(records: int, smaller: bool) -> None:
 
 def test_format_version_2_is_read() -> None:
     """Bytes written by a release must stay readable; a change of the format increases FORMAT_VERSION."""
-    assert FORMAT_VERSION == 11
+    assert FORMAT_VERSION == 12
     assert_same_snapshot(decode_snapshot((GOLDEN / "snapshot.v2").read_bytes()), EXAMPLE)
     assert decode_decisions((GOLDEN / "decisions.v2").read_bytes()) == DECIDED
     head = (GOLDEN / "snapshot.v2").read_bytes()[: HEADER.size]
@@ -278,6 +281,16 @@ def test_format_version_8_is_written_only_for_event_times(part: dict[str, Any]) 
     assert data[10] == 8
     assert_same_snapshot(decode_snapshot(data), snapshot)
     assert_same_snapshot(decode_snapshot((GOLDEN / "snapshot.v8").read_bytes()), TIMED)
+
+
+def test_format_version_12_is_written_only_for_p_values_under_the_prior() -> None:
+    snapshot = replace(EXAMPLE, prior_total=np.array([3.5, 0.0, 1.0]), prior_least=np.array([-2.0, 0.0, -1.0]))
+    data = encode_snapshot(snapshot)
+    assert data[10] == 12
+    assert_same_snapshot(decode_snapshot(data), snapshot)
+    assert_same_snapshot(decode_snapshot((GOLDEN / "snapshot.v12").read_bytes()), snapshot)
+    for sums in (np.zeros(2), np.array([0.0, np.nan, 1.0])):
+        assert_rejected(decode_snapshot, encode_snapshot(replace(snapshot, prior_least=sums)), "prior_least")
 
 
 def test_event_times_must_fit_the_records() -> None:
@@ -540,7 +553,7 @@ def test_state_of_one_model_is_not_that_of_several() -> None:
 
 def seal(body: bytes, kind: bytes = b"S") -> bytes:
     """Return the state of several models with a valid header."""
-    return HEADER.pack(b"deformer", kind, FORMAT_VERSION, hashlib.sha256(body).digest()) + body
+    return HEADER.pack(b"deformer", kind, SET_VERSION, hashlib.sha256(body).digest()) + body
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -52,9 +53,15 @@ PRIORS: tuple[dict[str, int], ...] = ({}, {"gaussians": 3}, {"neighbors": 2, "pr
 """Hyperparameters of the Gaussian prior: none, a mixture, and the factor analysis of wide records."""
 
 
-def make_config(prior: dict[str, int], **hyperparameters: Any) -> ModelConfig:
-    """Return hyperparameters, with those of the Gaussian prior in a dict of their own."""
-    return ModelConfig(**hyperparameters, **prior)
+def make_config(prior: dict[str, int], alert_prior: bool = False, **hyperparameters: Any) -> ModelConfig:
+    """Return hyperparameters, with those of the Gaussian prior in a dict of their own.
+
+    Args:
+        prior: Hyperparameters of the prior.
+        alert_prior: Whether a mixture is a term of the alert; ignored for other priors.
+        hyperparameters: The others.
+    """
+    return ModelConfig(**hyperparameters, **prior, alert_prior=alert_prior and "gaussians" in prior)
 
 
 configs = st.builds(
@@ -72,6 +79,7 @@ configs = st.builds(
     tokens=st.sampled_from(["pair", "single"]),
     hidden=st.sampled_from([(24,), (16, 24)]),
     alert_exemplars=st.sampled_from([0, 5]),
+    alert_prior=st.booleans(),
 )
 """Hyperparameters of small models."""
 
@@ -82,6 +90,8 @@ def make_model(schema: Schema, config: ModelConfig, seed: int = 0, dtype: torch.
     The weights of the head are enlarged, so that the conditionals differ from reading to reading.
     """
     torch.manual_seed(seed)
+    if not schema.is_linear.any():  # no Gaussian prior
+        config = replace(config, alert_prior=False)
     model = DEformer(schema, config).to(dtype).eval()
     with torch.no_grad():
         model.head.project.weight.mul_(5.0)
@@ -96,6 +106,10 @@ def make_model(schema: Schema, config: ModelConfig, seed: int = 0, dtype: torch.
             model.process.noise.copy_(0.3 + torch.rand(model.process.noise.shape))
     if model.alert_distance is not None:
         fill_alert_distance(model.alert_distance, schema, seed)
+    if model.alert_prior is not None:
+        rng, num_counted = np.random.default_rng([seed, 0xA9]), len(model.alert_prior.slopes)
+        model.alert_prior.starts.copy_(torch.from_numpy(rng.uniform(0.0, 0.5, num_counted)))
+        model.alert_prior.slopes.copy_(torch.from_numpy(rng.uniform(0.2, 1.0, num_counted)))
     return model
 
 

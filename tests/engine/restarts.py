@@ -31,7 +31,17 @@ SCHEMA = Schema(
         Feature("site", "continuous", context=True),
     )
 )
-CONFIG = ModelConfig(d_model=16, layers=1, heads=2, feedforward=16, mixtures=2, hidden=(8,), alert_exemplars=6)
+CONFIG = ModelConfig(
+    d_model=16,
+    layers=1,
+    heads=2,
+    feedforward=16,
+    mixtures=2,
+    hidden=(8,),
+    gaussians=2,
+    alert_exemplars=6,
+    alert_prior=True,
+)
 WIDTH, GRACE = 10, 2
 """Microseconds of a window, and of the grace period after it."""
 NUM_PARTITIONS = 3

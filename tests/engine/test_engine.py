@@ -53,23 +53,33 @@ def test_density_of_the_prior_changes_the_ranking_and_nothing_else() -> None:
         assert score == pytest.approx(score_without + 0.7 * nll / 2.0, rel=1e-9)
 
 
-def test_distance_in_the_alert_changes_scores_and_nothing_else() -> None:
+@pytest.mark.parametrize("change", [{"alert_exemplars": 8}, {"alert_prior": True}], ids=["distance", "prior"])
+def test_further_terms_of_the_alert_change_scores_and_nothing_else(change: dict[str, Any]) -> None:
     """Log-likelihoods and rankings are the same bits. Some records lack readings."""
     codes, raw = draw_records(SCHEMA, NUM_RECORDS, seed=1, missing_share=0.2)
     runs = []
-    for num_stored in (0, 8):
-        model, calibration = build_model(replace(CONFIG, alert_exemplars=num_stored))
+    for config in (replace(CONFIG, gaussians=2), replace(CONFIG, gaussians=2, **change)):
+        model, calibration = build_model(config)
         runs.append(run_stream(codes, raw, Engine(model, calibration, "fp", 0.05, Limits()), seed=2, max_batch=60))
-    without, with_distance = runs
+    without, with_term = runs
     for r in map(str, range(NUM_RECORDS)):
-        likelihoods, scores = np.array(with_distance.readings[r])[:, :3], np.array(with_distance.readings[r])[:, 3]
+        likelihoods, scores = np.array(with_term.readings[r])[:, :3], np.array(with_term.readings[r])[:, 3]
         np.testing.assert_array_equal(likelihoods, np.array(without.readings[r])[:, :3])
         assert (scores >= np.array(without.readings[r])[:, 3]).all()
-        assert with_distance.closed[r][:5] == without.closed[r][:5]
-    assert with_distance.readings["0"] != without.readings["0"]
+        assert with_term.closed[r][:5] == without.closed[r][:5]
+    assert with_term.readings["0"] != without.readings["0"]
 
 
-@pytest.mark.parametrize("change", [{}, {"memory": "all"}, {"tokens": "single"}, {"alert_exemplars": 8}])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"memory": "all"},
+        {"tokens": "single"},
+        {"alert_exemplars": 8},
+        {"gaussians": 2, "alert_prior": True},
+    ],
+)
 @pytest.mark.parametrize(
     ("cache_bytes", "max_batch"),
     [(ENOUGH_CACHE_BYTES, 40), (ENOUGH_CACHE_BYTES, 5000), (30_000, 40), (0, 300)],

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import astuple, replace
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,6 +26,7 @@ from deformer_stream.engine.next_reading import (
 )
 from deformer_stream.errors import ConfigError
 from deformer_stream.model.alert_distance import AlertDistance
+from deformer_stream.model.alert_prior import AlertPrior, PriorPValues
 from deformer_stream.model.deformer import DEformer
 from deformer_stream.model.reading_times import ReadingTimes
 from tests.engine.random_models import draw_records, make_model, normalise_values
@@ -35,10 +37,19 @@ ALPHA = 0.3
 Floats = NDArray[np.float64]
 
 
-@pytest.fixture(scope="module", params=[0, 9], ids=["", "distance"])
+TERMS: dict[str, dict[str, Any]] = {
+    "": {},
+    "distance": {"alert_exemplars": 9},
+    "prior": {"gaussians": 2, "alert_prior": True},
+    "distance and prior": {"alert_exemplars": 9, "gaussians": 2, "alert_prior": True},
+}
+"""Hyperparameters of models whose statistic has further terms."""
+
+
+@pytest.fixture(scope="module", params=TERMS.values(), ids=TERMS)
 def model(request: pytest.FixtureRequest) -> DEformer:
-    """Return a model without and with stored training records, whose distance is a term of the statistic."""
-    return make_model(SCHEMA, replace(CONFIG, alert_exemplars=request.param), 0, torch.float32)
+    """Return a model without and with further terms of the statistic."""
+    return make_model(SCHEMA, replace(CONFIG, **request.param), 0, torch.float32)
 
 
 @pytest.fixture(scope="module")
@@ -54,22 +65,25 @@ def open_record(model: DEformer, codes: list[int], raw_values: list[float], reco
     normalised = model.schema.normalise(order, raw)
     with torch.inference_mode():
         inputs = torch.from_numpy(normalised).to(model.dtype)
-        log_p = model.conditionals(torch.from_numpy(order), inputs).log_p_value(inputs).double().numpy()
+        conditional = model.conditionals(torch.from_numpy(order), inputs)
+        log_p, *further = conditional.compute_score_terms(inputs, conditional.compute_surprisal(inputs)).stack()[1::2]
     is_scored = ~model.schema.is_context[order]
     distance = AlertDistance.from_model(model)
     terms = None if distance is None else distance.compute_terms(order, normalised)
-    _, state = advance_prefix_state(PrefixState.initial(1), log_p, is_scored, distance_terms=terms)
+    lines = AlertPrior.from_model(model)
+    prior = None if lines is None else PriorPValues(further[0].double().numpy(), lines)
+    _, state = advance_prefix_state(PrefixState.initial(1), log_p.double().numpy(), is_scored, None, terms, prior)
     return OpenRecords([record_id], values, np.ones(values.shape, bool), state)
 
 
 def join(*records: OpenRecords) -> OpenRecords:
     """Return several records as one batch."""
-    names = ("num_scored", "neg_log_p_sum", "min_log_p", "max_statistic")
+    columns = zip(*(astuple(record.state) for record in records), strict=True)
     return OpenRecords(
         [record_id for record in records for record_id in record.record_ids],
         np.concatenate([record.values for record in records]),
         np.concatenate([record.is_candidate for record in records]),
-        PrefixState(*(np.concatenate([getattr(record.state, name) for record in records]) for name in names)),
+        PrefixState(*map(np.concatenate, columns)),
     )
 
 

@@ -16,7 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deformer_stream.calibration.conformal import Calibration, PrefixState, advance_prefix_state
+from deformer_stream.calibration.conformal import Calibration, PrefixState, advance_prefix_state, combine_p_values
 from deformer_stream.codec.state import decode_snapshot, encode_snapshot
 from deformer_stream.engine.engine import Engine, Limits
 from deformer_stream.engine.events import NO_TIME, CloseReason, Decisions, Effects, RejectionReason
@@ -24,6 +24,7 @@ from deformer_stream.engine.snapshot import Snapshot, Vocabulary
 from deformer_stream.engine.ties import MAX_ORDERS, draw_orders
 from deformer_stream.kernels.library import load_library
 from deformer_stream.model.alert_distance import AlertDistance
+from deformer_stream.model.alert_prior import AlertPrior, PriorPValues
 from deformer_stream.model.deformer import ModelConfig
 from tests.effort import num_examples
 from tests.engine.random_models import draw_records, make_model, normalise_values
@@ -198,19 +199,28 @@ def test_tie_group_is_scored_as_a_mixture_over_its_orders() -> None:
     z = normalise_values(SCHEMA, features, x)
     with torch.no_grad():
         conditional = model.conditionals(torch.from_numpy(features), torch.from_numpy(z))
-        log_p, _ = (t.numpy() for t in conditional.score(torch.from_numpy(z)))
+        terms_of_orders = conditional.compute_score_terms(
+            torch.from_numpy(z), conditional.compute_surprisal(torch.from_numpy(z))
+        ).stack()
+        log_p, log_p_prior = terms_of_orders[1::2].numpy()
         log_prob = model.log_prob(torch.from_numpy(features), torch.from_numpy(z)).numpy()
     joint = np.logaddexp.reduce(log_prob[:, 2:].sum(1)) - np.log(2)
     scored = effects.scored
     assert [int(effects.batch.features[e]) for e in scored.event_indices] == [first, context, *group]
     np.testing.assert_allclose(scored.running_log_likelihood[-1], log_prob[0, 0] + joint)
-    smallest_log_p = [log_p[0, 0], 0.0, *(log_p[features == f].min() for f in group)]
+    smallest_log_p, smallest_prior = (
+        np.array([[p[0, 0], 0.0, *(p[features == f].min() for f in group)]]) for p in (log_p, log_p_prior)
+    )
     is_scored, is_group_end = np.array([[True, False, True, True]]), np.array([[True, False, False, True]])
     distance = AlertDistance.from_model(model)
     assert distance is not None
     terms = distance.compute_terms(features[:1], z[:1])
-    state, log_p_values = PrefixState.initial(1), np.array([smallest_log_p])
-    expected_score = advance_prefix_state(state, log_p_values, is_scored, is_group_end, terms)[0][0]
+    lines = AlertPrior.from_model(model)
+    assert lines is not None
+    assert lines.compute_terms(combine_p_values(smallest_prior, is_scored), is_scored.cumsum(1))[0, -1] > 0
+    expected_score = advance_prefix_state(
+        PrefixState.initial(1), smallest_log_p, is_scored, is_group_end, terms, PriorPValues(smallest_prior, lines)
+    )[0][0]
     np.testing.assert_allclose(scored.score, expected_score)
     np.testing.assert_allclose(scored.p_value, calibration.compute_pooled_p_values(expected_score))
     assert scored.score[0] == scored.score[1] == scored.score[2]

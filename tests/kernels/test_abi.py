@@ -60,7 +60,7 @@ def test_library_matches_this_module() -> None:
     ("name", "value", "difference"),
     [
         ("ABI_VERSION", 999, "the library has ABI version 1, but Python needs version 999"),
-        ("RUNNING_STATE_BYTES", 48, "structure RunningState has 56 bytes in the library, but 48 in Python"),
+        ("RUNNING_STATE_BYTES", 48, "structure RunningState has 72 bytes in the library, but 48 in Python"),
         ("CONSTANTS", {"LINEAR_LIMIT": 9.0}, "constant LINEAR_LIMIT is 8.0 in the library, but 9.0 in Python"),
         ("CONSTANTS", {"NO_SUCH": 1.0}, "constant NO_SUCH is nan in the library, but 1.0 in Python"),
     ],
@@ -122,10 +122,10 @@ def test_address_is_that_of_the_first_element(array: Any, is_writeable: bool) ->
 
 
 def test_running_statistics_of_another_size_are_refused() -> None:
-    with pytest.raises(TypeError, match="`running` has 64 bytes per record, but the compiled kernels need 56"):
-        abi.running_address(np.zeros(2, np.dtype([("x", np.float64, 8)])))
+    with pytest.raises(TypeError, match="`running` has 80 bytes per record, but the compiled kernels need 72"):
+        abi.running_address(np.zeros(2, np.dtype([("x", np.float64, 10)])))
     with pytest.raises(TypeError, match="`running` is not contiguous"):
-        abi.running_address(np.zeros(4, np.dtype([("x", np.float64, 7)]))[::2])
+        abi.running_address(np.zeros(4, np.dtype([("x", np.float64, 9)]))[::2])
 
 
 def test_structure_needs_exactly_its_fields() -> None:

@@ -46,11 +46,12 @@ from deformer_stream.engine.engine import Engine, Limits
 from deformer_stream.engine.events import Contribution
 from deformer_stream.engine.explain import explain_records
 from deformer_stream.engine.order_trees import build_order_tree
-from deformer_stream.engine.records import INITIAL_RUNNING
+from deformer_stream.engine.records import INITIAL_RUNNING, PREFIX_FIELDS
 from deformer_stream.kernels import library
 from deformer_stream.kernels.cpu import CpuKernels, CusumArguments, RaggedBatch, is_supported
 from deformer_stream.kernels.kv_cache import CpuKVCache
 from deformer_stream.kernels.library import load_library
+from deformer_stream.model.alert_prior import AlertPrior, PriorPValues
 from deformer_stream.model.conditional_arrays import ConditionalArrays
 from deformer_stream.model.deformer import PRESETS, DEformer, ModelConfig
 from deformer_stream.model.distributions import Conditional
@@ -80,6 +81,7 @@ SHAPES = st.builds(
     activation=st.sampled_from(["gelu", "relu"]),
     memory=st.sampled_from(["all", "values"]),
     hidden=st.just((24,)),
+    alert_prior=st.booleans(),
 )
 # Absolute tolerance of log-densities and scores. In bfloat16, a sum in another order may round to another number.
 TOLERANCE: dict[Precision, float] = {"float32": 2e-3, "bfloat16": 5e-2}
@@ -94,13 +96,17 @@ def attach_kernels(model: DEformer) -> DEformer:
 
 def to_torch(arrays: ConditionalArrays) -> Conditional:
     """Return distributions as those of PyTorch, in float32."""
-    fields = (torch.from_numpy(np.ascontiguousarray(getattr(arrays, name))) for name in ConditionalArrays.__slots__)
-    return Conditional(*(t.float() if t.is_floating_point() else t for t in fields))
+    names = "log_weights", "means", "scales", "log_mass"
+    tensors = (torch.from_numpy(np.ascontiguousarray(getattr(arrays, name), np.float32)) for name in names)
+    prior = None if arrays.prior is None else to_torch(arrays.prior)
+    return replace(Conditional(torch.from_numpy(arrays.discrete), *tensors), prior=prior)
 
 
 def to_arrays(conditional: Conditional) -> ConditionalArrays:
     """Return distributions of PyTorch as arrays."""
-    return ConditionalArrays(*(getattr(conditional, name).numpy() for name in ConditionalArrays.__slots__))
+    names = "discrete", "log_weights", "means", "scales", "log_mass"
+    prior = None if conditional.prior is None else to_arrays(conditional.prior)
+    return ConditionalArrays(*(getattr(conditional, name).numpy() for name in names), prior)
 
 
 def kernels_of(model: DEformer) -> CpuKernels:
@@ -226,20 +232,32 @@ def test_rebuilt_cache_equals_the_cache_of_single_steps(
 
 
 @settings(max_examples=num_examples(60), deadline=None)
-@given(seed=st.integers(0, 2**16), max_readings=st.sampled_from([1, 3, 40, 900]), is_masked=st.booleans())
-def test_running_statistics_follow_their_definition(seed: int, max_readings: int, is_masked: bool) -> None:
+@given(
+    seed=st.integers(0, 2**16),
+    max_readings=st.sampled_from([1, 3, 40, 900]),
+    is_masked=st.booleans(),
+    has_prior=st.booleans(),
+)
+def test_running_statistics_follow_their_definition(
+    seed: int, max_readings: int, is_masked: bool, has_prior: bool
+) -> None:
     """Readings from likely to extreme, in two batches; records at any index, some without a reading in a batch."""
     kernels = kernels_of(make_model(Schema((Feature("a", "continuous"),)), CONFIG, dtype=torch.float32))
     rng, R = np.random.default_rng(seed), 6
+    lines = None
+    if has_prior:  # fewer lines than readings: the last one counts for all longer prefixes
+        lines = AlertPrior(rng.uniform(0, 3, 20), rng.uniform(0.2, 2, 20))
     record_index, running = rng.permutation(9)[:R], np.full(9, INITIAL_RUNNING)
     batches = []
     for _ in range(2):
         offsets = np.append(0, np.cumsum(rng.integers(0, max_readings + 1, R)))
         M = int(offsets[-1])
-        terms = -(rng.exponential(size=(3, M)) * 10.0 ** rng.choice([-3, 0, 0, 0, 0, 1, 6, 30], (3, M)))
+        terms = -(rng.exponential(size=(4, M)) * 10.0 ** rng.choice([-3, 0, 0, 0, 0, 1, 6, 30], (4, M)))
         is_scored, is_decided = rng.random((2, M)) < 0.7 if is_masked else (None, None)
         columns = np.empty((4, M))
-        kernels.advance(running, record_index, offsets, terms, is_scored, is_decided, columns, P_VALUE_EXPONENT)
+        prior = None if lines is None else PriorPValues(terms[3], lines)
+        arguments = running, record_index, offsets, terms, is_scored, is_decided, columns, P_VALUE_EXPONENT
+        kernels.advance(*arguments, prior=prior)
         batches.append((offsets, terms, is_scored, is_decided, columns))
     for i, index in enumerate(record_index.tolist()):
         state, sums = PrefixState.initial(1), np.zeros((2, 1))
@@ -250,14 +268,14 @@ def test_running_statistics_follow_their_definition(seed: int, max_readings: int
             counts = np.ones(terms.shape[1], bool) if is_scored is None else is_scored
             own_terms = np.where(counts, terms, 0.0)[:, None, span]
             own_decided = None if is_decided is None else is_decided[None, span]
-            score, state = advance_prefix_state(state, own_terms[1], counts[None, span], own_decided)
+            prior = None if lines is None else PriorPValues(own_terms[3], lines)
+            score, state = advance_prefix_state(state, own_terms[1], counts[None, span], own_decided, prior=prior)
             log_likelihood = compute_running_sums(sums[0], own_terms[0])
             sums = np.stack([log_likelihood[:, -1], compute_running_sums(sums[1], own_terms[2])[:, -1]])
             np.testing.assert_array_equal(columns[0, span], np.where(counts, terms[0], np.nan)[span])
             np.testing.assert_allclose(columns[1:3, span], [log_likelihood[0], score[0]], rtol=1e-10, atol=1e-12)
-        expected = state.num_scored, state.neg_log_p_sum, state.min_log_p, state.max_statistic, *sums
-        got = [running[name][index] for name in ("scored", "total", "least", "peak", "log_likelihood", "excess")]
-        np.testing.assert_allclose(got, np.array(expected).ravel(), rtol=1e-10, atol=1e-12)
+        got = [running[name][index] for name in (*PREFIX_FIELDS, "log_likelihood", "excess")]
+        np.testing.assert_allclose(got, np.array([*astuple(state), *sums]).ravel(), rtol=1e-10, atol=1e-12)
 
 
 @settings(max_examples=num_examples(40), deadline=None)
@@ -380,10 +398,11 @@ def test_score_terms_and_conditionals_equal_pytorchs(
         by_kernels = to_torch(arrays)
         expected = by_pytorch.compute_score_terms(values, by_pytorch.compute_surprisal(values))
         of_conditionals = by_kernels.compute_score_terms(values, by_kernels.compute_surprisal(values))
-    of_arrays = arrays.compute_score_terms(values, kernels.surprisal(arrays, values))
+    of_arrays = arrays.compute_score_terms(values, kernels.surprisal)
     np.testing.assert_allclose(arrays.log_prob(values), expected.log_prob.numpy(), rtol=1e-3, atol=2e-3)
-    terms = kernels.score(cache, batch).reshape(3, 4, L)
-    all_terms = zip(terms, astuple(expected), astuple(of_conditionals), astuple(of_arrays), strict=True)
+    num_terms = 4 if model.config.alert_prior else 3  # the fourth is ln of the p-value under the prior alone
+    terms = kernels.score(cache, batch, scores_prior=num_terms == 4).reshape(num_terms, 4, L)
+    all_terms = zip(terms, *(astuple(t)[:num_terms] for t in (expected, of_conditionals, of_arrays)), strict=True)
     for term, pytorch_term, conditional_term, array_term in all_terms:
         np.testing.assert_allclose(term, pytorch_term.numpy(), rtol=1e-3, atol=2e-3)
         np.testing.assert_allclose(array_term, conditional_term.numpy(), rtol=1e-4, atol=2e-3)

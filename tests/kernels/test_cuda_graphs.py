@@ -161,4 +161,5 @@ def test_forward_pass_can_be_captured(
             with CapturableOnly():
                 terms = graphs.compute_score_terms(inputs, prior)
     assert (prior is None) == (model.num_prior_components == 0)
-    assert (terms.shape, terms.dtype, terms.device.type) == ((3, 16, num_readings), torch.float64, "cuda")
+    num_terms = 4 if model.config.alert_prior else 3
+    assert (terms.shape, terms.dtype, terms.device.type) == ((num_terms, 16, num_readings), torch.float64, "cuda")

@@ -54,8 +54,7 @@ def check_continuous(conditional: Conditional) -> None:
     # Ten points per standard deviation of the narrowest component.
     num_points = int((high - low) / float(conditional.scales.min()) * 10) + 2
     x = torch.linspace(low, high, num_points, dtype=torch.float64)
-    parts = (getattr(conditional, name)[0] for name in Conditional.__slots__)
-    repeated = Conditional(*(part.expand(len(x), *([-1] * (part.dim() - 1))) for part in parts))
+    repeated = conditional[0, torch.zeros(len(x), dtype=torch.long)]
     integral = torch.cumulative_trapezoid(repeated.log_prob(x).exp(), x)
     assert integral[-1].item() == pytest.approx(1.0, abs=1e-6)
     torch.testing.assert_close(repeated.cdf(x)[1:], integral, atol=1e-3, rtol=0)

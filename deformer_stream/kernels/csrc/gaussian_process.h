@@ -210,14 +210,14 @@ static double log_p_given_others(const Process *process, ContextScratch *s, int6
 static void write_process_conditional(const Process *process, const Batch *batch, int64_t query, int64_t m,
                                       int64_t count, ContextScratch *s) {
     int64_t code = batch->features[m];
-    double mean = 0, variance = 1, outlier_factor = 1, log_p_others = 0;
+    double mean = 0, variance = 1, outlier_factor = 1, log_p_prior = 0;
     if (process->inverse_deviations[code] > 0) {
         Neighbors neighbors;
         correlate(process, s, count, code, batch->ages[m]);
         choose_neighbors(process, s, count, -1, &neighbors);
         condition(process, code, &neighbors, &mean, &variance);
         outlier_factor = process->outlier_factors[code];
-        if (batch->log_p_others) log_p_others = log_p_given_others(process, s, count, code, batch->values[m]);
+        if (batch->log_p_prior) log_p_prior = log_p_given_others(process, s, count, code, batch->values[m]);
     }
     double scale = sqrt(variance);
     for (int64_t c = 0; c < 2; c++) {
@@ -225,7 +225,7 @@ static void write_process_conditional(const Process *process, const Batch *batch
         batch->prior_means[2 * query + c] = (float)mean;
         batch->prior_scales[2 * query + c] = (float)(c ? outlier_factor * scale : scale);
     }
-    if (batch->log_p_others) batch->log_p_others[query] = (float)log_p_others;
+    if (batch->log_p_prior) batch->log_p_prior[query] = (float)log_p_prior;
 }
 
 /* Return whether the cache holds the readings of records: irregular ones, and those on which a process is conditioned. */

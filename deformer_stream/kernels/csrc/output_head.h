@@ -75,6 +75,21 @@ static void build_mixture(const Head *head, float scale_floor, const float *outp
     for (size_t j = 0; j < J + K; j++) log_weights[j] -= total;
 }
 
+/* Return ln of the p-value of a value under the mixture of the Gaussian prior alone, as `score_continuous` computes it.
+ *
+ * prior_...: the prior's conditional, with K components. mixture: scratch, (SURPRISAL_ROWS, K rounded up to whole
+ * vectors). */
+static float log_p_under_prior(const float *prior_log_weights, const float *prior_means, const float *prior_scales,
+                               size_t K, float value, float *mixture) {
+    size_t C = round_up(K, LANES), bytes = K * sizeof *mixture;
+    float terms[3];
+    memcpy(mixture, prior_log_weights, bytes);
+    memcpy(mixture + C, prior_means, bytes);
+    memcpy(mixture + 2 * C, prior_scales, bytes);
+    score_continuous(compute_surprisal(mixture, K, value), terms, 1);
+    return terms[1];
+}
+
 /* Compute the score terms of a label: out[0] = ln p, out[stride] = ln of the p-value, out[2 stride] = centered NLL.
  *
  * The p-value is the probability of all labels that are at most as likely. logits: (labels of the feature). value: the
@@ -130,15 +145,21 @@ static void score_queries(const Network *net, const Batch *batch, int64_t from, 
         size_t query = batch->query_offsets[from] + at;
         float *out = batch->score_terms + query;
         const float *own = outputs + row * columns;
+        size_t at_prior = query * prior_stride(net);
+        const float *prior_log_weights = batch->prior_log_weights + at_prior;
+        const float *prior_means = batch->prior_means + at_prior, *prior_scales = batch->prior_scales + at_prior;
+        if (net->prior && batch->log_p_prior) {
+            int has_prior = net->prior->column_by_code[feature] >= 0;
+            batch->log_p_prior[query] = !has_prior ? 0 : log_p_under_prior(prior_log_weights, prior_means, prior_scales,
+                head->num_prior_components, batch->values[m], mixture);
+        }
         if (head->label_counts[feature]) {
             const float *logits = own + 3 * head->num_components;
             score_label(head, feature, logits, batch->values[m], log_mass, out, stride);
             continue;
         }
-        size_t at_prior = query * prior_stride(net);
-        build_mixture(head, head->scale_floor[feature], own, adjustments + row * adjust_columns,
-                      batch->prior_log_weights + at_prior, batch->prior_means + at_prior,
-                      batch->prior_scales + at_prior, mixture, C);
+        build_mixture(head, head->scale_floor[feature], own, adjustments + row * adjust_columns, prior_log_weights,
+                      prior_means, prior_scales, mixture, C);
         score_continuous(compute_surprisal(mixture, components, batch->values[m]), out, stride);
     }
 }

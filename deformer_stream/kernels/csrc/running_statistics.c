@@ -20,6 +20,25 @@ static double sidak(int64_t count, double min_log_p) {
  * It is -ln of the probability that uniform p-values have a larger sum, which has a Gamma(count, 1) distribution. */
 static double fisher(int64_t count, double neg_log_p_sum) { return -log_gamma_sf(count, neg_log_p_sum, TOLERANCE); }
 
+/* Return the larger one of Fisher's and Sidak's statistic of `count` p-values. */
+static double combine(int64_t count, double neg_log_p_sum, double min_log_p) {
+    return fmax(fisher(count, neg_log_p_sum), sidak(count, min_log_p));
+}
+
+/* Add the p-value of a reading under the Gaussian prior alone to the statistics of its record. */
+static void add_prior(const AdvanceTask *task, int64_t m, RunningState *state) {
+    double log_p = fmin(fmax(task->log_p_prior[m], -task->max_neg_log_p_prior), 0) * task->p_value_exponent;
+    state->prior_neg_log_p_sum -= log_p, state->prior_min_log_p = fmin(state->prior_min_log_p, log_p);
+}
+
+/* Return the term of the statistic that comes from the p-values under the Gaussian prior alone
+ * (`AlertPrior.compute_terms` of model/alert_prior.py). At least one reading is scored. */
+static double prior_term(const AdvanceTask *task, const RunningState *state) {
+    int64_t count = state->num_scored, line = (count < task->num_prior_lines ? count : task->num_prior_lines) - 1;
+    double combined = combine(count, state->prior_neg_log_p_sum, state->prior_min_log_p);
+    return task->prior_slopes[line] * fmax(combined - task->prior_starts[line], 0);
+}
+
 /* Return the increment ln(kappa) + (1 - kappa) min(-ln p, limit) of a cumulative sum. */
 static double bet(double log_p, double kappa, double limit) {
     return log(kappa) + (1 - kappa) * fmin(fmax(-log_p, 0), limit); /* rounding can make a p-value > 1 */
@@ -108,6 +127,7 @@ void advance_statistics(const AdvanceTask *task) {
                 state.num_scored++;
                 state.neg_log_p_sum -= log_p, state.min_log_p = fmin(state.min_log_p, log_p);
                 state.log_likelihood += log_prob, state.centered_nll += centered_nll;
+                if (task->log_p_prior) add_prior(task, m, &state);
             }
             if (is_scored && task->cusum_states) {
                 double statistic = advance_cusums(task, task->record_index[i], m, log_prob, log_p_value, &kind);
@@ -117,8 +137,8 @@ void advance_statistics(const AdvanceTask *task) {
             if (task->largest_kinds) task->largest_kinds[m] = kind;
             /* Not after readings that are followed by others with the same event time, whose order means nothing. */
             if (!task->cusum_states && state.num_scored && (!task->is_decided || task->is_decided[m])) {
-                double statistic = fmax(fisher(state.num_scored, state.neg_log_p_sum),
-                                        sidak(state.num_scored, state.min_log_p));
+                double statistic = combine(state.num_scored, state.neg_log_p_sum, state.min_log_p);
+                if (task->log_p_prior) statistic += prior_term(task, &state);
                 if (task->distance_terms) statistic += task->distance_terms[m];
                 state.max_statistic = fmax(state.max_statistic, statistic);
             }

@@ -1,0 +1,100 @@
+"""The p-values of readings under the Gaussian prior alone, which are a term of the alert's prefix statistic.
+
+The network's conditionals have heavy tails: components with small weights bound −ln p of a reading, however far off its
+value is. Those of the Gaussian prior (`gaussian_prior`) have light tails, so they show broken relations between
+sensors, also in records with many readings, more clearly (docs/experiments/33). The alert uses both.
+
+P_k is the combination of the prior's p-values of the first k readings, as the larger one of Fisher's and Šidák's
+statistics combines the network's p-values (`calibration.conformal`). The term is
+
+    (k/L)^a · −ln S_k(P_k)
+
+where S_k is the share of training records whose first k readings, in the order of arrival, have at least this P_k under
+a prior that was fitted without them. L is the number of features that are scored, and a is `EXPONENT`. S_k is an
+exponential tail, so the term is a straight line in P_k, and 0 below its start.
+
+The line comes from training records only, so the statistic is a fixed function of the record, and the guarantee of the
+alert rule holds as without the term.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deformer_stream.model.parameters import Model
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+EXPONENT = 0.3
+"""Power a of the share of readings by which the term is multiplied. Statistics of short prefixes have the heaviest
+tails."""
+MAX_NEG_LOG_P = 50.0
+"""Largest −ln p of a reading that counts. Light tails would turn a wild value into an anomaly score of any size."""
+
+
+@dataclass(frozen=True, slots=True)
+class AlertPrior:
+    """The lines that turn combined p-values under the Gaussian prior into a term of the alert's statistic.
+
+    Attributes:
+        starts: (L,) for prefixes of 1, 2, …, L readings the combined statistic P_k from which the term is positive.
+        slopes: (L,) by how much the term rises with the statistic from there on; not negative.
+    """
+
+    starts: Floats
+    slopes: Floats
+
+    @staticmethod
+    def from_model(model: Model) -> AlertPrior | None:
+        """Return the lines of a model, None if the prior is no term of its alert."""
+        if not model.config.alert_prior:
+            return None  # before the parameters of a network on a GPU are copied
+        arrays = model.extract_parameters().arrays
+        starts, slopes = (
+            np.ascontiguousarray(arrays[f"alert_prior.{name}"], np.float64) for name in ("starts", "slopes")
+        )
+        return AlertPrior(starts, slopes)
+
+    def compute_terms(self, statistics: Floats, num_scored: Ints) -> Floats:
+        """Return the term of each prefix, of the shape of the arguments; larger is more anomalous.
+
+        Args:
+            statistics: The combined statistics P_k of prefixes.
+            num_scored: Their numbers k of scored readings.
+        """
+        row = np.clip(num_scored, 1, len(self.starts)) - 1
+        terms = self.slopes[row] * np.maximum(statistics - self.starts[row], 0.0)
+        return np.asarray(np.where(num_scored > 0, terms, 0.0))
+
+
+@dataclass(frozen=True, slots=True)
+class PriorPValues:
+    """The p-values of readings under the Gaussian prior alone, with the lines that turn them into a term of the alert.
+
+    Attributes:
+        log_p: Natural logarithms of the highest-density p-values, in the shape of the readings; 0 for readings that the
+            prior lacks. Those of readings that are not scored are ignored.
+        lines: The lines.
+    """
+
+    log_p: Floats
+    lines: AlertPrior
+
+
+def fit_line(num_readings: int, num_features: int, quantile: float, share: float, excess: float) -> tuple[float, float]:
+    """Return the statistic from which the term is positive, and its slope, for prefixes of one length.
+
+    Args:
+        num_readings: The number k of readings of the prefix.
+        num_features: The number L of features that are scored.
+        quantile: A statistic beyond which the tail of the training records is exponential.
+        share: The share of the training records beyond it.
+        excess: Their mean excess over it, positive.
+    """
+    factor = (num_readings / num_features) ** EXPONENT
+    return quantile + excess * math.log(share), factor / excess

@@ -1,0 +1,57 @@
+"""The distribution of a number over prefixes of training records, from which a term of the alert is computed.
+
+A term of the alert's statistic compares a number of an open record, such as its distance to stored records, with that
+of training records with as many readings. The tail of its distribution is taken as exponential, so the term is a
+straight line in the number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+MIN_RECORDS = 100
+"""Smallest number of training and validation records with which such terms are used by default."""
+MAX_REFERENCE_RECORDS = 1000
+"""Largest number of records from which the distribution is computed."""
+TAIL_SHARE = 0.1
+"""Share of the reference records in the tail of the distribution, which is exponential."""
+MIN_PREFIXES = 20
+"""Smallest number of reference records with k readings from which the distribution for k readings is computed. The term
+of prefixes with k readings is 0 if there are fewer."""
+
+FitLine = Callable[[int, int, float, float, float], tuple[float, float]]
+"""A function that returns start and slope of the term for prefixes of one length (`model.alert_prior.fit_line`).
+
+Its arguments are the number of readings of the prefix, the number of features that are scored, a quantile, the share of
+the records beyond it, and their mean excess over it."""
+
+
+def fit_lines(
+    measured: Floats, num_readings: Ints, num_features: int, min_excess: float, fit_line: FitLine
+) -> tuple[Floats, Floats]:
+    """Return the starts and slopes of a term for prefixes of 1, 2, …, L readings, (L,) each.
+
+    Args:
+        measured: (M,) the number of each prefix of the reference records; larger is more anomalous.
+        num_readings: (M,) the number of readings of each prefix, without those of context features.
+        num_features: The number L of features that are scored.
+        min_excess: Smallest mean excess of the tail.
+        fit_line: Computes the line for one length.
+    """
+    starts, slopes = np.zeros(num_features), np.zeros(num_features)
+    for k in range(num_features):
+        of_length = measured[num_readings == k + 1]
+        if len(of_length) < MIN_PREFIXES:
+            # There are too few records with so many readings to estimate the tail, so such prefixes have no term.
+            continue
+        quantile = float(np.quantile(of_length, 1.0 - TAIL_SHARE))
+        beyond = of_length[of_length > quantile]
+        excess = max(float(beyond.mean()) - quantile if len(beyond) else 0.0, min_excess)
+        starts[k], slopes[k] = fit_line(k + 1, num_features, quantile, TAIL_SHARE, excess)
+    return starts, slopes
