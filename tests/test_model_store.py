@@ -23,6 +23,7 @@ from deformer_stream.calibration.cusum import CusumScale
 from deformer_stream.durable_file import replace_file
 from deformer_stream.errors import ArtifactError, ConfigError, Unavailable
 from deformer_stream.model.alert_distance import AlertDistance
+from deformer_stream.model.alert_prior import AlertPrior
 from deformer_stream.model.deformer import DEformer
 from deformer_stream.model.exemplars import Exemplars
 from deformer_stream.model.parameters import check_parameters
@@ -150,6 +151,45 @@ def test_damaged_training_records_for_the_alert_are_refused(tmp_path: Path, name
     model_store.write(tmp_path / "model", model, make_calibration(model), {}, "")
     forge_weights(tmp_path / "model", lambda tensors: change(tensors[f"alert_distance.{name}"]))
     assert_read_fails(tmp_path / "model", "a tensor alert_distance of the weights file")
+
+
+def test_prior_in_the_alert_survives_a_round_trip(tmp_path: Path) -> None:
+    model = make_model(SCHEMA, replace(CONFIG, gaussians=2, alert_prior=True), dtype=torch.float32)
+    model_store.write(tmp_path / "model", model, make_calibration(model), {}, "")
+    artifact = model_store.read(tmp_path / "model")
+    assert artifact.manifest["format_version"] == 13  # earlier releases do not know it
+    assert model.alert_prior is not None
+    for loaded in (artifact.scoring_model, artifact.model):
+        lines = AlertPrior.from_model(loaded)
+        assert lines is not None
+        np.testing.assert_array_equal(lines.starts, model.alert_prior.starts.numpy())
+        np.testing.assert_array_equal(lines.slopes, model.alert_prior.slopes.numpy())
+    forge_manifest(tmp_path / "model", lambda manifest: manifest.update(format_version=12))
+    assert_read_fails(tmp_path / "model", "its contents need version 13")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"), [("starts", np.nan, "not finite"), ("slopes", -1.0, "alert_prior.slopes")]
+)
+def test_damaged_prior_in_the_alert_is_refused(tmp_path: Path, name: str, value: float, said: str) -> None:
+    model = make_model(SCHEMA, replace(CONFIG, gaussians=2, alert_prior=True), dtype=torch.float32)
+    model_store.write(tmp_path / "model", model, make_calibration(model), {}, "")
+    forge_weights(tmp_path / "model", lambda tensors: tensors[f"alert_prior.{name}"].fill_(value))
+    assert_read_fails(tmp_path / "model", said)
+
+
+def test_prior_in_the_alert_needs_a_prior(tmp_path: Path) -> None:
+    """An altered manifest can state the term for a model without a mixture."""
+    write_ranking_model(tmp_path / "model")
+
+    def add_term(manifest: Manifest) -> None:
+        manifest["hyperparameters"]["alert_prior"] = True
+        manifest["format_version"] = 13
+
+    forge_manifest(tmp_path / "model", add_term)
+    assert_read_fails(tmp_path / "model", "missing: ['alert_prior.slopes', 'alert_prior.starts']")
+    forge_manifest(tmp_path / "model", lambda manifest: manifest["hyperparameters"].update(gaussians=0))
+    assert_read_fails(tmp_path / "model", "alert_prior needs gaussians of at least 1")
 
 
 def test_inconsistent_weight_of_the_prior_is_refused(tmp_path: Path) -> None:
