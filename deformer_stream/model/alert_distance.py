@@ -39,10 +39,10 @@ Codes = NDArray[np.int8]
 WEIGHT = 0.5
 """Weight w of the distance in nats, if the Gaussian prior is no term of the alert; that of the combined p-values of the
 readings is 1."""
-WEIGHT_WITH_PRIOR = 2.0
-"""Weight w if the Gaussian prior is a term of the alert (`alert_prior`). That term is on the scale of nats like the
-combined p-values, and its detections of broken relations do not depend on the distance (docs/experiments/33)."""
-EXPONENT = 0.3
+WEIGHT_WITH_PRIOR = 1.5
+"""Weight w if the Gaussian prior is a term of the alert (`alert_prior`). That term detects the broken relations that a
+larger weight of the distance costs (docs/experiments/33)."""
+EXPONENT = 0.1
 """Power a of the share of readings by which a distance in nats is multiplied. Distances of short prefixes have the
 heaviest tails."""
 MIN_NATS = 3.0
