@@ -100,7 +100,7 @@ def test_calibration_records_change_nothing(tmp_path: Path) -> None:
 
 
 def test_few_normal_records_have_a_term(tmp_path: Path) -> None:
-    """With k of L readings, a share exp(−3 (L/k)^0.3) of normal records is expected, 5% of complete ones.
+    """With k of L readings, a share exp(−3 (L/k)^0.1) of normal records is expected, 5% of complete ones.
 
     Single readings are nearer to stored ones than `MIN_EXCESS`, so that fewer of them have a term.
     """
