@@ -189,7 +189,7 @@ def test_prior_in_the_alert_needs_a_prior(tmp_path: Path) -> None:
     forge_manifest(tmp_path / "model", add_term)
     assert_read_fails(tmp_path / "model", "missing: ['alert_prior.slopes', 'alert_prior.starts']")
     forge_manifest(tmp_path / "model", lambda manifest: manifest["hyperparameters"].update(gaussians=0))
-    assert_read_fails(tmp_path / "model", "alert_prior needs gaussians of at least 1")
+    assert_read_fails(tmp_path / "model", "alert_prior needs gaussians or neighbors of at least 1")
 
 
 def test_inconsistent_weight_of_the_prior_is_refused(tmp_path: Path) -> None:

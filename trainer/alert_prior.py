@@ -1,7 +1,8 @@
 """Fit the term of the Gaussian prior in the alert: how improbable training records are under the prior alone.
 
-The term is that of `deformer_stream.model.alert_prior`. Each training record is scored under a prior that was fitted
-without it, so its p-values are like those of new records. Calibration records are not used, so the guarantee of the
+The term is that of `deformer_stream.model.alert_prior`. Each training record is scored under a mixture that was fitted
+without it, so its p-values are like those of new records. The prior of wide records, and the network, are fitted to all
+training records, so validation records are scored instead. Calibration records are not used, so the guarantee of the
 alert rule holds.
 """
 
@@ -14,13 +15,15 @@ import torch
 from numpy.typing import NDArray
 
 from deformer_stream.calibration.conformal import combine_p_values
-from deformer_stream.model.alert_prior import MAX_NEG_LOG_P, fit_line
+from deformer_stream.engine.record_scores import compute_log_p_values
+from deformer_stream.kernels.cpu import attached_kernels
+from deformer_stream.model.alert_prior import MAX_NEG_LOG_P, NETWORK, PRIOR, fit_line
 from deformer_stream.model.deformer import AlertPriorTensors, DEformer
 from deformer_stream.model.distributions import build_prior_conditional
 from trainer.calibrate import Order, order_records
 from trainer.data import PreparedTable, Split
 from trainer.gaussian_prior import CrossFittedPriors
-from trainer.prefix_tails import MAX_REFERENCE_RECORDS, MIN_RECORDS, fit_lines
+from trainer.prefix_tails import MAX_REFERENCE_RECORDS, MIN_PREFIXES, MIN_RECORDS, fit_lines
 from trainer.sampling import create_generator
 
 Floats = NDArray[np.float64]
@@ -30,6 +33,8 @@ MIN_EXCESS = 0.2
 """Smallest mean excess of the tail, in nats. That of independent p-values, raised to the usual power, is about 0.8."""
 PRIOR_SEED = 0xA9107
 """Constant that is combined with the user's seed, so that this module's random numbers differ from those of others."""
+MAX_WIDE_READINGS = 60_000
+"""Largest number of readings of wide records from which the lines are fitted, because each takes long to score."""
 BATCH_SIZE = 64
 """Number of records whose conditionals are computed together. A covariance matrix of each takes memory."""
 
@@ -42,35 +47,49 @@ def add_alert_prior(
     seed: int,
     is_wanted: bool | None,
 ) -> None:
-    """Make the Gaussian prior a term of the alert of a trained model, unless it has none or few training records.
+    """Make the prior a term of the alert of a trained model, unless it has none or few training records.
 
     Args:
         model: The trained model, which is changed in place. A term that it has already is replaced.
         data: The prepared table.
-        priors: The Gaussian prior of the model with its variants; None if the model has none.
+        priors: The mixture of Gaussians of the model with its variants; None if it has none.
         order: The arrival-order distribution (`calibrate.choose_order`).
         seed: Seed of the random choices.
         is_wanted: Whether the prior becomes a term; None for the default, with which `MIN_RECORDS` are needed.
     """
     model.alert_prior = None
     model.config = replace(model.config, alert_prior=False)
-    rows = np.flatnonzero((data.split == Split.TRAIN) | (data.split == Split.VALIDATION))
+    is_training, is_validation = data.split == Split.TRAIN, data.split == Split.VALIDATION
     if is_wanted is None:
-        is_wanted = len(rows) >= MIN_RECORDS
+        is_wanted = int((is_training | is_validation).sum()) >= MIN_RECORDS
     num_counted = int((~data.schema.is_context).sum())
-    if priors is None or model.gaussians is None or not is_wanted or not num_counted:
+    is_wide = priors is None
+    if not is_wanted or not num_counted or not model.num_prior_components:
         return
-    chosen = np.sort(np.random.default_rng([seed, PRIOR_SEED]).permutation(rows)[:MAX_REFERENCE_RECORDS])
+    # The prior of wide records has no variants that were fitted without some of the training records.
+    rows = np.flatnonzero(is_validation if is_wide else is_training | is_validation)
+    limit = MAX_WIDE_READINGS // num_counted if is_wide else MAX_REFERENCE_RECORDS
+    chosen = np.sort(np.random.default_rng([seed, PRIOR_SEED]).permutation(rows)[:limit])
+    if is_wide and len(chosen) < MIN_PREFIXES:
+        return
     codes, values, _ = order_records(data, chosen, order, create_generator(seed, PRIOR_SEED))
-    log_p = np.maximum(_compute_log_p(priors, codes, values, chosen), -MAX_NEG_LOG_P)
-    is_counted = (codes >= 0) & ~data.schema.is_context[np.maximum(codes, 0)]
-    statistics, counts = combine_p_values(log_p, is_counted), is_counted.cumsum(1)
-    # Readings of context features do not change the statistic, so each prefix occurs once.
-    starts, slopes = fit_lines(statistics[is_counted], counts[is_counted], num_counted, MIN_EXCESS, fit_line)
-    tensors = AlertPriorTensors(data.schema)
-    tensors.starts, tensors.slopes = torch.from_numpy(starts), torch.from_numpy(slopes)
-    model.alert_prior = tensors.to(model.device)
+    model.alert_prior = AlertPriorTensors(data.schema).to(model.device)
     model.config = replace(model.config, alert_prior=True)
+    if priors is None:
+        with attached_kernels(model) as kernels:
+            log_p = compute_log_p_values(kernels, model, codes, values)
+    else:
+        log_p = np.stack([np.zeros(codes.shape), _compute_log_p(priors, codes, values, chosen)])
+    is_counted = (codes >= 0) & ~data.schema.is_context[np.maximum(codes, 0)]
+    counts = is_counted.cumsum(1)[is_counted]  # readings of context features do not change the statistic
+    starts, slopes = np.zeros((2, num_counted)), np.ones((2, num_counted))
+    for source in (NETWORK, PRIOR) if is_wide else (PRIOR,):
+        bounded = np.maximum(log_p[source], -MAX_NEG_LOG_P) if source == PRIOR else log_p[source]
+        statistics = combine_p_values(bounded, is_counted)[is_counted]
+        starts[source], slopes[source] = fit_lines(statistics, counts, num_counted, MIN_EXCESS, fit_line)
+    model.alert_prior.starts, model.alert_prior.slopes = (
+        torch.from_numpy(lines).to(model.device) for lines in (starts, slopes)
+    )
 
 
 def _compute_log_p(priors: CrossFittedPriors, codes: Ints, values: Floats, rows: Ints) -> Floats:

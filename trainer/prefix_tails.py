@@ -19,8 +19,8 @@ MIN_RECORDS = 100
 """Smallest number of training and validation records with which such terms are used by default."""
 MAX_REFERENCE_RECORDS = 1000
 """Largest number of records from which the distribution is computed."""
-TAIL_SHARE = 0.1
-"""Share of the reference records in the tail of the distribution, which is exponential."""
+TAIL_SHARE, MIN_TAIL = 0.1, 10
+"""Share of the reference records in the tail of the distribution, which is exponential, and their smallest number."""
 MIN_PREFIXES = 20
 """Smallest number of reference records with k readings from which the distribution for k readings is computed. The term
 of prefixes with k readings is 0 if there are fewer."""
@@ -50,8 +50,9 @@ def fit_lines(
         if len(of_length) < MIN_PREFIXES:
             # There are too few records with so many readings to estimate the tail, so such prefixes have no term.
             continue
-        quantile = float(np.quantile(of_length, 1.0 - TAIL_SHARE))
+        share = max(TAIL_SHARE, MIN_TAIL / len(of_length))
+        quantile = float(np.quantile(of_length, 1.0 - share))
         beyond = of_length[of_length > quantile]
         excess = max(float(beyond.mean()) - quantile if len(beyond) else 0.0, min_excess)
-        starts[k], slopes[k] = fit_line(k + 1, num_features, quantile, TAIL_SHARE, excess)
+        starts[k], slopes[k] = fit_line(k + 1, num_features, quantile, share, excess)
     return starts, slopes

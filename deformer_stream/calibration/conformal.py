@@ -172,7 +172,7 @@ def advance_prefix_state(
         statistics, prior_neg_log_p_sum, prior_min_log_p = _combine_p_values(
             prior_neg_log_p_sum, prior_min_log_p, bounded_log_p, is_scored, num_scored
         )
-        combined = combined + prior.lines.compute_terms(statistics, num_scored)
+        combined = prior.lines.compute_terms(combined, statistics, num_scored)
     if distance_terms is not None:
         combined = combined + distance_terms
     statistic = np.where(num_scored > 0, combined, 0.0)

@@ -55,6 +55,19 @@ def score_records(model: DEformer, features: NDArray[np.int64], values: Floats, 
     return total
 
 
+def compute_log_p_values(model: DEformer, features: NDArray[np.int64], values: Floats) -> Floats:
+    """Return ln of the p-values of readings, by the network and under the prior alone (`record_scores`), (2, N, L)."""
+    log_p = np.zeros((2, *features.shape))
+    start = 0
+    for of_network, _, of_prior, _ in _iterate_score_terms(model, features, values, batch_size=32):
+        part = slice(start, start := start + len(of_network))
+        is_reading = features[part] >= 0
+        log_p[0, part] = np.where(is_reading, of_network, 0.0)
+        if of_prior is not None:
+            log_p[1, part] = np.where(is_reading, of_prior, 0.0)
+    return log_p
+
+
 def compute_max_statistics(
     model: DEformer, features: NDArray[np.int64], values: Floats, batch_size: int = 256
 ) -> Floats:

@@ -240,18 +240,10 @@ def _score_pass(kernels: CpuKernels, features: Ints, values: Floats) -> ScoredRe
         measure = choose_distance_function(kernels.library)
         distance_terms = distance.compute_terms(features, values, measure)[is_reading]
     running = np.full(num_records, INITIAL_RUNNING, RUNNING_DTYPE)
-    alert_prior, prior = AlertPrior.from_model(kernels.parameters), None
-    # Rows: ln p, ln of the p-value, centered NLL (−ln p minus its expectation), ln of the p-value under the prior alone
-    terms = np.empty((3 if alert_prior is None else 4, len(codes)))
+    alert_prior = AlertPrior.from_model(kernels.parameters)
+    terms = _compute_terms(kernels, codes, values[is_reading], offsets)
     if len(codes):
-        # A KV cache of exactly the required size: record i has the pages in row i, and no reading is cached yet.
-        cache = kernels.create_cache(num_records * kernels.bytes_per_record)
-        pages = np.arange(num_records * cache.pages_per_record).reshape(num_records, -1)
-        num_cached = np.zeros(num_records, np.int64)
-        batch = RaggedBatch(codes, values[is_reading].astype(np.float32), offsets, num_cached, pages)
-        terms[:] = kernels.score(cache, batch, alert_prior is not None)  # also converts float32 to float64
-        if alert_prior is not None:
-            prior = PriorPValues(terms[3], alert_prior)
+        prior = None if alert_prior is None else PriorPValues(terms[3], alert_prior)
         # Update `running` with the readings of each record. The scores after each reading are not needed here, but
         # `advance` requires an array for them.
         unused_scores = np.empty((3, len(codes)))
@@ -269,3 +261,54 @@ def _score_pass(kernels: CpuKernels, features: Ints, values: Floats) -> ScoredRe
             prior=prior,
         )
     return ScoredRecords(codes, terms[1], is_scored, running)
+
+
+def _compute_terms(kernels: CpuKernels, codes: Ints, values: Floats, offsets: Ints) -> Floats:
+    """Return the score terms of M readings of complete records, (3, M), or (4, M) if the prior is a term of the alert.
+
+    The rows are ln p, ln of the p-value, centered NLL (−ln p minus its expectation), and ln of the p-value under the
+    prior alone.
+
+    Args:
+        kernels: The model's compiled kernels.
+        codes: (M,) feature codes, one record after the other.
+        values: (M,) normalised values or label codes.
+        offsets: (N + 1,) index of the first reading of each record, followed by M.
+    """
+    has_prior, num_records = kernels.parameters.config.alert_prior, len(offsets) - 1
+    if not len(codes):
+        return np.empty((4 if has_prior else 3, 0))
+    # A KV cache of exactly the required size: record i has the pages in row i, and no reading is cached yet.
+    cache = kernels.create_cache(num_records * kernels.bytes_per_record)
+    pages = np.arange(num_records * cache.pages_per_record).reshape(num_records, -1)
+    batch = RaggedBatch(codes, values.astype(np.float32), offsets, np.zeros(num_records, np.int64), pages)
+    return kernels.score(cache, batch, has_prior).astype(np.float64)
+
+
+def compute_log_p_values(kernels: CpuKernels | None, model: Model, features: Ints, values: Floats) -> Floats:
+    """Return ln of the p-values of the readings of N complete records, by the network and under the prior alone.
+
+    Args:
+        kernels: The model's compiled kernels, or None to compute with PyTorch.
+        model: The model, whose prior must be a term of the alert.
+        features: (N, L) feature codes in order of arrival, −1 as padding at the end.
+        values: (N, L) normalised values, or label codes.
+
+    Returns:
+        (2, N, L) natural logarithms; 0 for padding.
+    """
+    if kernels is None:
+        network = load_network(model)
+        # Imported here, because it imports PyTorch.
+        from deformer_stream.calibration import torch_scoring
+
+        return torch_scoring.compute_log_p_values(network, features, values)
+    log_p = np.zeros((2, *features.shape))
+    records_per_pass = max(1, READINGS_PER_PASS // max(features.shape[1], 1))
+    for start in range(0, len(features), records_per_pass):
+        part = slice(start, start + records_per_pass)
+        is_reading = features[part] >= 0
+        offsets = np.append(0, np.cumsum(is_reading.sum(1)))
+        terms = _compute_terms(kernels, features[part][is_reading], values[part][is_reading], offsets)
+        log_p[:, part][:, is_reading] = terms[1::2]
+    return log_p

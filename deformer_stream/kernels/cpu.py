@@ -276,8 +276,8 @@ class CpuKernels:
             (3, Z) one column for each scored reading. The first row is ln p of the value (its density or probability).
             The second row is ln of the p-value (probability of a value at most as likely). The third row is the
             centered NLL (−ln p minus its expected value). The fourth row, with `scores_prior`, is ln of the p-value
-            under the prior alone, 0 for readings that the prior lacks. A mixture is conditioned on all earlier
-            readings, a process on those of other sensors only.
+            under the prior alone, 0 for readings that the prior lacks. If readings are irregular, it is conditioned on
+            the readings of other sensors only.
 
         Raises:
             MemoryError: There is too little memory for intermediate results.
@@ -344,9 +344,9 @@ class CpuKernels:
             is_decided=is_decided,
             distance_terms=distance_terms,
             log_p_prior=None if prior is None else prior.log_p,
-            prior_starts=None if prior is None else prior.lines.starts,
-            prior_slopes=None if prior is None else prior.lines.slopes,
-            num_prior_lines=0 if prior is None else len(prior.lines.starts),
+            line_starts=None if prior is None else prior.lines.starts,
+            line_slopes=None if prior is None else prior.lines.slopes,
+            num_lines=0 if prior is None else prior.lines.starts.shape[1],
             max_neg_log_p_prior=MAX_NEG_LOG_P,
             running=abi.running_address(running),
             out=columns,

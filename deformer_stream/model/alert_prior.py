@@ -1,20 +1,24 @@
-"""The p-values of readings under the Gaussian prior alone, which are a term of the alert's prefix statistic.
+"""The p-values of readings under the prior alone, which are a term of the alert's prefix statistic.
 
 The network's conditionals have heavy tails: components with small weights bound −ln p of a reading, however far off its
-value is. Those of the Gaussian prior (`gaussian_prior`) have light tails, so they show broken relations between
-sensors, also in records with many readings, more clearly (docs/experiments/33). The alert uses both.
+value is. Those of the Gaussian prior (`gaussian_prior`, `gaussian_process`) have lighter tails, so they show broken
+relations between sensors, also in records with many readings, more clearly (docs/experiments/33). The alert uses both.
 
 P_k is the combination of the prior's p-values of the first k readings, as the larger one of Fisher's and Šidák's
 statistics combines the network's p-values (`calibration.conformal`). The term is
 
     (k/L)^a · −ln S_k(P_k)
 
-where S_k is the share of training records whose first k readings, in the order of arrival, have at least this P_k under
+where S_k is the share of normal records whose first k readings, in the order of arrival, have at least this P_k, under
 a prior that was fitted without them. L is the number of features that are scored, and a is `EXPONENT`. S_k is an
 exponential tail, so the term is a straight line in P_k, and 0 below its start.
 
-The line comes from training records only, so the statistic is a fixed function of the record, and the guarantee of the
-alert rule holds as without the term.
+For wide records, the combination of the network's p-values is replaced by such a term, too. Both combinations are near
+0 for complete normal records with hundreds of readings, so those of the first few readings would set the threshold of
+the alert.
+
+The lines come from training and validation records only, so the statistic is a fixed function of the record, and the
+guarantee of the alert rule holds as without the term.
 """
 
 from __future__ import annotations
@@ -34,16 +38,20 @@ EXPONENT = 0.3
 """Power a of the share of readings by which the term is multiplied. Statistics of short prefixes have the heaviest
 tails."""
 MAX_NEG_LOG_P = 50.0
-"""Largest −ln p of a reading that counts. Light tails would turn a wild value into an anomaly score of any size."""
+"""Largest −ln p of a reading under the prior that counts. Light tails would turn a wild value into an anomaly score of
+any size."""
+NETWORK, PRIOR = 0, 1
+"""Rows of the lines of the network's p-values, and of those of the prior."""
 
 
 @dataclass(frozen=True, slots=True)
 class AlertPrior:
-    """The lines that turn combined p-values under the Gaussian prior into a term of the alert's statistic.
+    """The lines that turn combined p-values into terms of the alert's statistic.
 
     Attributes:
-        starts: (L,) for prefixes of 1, 2, …, L readings the combined statistic P_k from which the term is positive.
-        slopes: (L,) by how much the term rises with the statistic from there on; not negative.
+        starts: (2, L) for prefixes of 1, 2, …, L readings the combined statistic from which the term is positive: row
+            `NETWORK` for the network's p-values, row `PRIOR` for those of the prior.
+        slopes: (2, L) by how much the term rises with the statistic from there on; not negative.
     """
 
     starts: Floats
@@ -55,26 +63,26 @@ class AlertPrior:
         if not model.config.alert_prior:
             return None  # before the parameters of a network on a GPU are copied
         arrays = model.extract_parameters().arrays
-        starts, slopes = (
-            np.ascontiguousarray(arrays[f"alert_prior.{name}"], np.float64) for name in ("starts", "slopes")
-        )
-        return AlertPrior(starts, slopes)
+        names = "starts", "slopes"
+        return AlertPrior(*(np.ascontiguousarray(arrays[f"alert_prior.{name}"], np.float64) for name in names))
 
-    def compute_terms(self, statistics: Floats, num_scored: Ints) -> Floats:
-        """Return the term of each prefix, of the shape of the arguments; larger is more anomalous.
+    def compute_terms(self, of_network: Floats, of_prior: Floats, num_scored: Ints) -> Floats:
+        """Return the sum of both terms for each prefix, of the shape of the arguments; larger is more anomalous.
 
         Args:
-            statistics: The combined statistics P_k of prefixes.
-            num_scored: Their numbers k of scored readings.
+            of_network: The combined statistics of the network's p-values of prefixes.
+            of_prior: Those of the p-values under the prior.
+            num_scored: The numbers of scored readings of the prefixes.
         """
-        row = np.clip(num_scored, 1, len(self.starts)) - 1
-        terms = self.slopes[row] * np.maximum(statistics - self.starts[row], 0.0)
-        return np.asarray(np.where(num_scored > 0, terms, 0.0))
+        column = np.clip(num_scored, 1, self.starts.shape[1]) - 1
+        starts, slopes = self.starts[:, column], self.slopes[:, column]
+        terms = slopes * np.maximum(np.stack([of_network, of_prior]) - starts, 0.0)
+        return np.asarray(np.where(num_scored > 0, terms[NETWORK] + terms[PRIOR], 0.0))
 
 
 @dataclass(frozen=True, slots=True)
 class PriorPValues:
-    """The p-values of readings under the Gaussian prior alone, with the lines that turn them into a term of the alert.
+    """The p-values of readings under the prior alone, with the lines that turn combined p-values into terms.
 
     Attributes:
         log_p: Natural logarithms of the highest-density p-values, in the shape of the readings; 0 for readings that the

@@ -20,7 +20,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from deformer_stream.model.constants import LAYER_NORM_EPSILON, MAX_LOG_SCALE_CHANGE
 from deformer_stream.model.gamma import log_gamma_sf
-from deformer_stream.model.parameters import ModelParameters, compute_scale_floors, find_prior_columns
+from deformer_stream.model.parameters import ModelParameters, compute_scale_floors
 
 Floats = NDArray[np.float64]
 Singles = NDArray[np.float32]
@@ -273,7 +273,7 @@ class HeadArrays:
         has_prior, has_norm = parameters.num_prior_components, "norm.weight" in parameters.arrays
         self._adjust = _to_double(parameters.get_linear("head.adjust")) if has_prior else None
         self._is_alert_prior = parameters.config.alert_prior
-        self._lacks_prior = find_prior_columns(schema)[:-1] < 0
+        self._lacks_prior = ~schema.is_linear
         self._norm = _to_double(parameters.get_linear("norm")) if has_norm else None
 
     @_without_warnings

@@ -150,8 +150,8 @@ class ModelConfig:
             raise ValueError("the hyperparameter prior_weight needs gaussians and exemplars of at least 1")
         if not isinstance(self.alert_prior, bool):
             raise ValueError(f"the hyperparameter alert_prior is {self.alert_prior!r}, but it must be true or false")
-        if self.alert_prior and not self.gaussians:
-            raise ValueError("the hyperparameter alert_prior needs gaussians of at least 1")
+        if self.alert_prior and not (self.gaussians or self.neighbors):
+            raise ValueError("the hyperparameter alert_prior needs gaussians or neighbors of at least 1")
         for width in self.hidden:
             _check_integer("each width in the hyperparameter hidden", width, minimum=1)
         if self.d_model % self.heads:

@@ -201,7 +201,7 @@ class DEformer(nn.Module):
             self.alert_distance = AlertDistanceTensors(schema, config.alert_exemplars)
         self.alert_prior: AlertPriorTensors | None = None
         if config.alert_prior:
-            if self.gaussians is None:
+            if not self.num_prior_components:
                 raise ValueError("the hyperparameter alert_prior needs a feature that the Gaussian prior can contain")
             self.alert_prior = AlertPriorTensors(schema)
         self.register_buffer("is_context", torch.tensor(schema.is_context), persistent=False)
@@ -937,7 +937,7 @@ class AlertDistanceTensors(nn.Module):
 
 
 class AlertPriorTensors(nn.Module):
-    """The lines that turn p-values under the Gaussian prior into a term of the alert, as parts of the network.
+    """The lines that turn combined p-values into terms of the alert, as parts of the network.
 
     Training sets the tensors; `alert_prior.AlertPrior` describes them and computes with them.
 
@@ -952,8 +952,8 @@ class AlertPriorTensors(nn.Module):
     def __init__(self, schema: Schema) -> None:
         super().__init__()
         num_counted = int((~schema.is_context).sum())
-        self.register_buffer("starts", torch.zeros(num_counted, dtype=torch.float64))
-        self.register_buffer("slopes", torch.zeros(num_counted, dtype=torch.float64))
+        self.register_buffer("starts", torch.zeros(2, num_counted, dtype=torch.float64))
+        self.register_buffer("slopes", torch.zeros(2, num_counted, dtype=torch.float64))
 
 
 def to_tensor(array: NDArray[np.generic], model: DEformer) -> Tensor:

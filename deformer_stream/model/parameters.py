@@ -316,8 +316,8 @@ def describe_tensors(schema: Schema, config: ModelConfig) -> dict[str, TensorDes
         add("alert_distance.slopes", num_counted, dtype=double)
     if config.alert_prior:
         num_counted = int((~schema.is_context).sum())
-        add("alert_prior.starts", num_counted, dtype=double)
-        add("alert_prior.slopes", num_counted, dtype=double)
+        add("alert_prior.starts", 2, num_counted, dtype=double)
+        add("alert_prior.slopes", 2, num_counted, dtype=double)
     return tensors
 
 
@@ -344,7 +344,7 @@ def check_parameters(schema: Schema, config: ModelConfig, arrays: Mapping[str, A
     described = describe_tensors(schema, config)
     if config.prior_weight and "gaussians.means" not in described:
         raise ValueError("the hyperparameter prior_weight needs a feature that the Gaussian prior can contain")
-    if config.alert_prior and "gaussians.means" not in described:
+    if config.alert_prior and not count_prior_components(schema, config):
         raise ValueError("the hyperparameter alert_prior needs a feature that the Gaussian prior can contain")
     for name in ("alert_exemplars", "alert_prior"):
         if getattr(config, name) and (schema.reading_times is not None or schema.is_context.all()):

@@ -58,10 +58,10 @@ def make_config(prior: dict[str, int], alert_prior: bool = False, **hyperparamet
 
     Args:
         prior: Hyperparameters of the prior.
-        alert_prior: Whether a mixture is a term of the alert; ignored for other priors.
+        alert_prior: Whether the prior is a term of the alert; ignored without a prior.
         hyperparameters: The others.
     """
-    return ModelConfig(**hyperparameters, **prior, alert_prior=alert_prior and "gaussians" in prior)
+    return ModelConfig(**hyperparameters, **prior, alert_prior=alert_prior and bool(prior))
 
 
 configs = st.builds(
@@ -107,9 +107,9 @@ def make_model(schema: Schema, config: ModelConfig, seed: int = 0, dtype: torch.
     if model.alert_distance is not None:
         fill_alert_distance(model.alert_distance, schema, seed)
     if model.alert_prior is not None:
-        rng, num_counted = np.random.default_rng([seed, 0xA9]), len(model.alert_prior.slopes)
-        model.alert_prior.starts.copy_(torch.from_numpy(rng.uniform(0.0, 0.5, num_counted)))
-        model.alert_prior.slopes.copy_(torch.from_numpy(rng.uniform(0.2, 1.0, num_counted)))
+        rng, shape = np.random.default_rng([seed, 0xA9]), model.alert_prior.slopes.shape
+        model.alert_prior.starts.copy_(torch.from_numpy(rng.uniform(0.0, 0.5, shape)))
+        model.alert_prior.slopes.copy_(torch.from_numpy(rng.uniform(0.2, 1.0, shape)))
     return model
 
 

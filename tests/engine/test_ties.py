@@ -217,7 +217,8 @@ def test_tie_group_is_scored_as_a_mixture_over_its_orders() -> None:
     terms = distance.compute_terms(features[:1], z[:1])
     lines = AlertPrior.from_model(model)
     assert lines is not None
-    assert lines.compute_terms(combine_p_values(smallest_prior, is_scored), is_scored.cumsum(1))[0, -1] > 0
+    of_prior = combine_p_values(smallest_prior, is_scored)
+    assert lines.compute_terms(np.zeros_like(of_prior), of_prior, is_scored.cumsum(1))[0, -1] > 0
     expected_score = advance_prefix_state(
         PrefixState.initial(1), smallest_log_p, is_scored, is_group_end, terms, PriorPValues(smallest_prior, lines)
     )[0][0]

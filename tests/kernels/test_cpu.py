@@ -246,7 +246,7 @@ def test_running_statistics_follow_their_definition(
     rng, R = np.random.default_rng(seed), 6
     lines = None
     if has_prior:  # fewer lines than readings: the last one counts for all longer prefixes
-        lines = AlertPrior(rng.uniform(0, 3, 20), rng.uniform(0.2, 2, 20))
+        lines = AlertPrior(rng.uniform(0, 3, (2, 20)), rng.uniform(0.2, 2, (2, 20)))
     record_index, running = rng.permutation(9)[:R], np.full(9, INITIAL_RUNNING)
     batches = []
     for _ in range(2):

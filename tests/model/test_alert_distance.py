@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from deformer_stream.kernels.library import load_library
 from deformer_stream.kernels.prefix_distances import NUM_FIRST, choose_distance_function
 from deformer_stream.model.alert_distance import (
+    EXPONENT,
     MIN_NATS,
     MISSING_DIFFERENCE,
     WEIGHT,
@@ -177,7 +178,7 @@ def test_reference_function_is_the_default() -> None:
 def test_line_is_the_excess_over_the_smallest_nats(num_readings: int) -> None:
     """The tail beyond the quantile 5 is 0.1 exp(−(d − 5) / 2)."""
     start, slope = fit_line(num_readings, 10, quantile=5.0, share=0.1, excess=2.0)
-    factor = (num_readings / 10) ** 0.3
+    factor = (num_readings / 10) ** EXPONENT
     for distance in (start, start + 1.0, start + 30.0):
         nats = -np.log(0.1) + (distance - 5.0) / 2.0
         assert slope * (distance - start) == pytest.approx(WEIGHT * (factor * nats - MIN_NATS), abs=1e-9)

@@ -177,7 +177,7 @@ def test_description_of_the_tensors_equals_the_state_dict(schema: Schema, config
         ({"tokens": "triple"}, "tokens must be one of pair, single"),
         ({"precision": "float16"}, "precision must be one of float32, bfloat16"),
         ({"layers": 0}, "layers must be an integer of at least 1"),
-        ({"alert_prior": True}, "alert_prior needs gaussians of at least 1"),
+        ({"alert_prior": True}, "alert_prior needs gaussians or neighbors of at least 1"),
         ({"alert_prior": 1, "gaussians": 1}, "alert_prior is 1, but it must be true or false"),
         ({"layers": 2.5}, "layers must be an integer of at least 1"),
         ({"layers": True}, "layers must be an integer of at least 1"),

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from deformer_stream import load
 from deformer_stream.calibration.conformal import combine_p_values
 from deformer_stream.model.alert_distance import WEIGHT, WEIGHT_WITH_PRIOR, AlertDistance
-from deformer_stream.model.alert_prior import EXPONENT, MAX_NEG_LOG_P, AlertPrior
+from deformer_stream.model.alert_prior import EXPONENT, MAX_NEG_LOG_P, NETWORK, PRIOR, AlertPrior
 from deformer_stream.model.deformer import DEformer, ModelConfig
 from deformer_stream.model.distributions import build_prior_conditional
 from tests.trainer.tables import correlated, numbers, prepared, write
@@ -24,7 +24,7 @@ from trainer.alert_prior import add_alert_prior
 from trainer.data import PreparedTable, Split
 from trainer.gaussian_prior import CrossFittedPriors, fit_priors
 from trainer.job import train
-from trainer.prefix_tails import MIN_RECORDS
+from trainer.prefix_tails import MIN_PREFIXES, MIN_RECORDS
 from trainer.settings import TrainConfig
 
 Floats = NDArray[np.float64]
@@ -65,7 +65,7 @@ def compute_terms(model: DEformer, rows: Floats) -> Floats:
         log_p = build_prior_conditional(model.gaussians(torch.from_numpy(codes), values)).log_p_value(values).numpy()
     is_scored = np.ones(codes.shape, bool)
     statistics = combine_p_values(np.maximum(log_p, -MAX_NEG_LOG_P), is_scored)
-    return find_lines(model).compute_terms(statistics, is_scored.cumsum(1))
+    return find_lines(model).compute_terms(np.zeros_like(statistics), statistics, is_scored.cumsum(1))
 
 
 @pytest.mark.parametrize("num_rows", [300, 4000])
@@ -103,6 +103,8 @@ def test_calibration_records_change_nothing(tmp_path: Path) -> None:
     np.testing.assert_array_equal(before.starts, after.starts)
     np.testing.assert_array_equal(before.slopes, after.slopes)
     assert (before.slopes > 0).all()
+    assert (before.starts[NETWORK] == 0).all(), "the combination of the network's p-values is unchanged"
+    assert (before.slopes[NETWORK] == 1).all()
 
 
 @pytest.mark.parametrize(
@@ -126,7 +128,7 @@ def test_prefixes_of_which_there_are_few_have_no_term(tmp_path: Path) -> None:
     columns: dict[str, Any] = {f"x{i}": rng.standard_normal(900) for i in range(3)}
     columns["x3"] = pa.array(rng.standard_normal(900), mask=rng.random(900) < 0.99)
     lines = find_lines(add(prepared(tmp_path, columns)))
-    assert (lines.slopes > 0).tolist() == [True, True, True, False]
+    assert (lines.slopes[PRIOR] > 0).tolist() == [True, True, True, False]
 
 
 def test_distance_has_another_weight_beside_the_prior(tmp_path: Path) -> None:
@@ -167,3 +169,48 @@ def test_each_model_of_the_folds_has_lines_of_its_own(tmp_path: Path) -> None:
     new = rng.multivariate_normal(np.zeros(6), covariance, 2000)
     p_values = load(tmp_path / "model").score([dict(zip(output.data.schema.names, row, strict=True)) for row in new])
     assert (p_values.p_value <= 0.1).mean() < 0.16
+
+
+def draw_wide(rng: np.random.Generator, num_rows: int, num_features: int = 70) -> Floats:
+    """Return rows whose columns follow three factors."""
+    weights = np.random.default_rng(1).standard_normal((3, num_features))
+    return rng.standard_normal((num_rows, 3)) @ weights + 0.3 * rng.standard_normal((num_rows, num_features))
+
+
+def test_wide_records_have_lines_for_the_p_values_of_the_network_too(tmp_path: Path) -> None:
+    """Their prior is a factor analysis. Validation records determine the lines, and a stream scores as training did."""
+    rng = np.random.default_rng(11)
+    rows = draw_wide(rng, 900)
+    table = write(tmp_path / "table.parquet", {f"x{i:02d}": column for i, column in enumerate(rows.T)})
+    output = train([table], TrainConfig(out=tmp_path / "model", epochs=1, **SMALL))
+    model = output.model
+    assert model.config.neighbors > 0
+    lines = find_lines(model)
+    assert (lines.slopes > 0).all()
+    assert (lines.slopes[NETWORK] != 1).all()
+    detector = load(tmp_path / "model")
+    names = output.data.schema.names
+    held_out = rows[output.data.split == Split.CALIBRATION]
+    scores = detector.score([dict(zip(names, row, strict=True)) for row in held_out]).score
+    assert np.quantile(scores, 0.9) == pytest.approx(np.quantile(output.calibration.scores, 0.9), rel=0.25)
+    new = draw_wide(rng, 300)
+    broken = new.copy()
+    broken[:, :2] = np.roll(new[:, :2], 1, axis=0)
+    p_values = [detector.score([dict(zip(names, row, strict=True)) for row in part]).p_value for part in (new, broken)]
+    assert (p_values[0] <= 0.05).mean() < 0.12
+    assert (p_values[1] <= 0.05).mean() > 0.5
+    # Other calibration records change nothing.
+    data = output.data
+    data.values[data.split == Split.CALIBRATION] = 7.0
+    add_alert_prior(model, data, None, "random", 0, None)
+    again = find_lines(model)
+    np.testing.assert_allclose(again.starts, lines.starts)
+    np.testing.assert_allclose(again.slopes, lines.slopes)
+
+
+def test_few_wide_records_have_no_term(tmp_path: Path) -> None:
+    rows = draw_wide(np.random.default_rng(12), 110)
+    table = write(tmp_path / "table.parquet", {f"x{i:02d}": column for i, column in enumerate(rows.T)})
+    output = train([table], TrainConfig(out=tmp_path / "model", epochs=1, **SMALL))
+    assert (output.data.split == Split.VALIDATION).sum() < MIN_PREFIXES
+    assert not output.model.config.alert_prior

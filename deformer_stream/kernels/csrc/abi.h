@@ -154,9 +154,8 @@ typedef struct {
     float *hidden;                /* (Z, d) output: the last layer's outputs at z. If NULL, score_terms is written */
     float *score_terms;           /* (3, Z) output: ln p of the value, ln of the p-value, centered NLL (-ln p minus
                                    * its expected value) */
-    float *log_p_prior;           /* (Z) output: ln of the p-value under the prior alone, 0 for readings that it lacks: under
-                                   * a mixture given all earlier readings, under a process given those of other sensors
-                                   * only; NULL: not computed */
+    float *log_p_prior;           /* (Z) output: ln of the p-value under the prior alone, 0 for readings that it lacks;
+                                   * given those of other sensors only if readings are irregular; NULL: not computed */
     int64_t *next_unit;           /* counter that all threads share: the next unit of work */
     int64_t num_records, page_table_columns, page_bytes;
     int64_t tokens_per_unit;      /* tokens that go through the layers together */
@@ -213,8 +212,9 @@ typedef struct {
     const char *is_decided;              /* (M) 0 for readings after which max_statistic is not updated; NULL: none */
     const double *distance_terms;        /* (M) terms of the statistic that come from distances; NULL: none */
     const double *log_p_prior;           /* (M) ln of the p-value under the Gaussian prior alone; NULL: no such term */
-    const double *prior_starts, *prior_slopes; /* (num_prior_lines) lines that turn the combination of these p-values into a
-                                                * term of the statistic, by number of scored readings, from 1 on */
+    const double *line_starts, *line_slopes; /* (2, num_lines) lines that turn combined p-values into terms of the
+                                              * statistic, by number of scored readings, from 1 on: those of the network,
+                                              * then those under the prior alone; NULL without log_p_prior */
     RunningState *running;               /* statistics of all records, updated for the R records */
     double *out;                         /* (3, M) output: ln p (NaN if not scored), its sum, max_statistic so far */
     /* The rest is for statistics from cumulative sums (calibration/cusum.py); NULL and 0 if p-values are combined. */
@@ -230,7 +230,7 @@ typedef struct {
     const double *step_edges;            /* (F, num_step_cells + 1) edges of the cells of each sensor's steps; NULL: none */
     const double *step_log_p;            /* (F, num_step_cells + 2) ln of the p-value below, in and above these cells */
     int8_t *largest_kinds;               /* (M) output: kind of the largest statistic, -1 if it raises no max_statistic */
-    int64_t num_records, num_prior_lines, num_sensors, num_cells, num_step_cells;
+    int64_t num_records, num_lines, num_sensors, num_cells, num_step_cells;
     double p_value_exponent;             /* power to which p-values are raised before they are combined */
     double max_neg_log_p_prior;          /* largest -ln p of a reading under the Gaussian prior that counts */
     double record_slope, record_intercept; /* line that turns the sum of the record into a statistic */

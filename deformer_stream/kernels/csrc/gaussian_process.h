@@ -206,18 +206,20 @@ static double log_p_given_others(const Process *process, ContextScratch *s, int6
     return log(fmax(p, MIN_P_VALUE));
 }
 
-/* Compute the conditional of reading m of the batch under the process, and write it as number `query` into the batch. */
+/* Compute the conditional of reading m of the batch under the process, and write it as number `query` into the batch.
+ *
+ * log_p_prior: receives ln of the p-value given the readings of other sensors; NULL: not computed. */
 static void write_process_conditional(const Process *process, const Batch *batch, int64_t query, int64_t m,
-                                      int64_t count, ContextScratch *s) {
+                                      int64_t count, ContextScratch *s, float *log_p_prior) {
     int64_t code = batch->features[m];
-    double mean = 0, variance = 1, outlier_factor = 1, log_p_prior = 0;
+    double mean = 0, variance = 1, outlier_factor = 1, log_p = 0;
     if (process->inverse_deviations[code] > 0) {
         Neighbors neighbors;
         correlate(process, s, count, code, batch->ages[m]);
         choose_neighbors(process, s, count, -1, &neighbors);
         condition(process, code, &neighbors, &mean, &variance);
         outlier_factor = process->outlier_factors[code];
-        if (batch->log_p_prior) log_p_prior = log_p_given_others(process, s, count, code, batch->values[m]);
+        if (log_p_prior) log_p = log_p_given_others(process, s, count, code, batch->values[m]);
     }
     double scale = sqrt(variance);
     for (int64_t c = 0; c < 2; c++) {
@@ -225,7 +227,7 @@ static void write_process_conditional(const Process *process, const Batch *batch
         batch->prior_means[2 * query + c] = (float)mean;
         batch->prior_scales[2 * query + c] = (float)(c ? outlier_factor * scale : scale);
     }
-    if (batch->log_p_prior) batch->log_p_prior[query] = (float)log_p_prior;
+    if (log_p_prior) *log_p_prior = (float)log_p;
 }
 
 /* Return whether the cache holds the readings of records: irregular ones, and those on which a process is conditioned. */
@@ -251,7 +253,8 @@ static void compute_contexts(const Network *net, const Batch *batch, int64_t fro
                 time_inputs += net->times->num_inputs;
             }
             if (net->process && query >= batch->query_offsets[i])
-                write_process_conditional(net->process, batch, query, m, k, s);
+                write_process_conditional(net->process, batch, query, m, k, s,
+                                          net->times && batch->log_p_prior ? batch->log_p_prior + query : NULL);
             put_reading(net->process, &s->readings, k, code, batch->ages[m], batch->values[m]);
             write_reading(net, batch, i, k, code, batch->ages[m], batch->values[m]);
         }
@@ -266,6 +269,12 @@ INLINE int64_t num_prior_components(const Network *net) {
 /* Return the distance of two conditionals of the model's prior in the arrays of the batch. */
 INLINE int64_t prior_stride(const Network *net) {
     return net->prior ? net->prior->padded_components : num_prior_components(net);
+}
+
+/* Return whether the model's prior contains a feature. */
+INLINE int is_in_prior(const Network *net, int64_t feature) {
+    return net->prior ? net->prior->column_by_code[feature] >= 0
+                      : net->process && net->process->inverse_deviations[feature] > 0;
 }
 
 /* Return the number of inputs of the query token of each reading, besides its feature. */
@@ -286,9 +295,7 @@ static void build_query_inputs(const Network *net, const Batch *batch, int64_t f
     for (int64_t i = from; i < to; i++)
         for (int64_t r = 0; r < batch->query_offsets[i + 1] - batch->query_offsets[i]; r++, inputs += 3 * C + T) {
             int64_t at = (batch->query_offsets[i] + r) * prior_stride(net), m = query_place(batch, i, r);
-            int64_t feature = batch->features[m];
-            int has_prior = net->prior ? net->prior->column_by_code[feature] >= 0
-                                       : net->process && net->process->inverse_deviations[feature] > 0;
+            int has_prior = is_in_prior(net, batch->features[m]);
             for (int64_t c = 0; c < C; c++) {
                 inputs[c] = has_prior ? 0.25f * fmaxf(batch->prior_log_weights[at + c], -8) : 0;
                 inputs[C + c] = has_prior ? 0.5f * fminf(fmaxf(batch->prior_means[at + c], -8), 8) : 0;

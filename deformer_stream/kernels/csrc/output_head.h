@@ -148,11 +148,10 @@ static void score_queries(const Network *net, const Batch *batch, int64_t from, 
         size_t at_prior = query * prior_stride(net);
         const float *prior_log_weights = batch->prior_log_weights + at_prior;
         const float *prior_means = batch->prior_means + at_prior, *prior_scales = batch->prior_scales + at_prior;
-        if (net->prior && batch->log_p_prior) {
-            int has_prior = net->prior->column_by_code[feature] >= 0;
-            batch->log_p_prior[query] = !has_prior ? 0 : log_p_under_prior(prior_log_weights, prior_means, prior_scales,
-                head->num_prior_components, batch->values[m], mixture);
-        }
+        if (batch->log_p_prior && !net->times) /* that of irregular readings is given those of other sensors only */
+            batch->log_p_prior[query] =
+                !is_in_prior(net, feature) ? 0 : log_p_under_prior(prior_log_weights, prior_means, prior_scales,
+                                                                   head->num_prior_components, batch->values[m], mixture);
         if (head->label_counts[feature]) {
             const float *logits = own + 3 * head->num_components;
             score_label(head, feature, logits, batch->values[m], log_mass, out, stride);

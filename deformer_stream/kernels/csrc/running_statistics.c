@@ -31,12 +31,20 @@ static void add_prior(const AdvanceTask *task, int64_t m, RunningState *state) {
     state->prior_neg_log_p_sum -= log_p, state->prior_min_log_p = fmin(state->prior_min_log_p, log_p);
 }
 
-/* Return the term of the statistic that comes from the p-values under the Gaussian prior alone
- * (`AlertPrior.compute_terms` of model/alert_prior.py). At least one reading is scored. */
-static double prior_term(const AdvanceTask *task, const RunningState *state) {
-    int64_t count = state->num_scored, line = (count < task->num_prior_lines ? count : task->num_prior_lines) - 1;
-    double combined = combine(count, state->prior_neg_log_p_sum, state->prior_min_log_p);
-    return task->prior_slopes[line] * fmax(combined - task->prior_starts[line], 0);
+/* Return the term of the statistic for a combination of `count` p-values, at least one (`AlertPrior.compute_terms` of
+ * model/alert_prior.py). source: 0 for p-values of the network, 1 for those under the prior alone. */
+static double line_term(const AdvanceTask *task, int64_t source, int64_t count, double combined) {
+    int64_t line = source * task->num_lines + (count < task->num_lines ? count : task->num_lines) - 1;
+    return task->line_slopes[line] * fmax(combined - task->line_starts[line], 0);
+}
+
+/* Return the statistic of the p-values of the readings so far, at least one, without the term of the distance. */
+static double combine_sources(const AdvanceTask *task, const RunningState *state) {
+    int64_t count = state->num_scored;
+    double of_network = combine(count, state->neg_log_p_sum, state->min_log_p);
+    if (!task->log_p_prior) return of_network;
+    double of_prior = combine(count, state->prior_neg_log_p_sum, state->prior_min_log_p);
+    return line_term(task, 0, count, of_network) + line_term(task, 1, count, of_prior);
 }
 
 /* Return the increment ln(kappa) + (1 - kappa) min(-ln p, limit) of a cumulative sum. */
@@ -137,8 +145,7 @@ void advance_statistics(const AdvanceTask *task) {
             if (task->largest_kinds) task->largest_kinds[m] = kind;
             /* Not after readings that are followed by others with the same event time, whose order means nothing. */
             if (!task->cusum_states && state.num_scored && (!task->is_decided || task->is_decided[m])) {
-                double statistic = combine(state.num_scored, state.neg_log_p_sum, state.min_log_p);
-                if (task->log_p_prior) statistic += prior_term(task, &state);
+                double statistic = combine_sources(task, &state);
                 if (task->distance_terms) statistic += task->distance_terms[m];
                 state.max_statistic = fmax(state.max_statistic, statistic);
             }
