@@ -29,8 +29,9 @@ from trainer.sampling import create_generator
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-MIN_EXCESS = 0.2
-"""Smallest mean excess of the tail, in nats. That of independent p-values, raised to the usual power, is about 0.8."""
+MIN_EXCESS = 0.02
+"""Smallest mean excess of the tail, in nats. That of the combined p-values of complete records with hundreds of
+readings is near 0; that of short prefixes is about 1."""
 PRIOR_SEED = 0xA9107
 """Constant that is combined with the user's seed, so that this module's random numbers differ from those of others."""
 MAX_WIDE_READINGS = 60_000

@@ -161,6 +161,7 @@ def score_complete_records(
     data: PreparedTable,
     rows: NDArray[np.int64],
     centered_nll: NDArray[np.float64],
+    complete_terms: NDArray[np.float64],
     exemplar_rows: NDArray[np.int64],
     should_continue: Callable[[int], bool] = lambda num_done: True,
     priors: CrossFittedPriors | None = None,
@@ -178,6 +179,7 @@ def score_complete_records(
         data: The prepared table.
         rows: (N,) row numbers of the records.
         centered_nll: (N,) the sum of the centered NLLs of the readings of each record.
+        complete_terms: (N,) what p-values add to the ranking of each record (`RecordScores.complete_terms`).
         exemplar_rows: (M,) row numbers of the last M exemplars of the model, which are records of the table.
         should_continue: Called before each batch with the number of records that are scored. If it returns False, no
             more records are scored.
@@ -212,7 +214,7 @@ def score_complete_records(
             own_exemplar,
             prior_nll,
         )
-        parts.append(scores)
+        parts.append(scores + complete_terms[start : start + DISTANCE_BATCH])
     return np.concatenate(parts)
 
 

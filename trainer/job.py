@@ -248,7 +248,7 @@ def train(
             scores += final_phases.score_calibration_records(fold_model, fold_data, order, fold_seed, part)
             budget.mark_phase("folds")
         model = final_phases.add_ranking(result.model, data, run.priors)
-        record_scores = final_phases.score_complete_records(model, data, scores.centered_nll, run.priors)
+        record_scores = final_phases.score_complete_records(model, data, scores, run.priors)
         calibration = build_calibration(
             scores, data.schema, order, settings.calibration_trim, data.ties, record_scores=record_scores
         )
@@ -503,7 +503,7 @@ class _FinalPhases:
         self,
         model: DEformer,
         data: PreparedTable,
-        centered_nll: NDArray[np.float64],
+        calibrated: RecordScores,
         priors: CrossFittedPriors | None,
     ) -> NDArray[np.float64] | None:
         """Return the anomaly scores of the complete calibration records, or of as many as the time permits.
@@ -511,14 +511,14 @@ class _FinalPhases:
         Args:
             model: The model with its exemplars.
             data: The prepared table.
-            centered_nll: The centered NLLs of the records that were scored for the calibration, in the same order.
+            calibrated: The scores of the records for the calibration of alerts.
             priors: The Gaussian prior with its variants, None if the model has none.
 
         Returns:
             The scores; None if there are none.
         """
         rows = np.concatenate([np.empty(0, np.int64), *self.calibration_rows])
-        if len(rows) != len(centered_nll):
+        if len(rows) != len(calibrated.centered_nll):
             return None  # tie groups of an adapted model, whose centered NLLs are unknown
         exemplar_rows = choose_exemplar_rows(
             data,
@@ -529,7 +529,16 @@ class _FinalPhases:
         maximum = replace(count_all_records(data), calibration=0, ranking=0)
         later_seconds = 0.0 if self.costs is None else compute_min_counts(maximum).estimate_seconds(self.costs)
         phase = self._start_phase("scoring complete calibration records", len(rows), 1, later_seconds)
-        scores = score_complete_records(model, data, rows, centered_nll, exemplar_rows, phase.should_continue, priors)
+        scores = score_complete_records(
+            model,
+            data,
+            rows,
+            calibrated.centered_nll,
+            calibrated.complete_terms,
+            exemplar_rows,
+            phase.should_continue,
+            priors,
+        )
         return scores if len(scores) else None
 
     def evaluate_held_out(self, model: DEformer, data: PreparedTable) -> HeldOutLikelihood:

@@ -36,7 +36,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deformer_stream.calibration.cusum import CusumScale
-from deformer_stream.model.alert_prior import MAX_NEG_LOG_P, PriorPValues
+from deformer_stream.model.alert_prior import MAX_NEG_LOG_P, AlertPrior, PriorPValues
 from deformer_stream.model.gamma import log_gamma_sf
 
 Floats = NDArray[np.float64]
@@ -184,6 +184,25 @@ def advance_prefix_state(
         num_scored[:, -1], neg_log_p_sum, min_log_p, running_max[:, -1], prior_neg_log_p_sum, prior_min_log_p
     )
     return running_max, state
+
+
+def compute_complete_terms(state: PrefixState, lines: AlertPrior) -> Floats:
+    """Return the terms of the network's p-values and of those of the prior for all readings of R records, (R,).
+
+    Unlike the running statistic, it is no maximum over prefixes, and has no term of distances.
+
+    Args:
+        state: The state of the records after their last readings.
+        lines: The lines of the model.
+    """
+    sources = ((state.neg_log_p_sum, state.min_log_p), (state.prior_neg_log_p_sum, state.prior_min_log_p))
+    of_network, of_prior = (
+        np.maximum(
+            _compute_fisher_statistic(state.num_scored, sums), _compute_sidak_statistic(state.num_scored, minima)
+        )
+        for sums, minima in sources
+    )
+    return lines.compute_terms(of_network, of_prior, state.num_scored)
 
 
 def combine_p_values(log_p: Floats, is_scored: NDArray[np.bool_]) -> Floats:

@@ -23,12 +23,16 @@ class RecordScores:
         num_readings: (F,) for each feature the number of its scored readings.
         centered_nll: (N,) for each record the sum of the centered NLLs of its readings, in nats; empty if unknown. The
             centered NLL of a reading is its negative log-likelihood minus its expectation.
+        complete_terms: (N,) for each record the terms of the alert after all of its readings
+            (`conformal.compute_complete_terms`), which are a term of the ranking of wide records; 0 for other models,
+            empty if unknown.
     """
 
     statistics: Floats
     neg_log_p_sums: Floats
     num_readings: NDArray[np.int64]
     centered_nll: Floats = field(default_factory=lambda: np.empty(0))
+    complete_terms: Floats = field(default_factory=lambda: np.empty(0))
 
     def __add__(self, other: RecordScores) -> RecordScores:
         """Return the scores of these records followed by those of `other`, and the sums over the readings of both."""
@@ -37,6 +41,7 @@ class RecordScores:
             self.neg_log_p_sums + other.neg_log_p_sums,
             self.num_readings + other.num_readings,
             np.concatenate([self.centered_nll, other.centered_nll]),
+            np.concatenate([self.complete_terms, other.complete_terms]),
         )
 
     def average_neg_log_p_by_feature(self, names: Sequence[str]) -> dict[str, float]:

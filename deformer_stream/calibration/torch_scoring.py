@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from deformer_stream.calibration.conformal import PrefixState, advance_prefix_state
+from deformer_stream.calibration.conformal import PrefixState, advance_prefix_state, compute_complete_terms
 from deformer_stream.calibration.score_sums import RecordScores
 from deformer_stream.model.alert_distance import AlertDistance
 from deformer_stream.model.alert_prior import AlertPrior, PriorPValues
@@ -38,7 +38,7 @@ def score_records(model: DEformer, features: NDArray[np.int64], values: Floats, 
     total = RecordScores(np.empty(0), np.zeros(num_features), np.zeros(num_features, np.int64))
     distance = AlertDistance.from_model(model)
     batches = _iterate_score_terms(model, features, values, batch_size)
-    lines = AlertPrior.from_model(model)
+    lines, ranking_lines = AlertPrior.from_model(model), AlertPrior.for_ranking(model)
     for batch_index, (log_p, centered_nll, log_p_prior, is_scored) in enumerate(batches):
         start = batch_index * batch_size
         batch = slice(start, start + batch_size)
@@ -51,7 +51,8 @@ def score_records(model: DEformer, features: NDArray[np.int64], values: Floats, 
         neg_log_p_sums = np.bincount(scored_codes, weights=-log_p[is_scored], minlength=num_features).astype(np.float64)
         num_readings = np.bincount(scored_codes, minlength=num_features)
         sums = np.where(is_scored, centered_nll, 0.0).sum(1)
-        total += RecordScores(state.max_statistic, neg_log_p_sums, num_readings, sums)
+        complete = compute_complete_terms(state, ranking_lines) if ranking_lines else np.zeros(len(sums))
+        total += RecordScores(state.max_statistic, neg_log_p_sums, num_readings, sums, complete)
     return total
 
 

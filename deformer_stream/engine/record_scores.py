@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from deformer_stream.calibration.conformal import P_VALUE_EXPONENT
+from deformer_stream.calibration.conformal import P_VALUE_EXPONENT, PrefixState, compute_complete_terms
 from deformer_stream.calibration.drift import RecordReadings
 from deformer_stream.calibration.score_sums import RecordScores
-from deformer_stream.engine.records import INITIAL_RUNNING, RUNNING_DTYPE
+from deformer_stream.engine.records import INITIAL_RUNNING, PREFIX_FIELDS, RUNNING_DTYPE
 from deformer_stream.engine.single_readings import check_single_readings
 from deformer_stream.kernels.cpu import CpuKernels, RaggedBatch
 from deformer_stream.kernels.prefix_distances import choose_distance_function
@@ -84,14 +84,33 @@ def compute_record_scores(kernels: CpuKernels | None, model: Model, features: In
 
         return torch_scoring.score_records(network, features, values)
     num_features = len(model.schema)
+    ranking_lines = AlertPrior.for_ranking(model)
     scores = RecordScores(np.empty(0), np.zeros(num_features), np.zeros(num_features, np.int64))
     for part in _score_in_passes(kernels, features, values):
         codes, neg_log_p = part.features[part.is_scored], -part.log_p_value[part.is_scored]
         sum_by_feature = np.bincount(codes, neg_log_p, num_features).astype(np.float64)
         count_by_feature = np.bincount(codes, minlength=num_features)
         # Adding appends the statistics of the records, and adds the sums and the counts.
-        scores += RecordScores(part.running["peak"], sum_by_feature, count_by_feature, part.running["excess"])
+        scores += RecordScores(
+            part.running["peak"],
+            sum_by_feature,
+            count_by_feature,
+            part.running["excess"],
+            compute_ranking_terms(ranking_lines, part.running),
+        )
     return scores
+
+
+def compute_ranking_terms(lines: AlertPrior | None, running: NDArray[np.void]) -> Floats:
+    """Return what p-values add to the ranking of R complete records, (R,); 0 without lines (`AlertPrior.for_ranking`).
+
+    Args:
+        lines: The lines of a model for wide records, None for other models.
+        running: (R,) the running statistics of the records after their last readings.
+    """
+    if lines is None:
+        return np.zeros(len(running))
+    return compute_complete_terms(PrefixState(*(running[name] for name in PREFIX_FIELDS)), lines)
 
 
 def sum_centered_nll(kernels: CpuKernels | None, model: Model, features: Ints, values: Floats) -> Floats:

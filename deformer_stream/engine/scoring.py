@@ -56,7 +56,7 @@ from deformer_stream.engine.events import AlertState
 from deformer_stream.engine.fault_inputs import name_faults
 from deformer_stream.engine.passes import MAX_READINGS_PER_PASS, PassReadings, group_by_length
 from deformer_stream.engine.record_contexts import ContextWalk, find_places
-from deformer_stream.engine.record_scores import average_neg_log_p_by_feature
+from deformer_stream.engine.record_scores import average_neg_log_p_by_feature, compute_ranking_terms
 from deformer_stream.engine.records import PREFIX_FIELDS, RecordTable
 from deformer_stream.engine.ties import average_over_orders
 from deformer_stream.errors import ConfigError, InvariantViolated
@@ -170,7 +170,7 @@ class ModelVersion:
         # There can be a fourth score term, ln of the p-value under the prior alone: under the mixture of Gaussians, or
         # under the Gaussian process, which is then conditioned on the readings of other sensors.
         self._has_others = calibration.cusum_scale is not None and has_process
-        self._alert_prior = AlertPrior.from_model(model)
+        self._alert_prior, self._ranking_lines = AlertPrior.from_model(model), AlertPrior.for_ranking(model)
         self._num_terms = 4 if self._has_others or self._alert_prior is not None else 3
         self.context_limit = model.config.context_limit if model.schema.reading_times is not None else None
         if model.schema.reading_times is not None and self.context_limit is None:
@@ -281,7 +281,8 @@ class ModelVersion:
 
         It is the sum of centered NLLs (negative log-likelihood minus its expected value) over the readings of the
         record. If the model has exemplars (stored training records), the sum is combined with the distance of the
-        record to the nearest exemplars (`deformer_stream.model.ranking`).
+        record to the nearest exemplars (`deformer_stream.model.ranking`). For wide records, the terms of the alert
+        after all readings are added: in a sum over hundreds of readings, a few broken ones are lost.
 
         If readings are irregular, the sum is divided by the square root of the number of readings. Under the model, the
         centered NLLs are martingale differences of similar variances. So the quotient of a normal record has about the
@@ -303,7 +304,8 @@ class ModelVersion:
         codes, values = records.log.gather_padded(record_index, records.num_readings[record_index])
         # Padding has the code −1, for which there are no units; `score` ignores its values.
         normalised_values = self.schema.normalise(np.maximum(codes, 0), values)
-        return exemplars.score(codes, normalised_values, centered_nll)
+        terms = compute_ranking_terms(self._ranking_lines, records.running[record_index])
+        return exemplars.score(codes, normalised_values, centered_nll) + terms
 
     def name_faults(self, records: RecordTable, record_index: Ints, num_readings: Ints) -> list[FaultName | None]:
         """Return which known fault each of R records looks like; None without a classifier.

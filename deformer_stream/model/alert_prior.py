@@ -58,6 +58,14 @@ class AlertPrior:
     slopes: Floats
 
     @staticmethod
+    def for_ranking(model: Model) -> AlertPrior | None:
+        """Return the lines of a model for wide records, whose terms after all readings rank complete records.
+
+        None for other models: their ranking has the density of the whole record, which is no sum of hundreds of terms.
+        """
+        return AlertPrior.from_model(model) if model.config.neighbors else None
+
+    @staticmethod
     def from_model(model: Model) -> AlertPrior | None:
         """Return the lines of a model, None if the prior is no term of its alert."""
         if not model.config.alert_prior:

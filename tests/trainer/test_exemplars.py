@@ -144,7 +144,7 @@ def test_scores_of_complete_calibration_records_leave_out_the_record_itself(tmp_
     model = add_ranking(model_of(data), data, 1000, 0)
     rows, centered_nll = np.arange(0, 400, 7), np.zeros(58)
     exemplar_rows = choose_exemplar_rows(data, 1000, 0, True)
-    scores = score_complete_records(model, data, rows, centered_nll, exemplar_rows)
+    scores = score_complete_records(model, data, rows, centered_nll, np.zeros(len(rows)), exemplar_rows)
     exemplars = Exemplars.from_parameters(model.extract_parameters())
     assert exemplars is not None
     for row, score in zip(rows.tolist(), scores.tolist(), strict=True):
@@ -154,7 +154,14 @@ def test_scores_of_complete_calibration_records_leave_out_the_record_itself(tmp_
         )
         values = np.asarray(data.values[[row]], np.float64)
         assert score == pytest.approx(others.score(np.array([[0, 1]]), values, np.zeros(1))[0], rel=1e-6)
-    assert len(score_complete_records(model, data, rows, centered_nll, exemplar_rows, lambda num_done: False)) == 0
+    assert (
+        len(
+            score_complete_records(
+                model, data, rows, centered_nll, np.zeros(len(rows)), exemplar_rows, lambda num_done: False
+            )
+        )
+        == 0
+    )
 
 
 def test_p_values_of_complete_records_are_uniform(tmp_path: Path) -> None:
@@ -166,7 +173,9 @@ def test_p_values_of_complete_records_are_uniform(tmp_path: Path) -> None:
     exemplars = Exemplars.from_parameters(model.extract_parameters())
     assert exemplars is not None
     rows = data.select_rows(Split.CALIBRATION)
-    scores = score_complete_records(model, data, rows, np.zeros(len(rows)), choose_exemplar_rows(data, 1000, 0, True))
+    scores = score_complete_records(
+        model, data, rows, *np.zeros((2, len(rows))), choose_exemplar_rows(data, 1000, 0, True)
+    )
     x = rng.normal(size=4000)
     new = data.schema.normalise(np.tile([0, 1], (4000, 1)), np.column_stack([x, x + rng.normal(size=4000)]))
     new_scores = exemplars.score(np.tile([0, 1], (4000, 1)), new, np.zeros(4000))

@@ -239,7 +239,7 @@ def test_training_records_are_scored_by_the_variant_without_their_fold(tmp_path:
     scores = []
     for weight in (0.0, 1.0):
         rank(model, data, priors, weight)
-        scores.append(score_complete_records(model, data, rows, np.zeros(300), exemplar_rows, priors=priors))
+        scores.append(score_complete_records(model, data, rows, *np.zeros((2, 300)), exemplar_rows, priors=priors))
     assert model.ranking is not None
     median, spread = model.ranking.typical[2].tolist()
     actual = (scores[1] - scores[0]) * spread + median
