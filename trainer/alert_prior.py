@@ -87,7 +87,8 @@ def add_alert_prior(
     for source in (NETWORK, PRIOR) if is_wide else (PRIOR,):
         bounded = np.maximum(log_p[source], -MAX_NEG_LOG_P) if source == PRIOR else log_p[source]
         statistics = combine_p_values(bounded, is_counted)[is_counted]
-        starts[source], slopes[source] = fit_lines(statistics, counts, num_counted, MIN_EXCESS, fit_line)
+        # Without the line of the network, a wide record with an unusual number of readings could not alert.
+        starts[source], slopes[source] = fit_lines(statistics, counts, num_counted, MIN_EXCESS, fit_line, is_wide)
     model.alert_prior.starts, model.alert_prior.slopes = (
         torch.from_numpy(lines).to(model.device) for lines in (starts, slopes)
     )

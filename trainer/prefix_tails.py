@@ -22,8 +22,7 @@ MAX_REFERENCE_RECORDS = 1000
 TAIL_SHARE, MIN_TAIL = 0.1, 10
 """Share of the reference records in the tail of the distribution, which is exponential, and their smallest number."""
 MIN_PREFIXES = 20
-"""Smallest number of reference records with k readings from which the distribution for k readings is computed. The term
-of prefixes with k readings is 0 if there are fewer."""
+"""Smallest number of reference records with k readings from which the distribution for k readings is computed."""
 
 FitLine = Callable[[int, int, float, float, float], tuple[float, float]]
 """A function that returns start and slope of the term for prefixes of one length (`model.alert_prior.fit_line`).
@@ -33,7 +32,12 @@ the records beyond it, and their mean excess over it."""
 
 
 def fit_lines(
-    measured: Floats, num_readings: Ints, num_features: int, min_excess: float, fit_line: FitLine
+    measured: Floats,
+    num_readings: Ints,
+    num_features: int,
+    min_excess: float,
+    fit_line: FitLine,
+    is_extended: bool = False,
 ) -> tuple[Floats, Floats]:
     """Return the starts and slopes of a term for prefixes of 1, 2, …, L readings, (L,) each.
 
@@ -43,12 +47,15 @@ def fit_lines(
         num_features: The number L of features that are scored.
         min_excess: Smallest mean excess of the tail.
         fit_line: Computes the line for one length.
+        is_extended: Whether prefixes of a length that too few reference records have get the line of the next shorter
+            length. Otherwise they have no term.
     """
     starts, slopes = np.zeros(num_features), np.zeros(num_features)
     for k in range(num_features):
         of_length = measured[num_readings == k + 1]
-        if len(of_length) < MIN_PREFIXES:
-            # There are too few records with so many readings to estimate the tail, so such prefixes have no term.
+        if len(of_length) < MIN_PREFIXES:  # too few to estimate the tail
+            if is_extended and k:
+                starts[k], slopes[k] = starts[k - 1], slopes[k - 1]
             continue
         share = max(TAIL_SHARE, MIN_TAIL / len(of_length))
         quantile = float(np.quantile(of_length, 1.0 - share))
