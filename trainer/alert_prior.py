@@ -34,8 +34,9 @@ MIN_EXCESS = 0.02
 readings is near 0; that of short prefixes is about 1."""
 PRIOR_SEED = 0xA9107
 """Constant that is combined with the user's seed, so that this module's random numbers differ from those of others."""
-MAX_WIDE_READINGS = 60_000
-"""Largest number of readings of wide records from which the lines are fitted, because each takes long to score."""
+MAX_WIDE_READINGS, MIN_WIDE_RECORDS = 60_000, 30
+"""Largest number of readings of wide records from which the lines are fitted, because each takes long to score; and
+number of records that are used even if they have more readings."""
 BATCH_SIZE = 64
 """Number of records whose conditionals are computed together. A covariance matrix of each takes memory."""
 
@@ -69,7 +70,7 @@ def add_alert_prior(
         return
     # The prior of wide records has no variants that were fitted without some of the training records.
     rows = np.flatnonzero(is_validation if is_wide else is_training | is_validation)
-    limit = MAX_WIDE_READINGS // num_counted if is_wide else MAX_REFERENCE_RECORDS
+    limit = max(MAX_WIDE_READINGS // num_counted, MIN_WIDE_RECORDS) if is_wide else MAX_REFERENCE_RECORDS
     chosen = np.sort(np.random.default_rng([seed, PRIOR_SEED]).permutation(rows)[:limit])
     if is_wide and len(chosen) < MIN_PREFIXES:
         return
