@@ -146,7 +146,7 @@ def collect_alerted_records(
         PrefixState.initial(len(codes)),
         np.where(is_scored, log_p, 0.0),
         is_scored,
-        prior=_pair_with_lines(model, log_p_prior, is_scored),
+        prior=_pair_with_lines(AlertPrior.from_model(model), log_p_prior, is_scored),
     )
     state = replace(state, max_statistic=scores)  # that of the stream, where tie groups are scored together
     return OpenRecords([records.record_ids[index] for index in record_indices.tolist()], values, ~is_missing, state)
@@ -321,15 +321,14 @@ def _compute_log_p_values(conditional: Conditional, values: torch.Tensor) -> tup
     return log_p, None if terms.log_p_prior is None else terms.log_p_prior.double().cpu().numpy()
 
 
-def _pair_with_lines(model: DEformer, log_p_prior: Floats | None, is_scored: Bools) -> PriorPValues | None:
-    """Return p-values under the Gaussian prior alone with the lines of the model; None if they are no term.
+def _pair_with_lines(lines: AlertPrior | None, log_p_prior: Floats | None, is_scored: Bools) -> PriorPValues | None:
+    """Return p-values under the prior alone with the lines of the model; None if they are no term.
 
     Args:
-        model: The network.
+        lines: The lines of the model, None if it has none.
         log_p_prior: Their logarithms, of any shape; None if they are no term.
         is_scored: Of the same shape, false for readings whose p-values do not count.
     """
-    lines = AlertPrior.from_model(model)
     if lines is None or log_p_prior is None:
         return None
     return PriorPValues(np.where(is_scored, log_p_prior, 0.0), lines)
@@ -439,7 +438,7 @@ def _advance_copies(
     """
     num_values = outcomes.shape[1]
     statistics = np.empty(outcomes.shape)
-    distance = AlertDistance.from_model(model)
+    distance, lines = AlertDistance.from_model(model), AlertPrior.from_model(model)
     prefixes = None if distance is None else distance.sum_differences(_normalise(model, records.values))
     values_at_once = MAX_VALUES_PER_PASS
     if distance is not None:
@@ -460,7 +459,7 @@ def _advance_copies(
             terms = distance.compute_terms_of_further_readings(sums, counts, record[repeated], *added)[:, None]
         if log_p_prior is not None:
             log_p_prior = log_p_prior[:, None]
-        prior = _pair_with_lines(model, log_p_prior, is_finite[:, None])
+        prior = _pair_with_lines(lines, log_p_prior, is_finite[:, None])
         log_p = np.where(is_finite, log_p, 0.0)
         running, _ = advance_prefix_state(copies, log_p[:, None], is_finite[:, None], None, terms, prior)
         statistics[part] = running.reshape(-1, num_values)
@@ -505,7 +504,7 @@ def arrange_by_next_reading(
     arranged = orders.copy()
     seen = np.full(values.shape, np.nan)
     state = PrefixState.initial(len(values))
-    distance = AlertDistance.from_model(model)
+    distance, lines = AlertDistance.from_model(model), AlertPrior.from_model(model)
     p_values = np.ones(len(values))
     for step in range(orders.shape[1]):
         rows = np.flatnonzero(arranged[:, step] >= 0)
@@ -539,7 +538,7 @@ def arrange_by_next_reading(
         terms = None
         if distance is not None:
             terms = distance.convert(*distance.sum_differences(_normalise(model, seen)))[:, None]
-        prior = _pair_with_lines(model, log_p_prior[:, None], is_scored[:, None])
+        prior = _pair_with_lines(lines, log_p_prior[:, None], is_scored[:, None])
         running, state = advance_prefix_state(state, log_p[:, None], is_scored[:, None], None, terms, prior)
         p_values = calibration.compute_p_values(running, lambda: record_ids)[:, 0]
     return arranged
