@@ -14,7 +14,6 @@ distance is used only if the rows of a part of the table are as near to the rows
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import partial
 
 import numpy as np
 import torch
@@ -22,13 +21,20 @@ from numpy.typing import NDArray
 
 from deformer_stream.kernels.library import load_library
 from deformer_stream.kernels.prefix_distances import choose_distance_function
-from deformer_stream.model.alert_distance import WEIGHT, WEIGHT_WITH_PRIOR, AlertDistance, Prefixes, fit_line
+from deformer_stream.model.alert_distance import (
+    EXPONENT,
+    MIN_NATS,
+    WEIGHT,
+    WEIGHT_WITH_PRIOR,
+    AlertDistance,
+    Prefixes,
+)
 from deformer_stream.model.deformer import AlertDistanceTensors, DEformer
 from deformer_stream.model.exemplars import compute_positions
 from trainer.calibrate import Order, order_records
 from trainer.data import PreparedTable, Split
 from trainer.exemplars import compute_deviations
-from trainer.prefix_tails import MAX_REFERENCE_RECORDS, MIN_RECORDS, fit_lines
+from trainer.prefix_tails import MAX_REFERENCE_RECORDS, MIN_RECORDS, TermScale, fit_lines
 from trainer.sampling import create_generator
 
 Floats = NDArray[np.float64]
@@ -220,8 +226,8 @@ def _fit_distribution(
     measured = measure(distance, Prefixes(flat_codes, positions, offsets, excluded=excluded))
     # Readings of context features do not change the distance, so each prefix occurs once.
     measured, count_of_reading = measured[is_counted[is_reading]], counts[is_counted]
-    line = partial(fit_line, weight=weight)
-    starts, slopes = fit_lines(measured, count_of_reading, distance.num_counted_features, MIN_EXCESS, line)
+    scale = TermScale(EXPONENT, weight, MIN_NATS)
+    starts, slopes = fit_lines(measured, count_of_reading, distance.num_counted_features, MIN_EXCESS, scale)
     return replace(distance, starts=starts, slopes=slopes)
 
 

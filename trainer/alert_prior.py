@@ -17,13 +17,13 @@ from numpy.typing import NDArray
 from deformer_stream.calibration.conformal import combine_p_values
 from deformer_stream.engine.record_scores import compute_log_p_values
 from deformer_stream.kernels.cpu import attached_kernels
-from deformer_stream.model.alert_prior import MAX_NEG_LOG_P, NETWORK, PRIOR, fit_line
+from deformer_stream.model.alert_prior import EXPONENT, MAX_NEG_LOG_P, NETWORK, PRIOR
 from deformer_stream.model.deformer import AlertPriorTensors, DEformer
 from deformer_stream.model.distributions import build_prior_conditional
 from trainer.calibrate import Order, order_records
 from trainer.data import PreparedTable, Split
 from trainer.gaussian_prior import CrossFittedPriors
-from trainer.prefix_tails import MAX_REFERENCE_RECORDS, MIN_PREFIXES, MIN_RECORDS, fit_lines
+from trainer.prefix_tails import MAX_REFERENCE_RECORDS, MIN_PREFIXES, MIN_RECORDS, TermScale, fit_lines
 from trainer.sampling import create_generator
 
 Floats = NDArray[np.float64]
@@ -84,12 +84,12 @@ def add_alert_prior(
         log_p = np.stack([np.zeros(codes.shape), _compute_log_p(priors, codes, values, chosen)])
     is_counted = (codes >= 0) & ~data.schema.is_context[np.maximum(codes, 0)]
     counts = is_counted.cumsum(1)[is_counted]  # readings of context features do not change the statistic
-    starts, slopes = np.zeros((2, num_counted)), np.ones((2, num_counted))
+    starts, slopes, scale = np.zeros((2, num_counted)), np.ones((2, num_counted)), TermScale(EXPONENT)
     for source in (NETWORK, PRIOR) if is_wide else (PRIOR,):
         bounded = np.maximum(log_p[source], -MAX_NEG_LOG_P) if source == PRIOR else log_p[source]
         statistics = combine_p_values(bounded, is_counted)[is_counted]
         # Without the line of the network, a wide record with an unusual number of readings could not alert.
-        starts[source], slopes[source] = fit_lines(statistics, counts, num_counted, MIN_EXCESS, fit_line, is_wide)
+        starts[source], slopes[source] = fit_lines(statistics, counts, num_counted, MIN_EXCESS, scale, is_wide)
     model.alert_prior.starts, model.alert_prior.slopes = (
         torch.from_numpy(lines).to(model.device) for lines in (starts, slopes)
     )

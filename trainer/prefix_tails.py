@@ -7,7 +7,8 @@ straight line in the number.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,11 +25,37 @@ TAIL_SHARE, MIN_TAIL = 0.1, 10
 MIN_PREFIXES = 20
 """Smallest number of reference records with k readings from which the distribution for k readings is computed."""
 
-FitLine = Callable[[int, int, float, float, float], tuple[float, float]]
-"""A function that returns start and slope of the term for prefixes of one length (`model.alert_prior.fit_line`).
 
-Its arguments are the number of readings of the prefix, the number of features that are scored, a quantile, the share of
-the records beyond it, and their mean excess over it."""
+@dataclass(frozen=True, slots=True)
+class TermScale:
+    """The term w · max((k/L)^a · −ln S_k − c, 0) of a prefix with k of L readings.
+
+    S_k is the share of normal records with as many readings whose number is at least as large.
+
+    Attributes:
+        exponent: The power a.
+        weight: The weight w.
+        min_nats: The nats c from which the term is positive.
+    """
+
+    exponent: float
+    weight: float = 1.0
+    min_nats: float = 0.0
+
+    def fit_line(
+        self, num_readings: int, num_features: int, quantile: float, share: float, excess: float
+    ) -> tuple[float, float]:
+        """Return the number from which the term is positive, and its slope, for prefixes of one length.
+
+        Args:
+            num_readings: The number k of readings of the prefix.
+            num_features: The number L of features that are scored.
+            quantile: A number beyond which the tail of the training records is exponential.
+            share: The share of the training records beyond it.
+            excess: Their mean excess over it, positive.
+        """
+        factor = (num_readings / num_features) ** self.exponent
+        return quantile + excess * (self.min_nats / factor + math.log(share)), self.weight * factor / excess
 
 
 def fit_lines(
@@ -36,7 +63,7 @@ def fit_lines(
     num_readings: Ints,
     num_features: int,
     min_excess: float,
-    fit_line: FitLine,
+    scale: TermScale,
     is_extended: bool = False,
 ) -> tuple[Floats, Floats]:
     """Return the starts and slopes of a term for prefixes of 1, 2, …, L readings, (L,) each.
@@ -46,7 +73,7 @@ def fit_lines(
         num_readings: (M,) the number of readings of each prefix, without those of context features.
         num_features: The number L of features that are scored.
         min_excess: Smallest mean excess of the tail.
-        fit_line: Computes the line for one length.
+        scale: The scale of the term.
         is_extended: Whether prefixes of a length that too few reference records have get the line of the next shorter
             length. Otherwise they have no term.
     """
@@ -61,5 +88,5 @@ def fit_lines(
         quantile = float(np.quantile(of_length, 1.0 - share))
         beyond = of_length[of_length > quantile]
         excess = max(float(beyond.mean()) - quantile if len(beyond) else 0.0, min_excess)
-        starts[k], slopes[k] = fit_line(k + 1, num_features, quantile, share, excess)
+        starts[k], slopes[k] = scale.fit_line(k + 1, num_features, quantile, share, excess)
     return starts, slopes

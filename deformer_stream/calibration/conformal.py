@@ -196,12 +196,7 @@ def compute_complete_terms(state: PrefixState, lines: AlertPrior) -> Floats:
         lines: The lines of the model.
     """
     sources = ((state.neg_log_p_sum, state.min_log_p), (state.prior_neg_log_p_sum, state.prior_min_log_p))
-    of_network, of_prior = (
-        np.maximum(
-            _compute_fisher_statistic(state.num_scored, sums), _compute_sidak_statistic(state.num_scored, minima)
-        )
-        for sums, minima in sources
-    )
+    of_network, of_prior = (_compute_larger_statistic(state.num_scored, sums, minima) for sums, minima in sources)
     return lines.compute_terms(of_network, of_prior, state.num_scored)
 
 
@@ -241,7 +236,7 @@ def _combine_p_values(
     scaled_log_p = np.where(is_scored, P_VALUE_EXPONENT * np.minimum(log_p, 0.0), 0.0)
     sums = compute_running_sums(neg_log_p_sum, -scaled_log_p)
     minima = np.minimum.accumulate(np.minimum(scaled_log_p, min_log_p[:, None]), 1)
-    combined = np.maximum(_compute_fisher_statistic(num_scored, sums), _compute_sidak_statistic(num_scored, minima))
+    combined = _compute_larger_statistic(num_scored, sums, minima)
     # 0, the smallest statistic, before the first scored reading
     return np.where(num_scored > 0, combined, 0.0), sums[:, -1], minima[:, -1]
 
@@ -278,6 +273,13 @@ def compute_running_sums(initial: Floats, increments: Floats) -> Floats:
     # The initial sum is the first term; adding it to the finished sums would round differently.
     sums: Floats = np.concatenate([initial[:, None], increments], 1).cumsum(1)[:, 1:]
     return sums
+
+
+def _compute_larger_statistic(num_scored: NDArray[np.int64], neg_log_p_sum: Floats, min_log_p: Floats) -> Floats:
+    """Return the larger one of Fisher's and Šidák's statistic of k p-values, whose arguments these are."""
+    return np.maximum(
+        _compute_fisher_statistic(num_scored, neg_log_p_sum), _compute_sidak_statistic(num_scored, min_log_p)
+    )
 
 
 def _compute_fisher_statistic(num_scored: NDArray[np.int64], neg_log_p_sum: Floats) -> Floats:

@@ -45,7 +45,7 @@ def score_records(model: DEformer, features: NDArray[np.int64], values: Floats, 
         scored_codes = features[batch][is_scored]  # flat: one code per scored reading
         terms = None if distance is None else distance.compute_terms(features[batch], values[batch])
         initial = PrefixState.initial(len(is_scored))
-        prior = None if lines is None or log_p_prior is None else PriorPValues(log_p_prior, lines)
+        prior = PriorPValues.pair(lines, log_p_prior)
         _, state = advance_prefix_state(initial, log_p, is_scored, distance_terms=terms, prior=prior)
         # Sum −ln p over the readings of each feature, and count them.
         neg_log_p_sums = np.bincount(scored_codes, weights=-log_p[is_scored], minlength=num_features).astype(np.float64)

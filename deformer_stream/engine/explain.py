@@ -967,9 +967,7 @@ def _compute_max_statistics(
     if distance is not None:
         terms = distance.compute_terms(codes, values, choose_distance_function(load_library(False)))
     # The state after all readings contains the largest prefix statistic.
-    lines, prior = AlertPrior.from_model(model), None
-    if lines is not None and scored.log_p_prior is not None:
-        prior = PriorPValues(scored.log_p_prior, lines)
+    prior = PriorPValues.pair(AlertPrior.from_model(model), scored.log_p_prior)
     initial = PrefixState.initial(len(codes))
     _, state = advance_prefix_state(initial, scored.log_p_value, is_scored, is_decision_point, terms, prior)
     return state.max_statistic

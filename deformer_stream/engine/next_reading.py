@@ -329,9 +329,7 @@ def _pair_with_lines(lines: AlertPrior | None, log_p_prior: Floats | None, is_sc
         log_p_prior: Their logarithms, of any shape; None if they are no term.
         is_scored: Of the same shape, false for readings whose p-values do not count.
     """
-    if lines is None or log_p_prior is None:
-        return None
-    return PriorPValues(np.where(is_scored, log_p_prior, 0.0), lines)
+    return PriorPValues.pair(lines, None if log_p_prior is None else np.where(is_scored, log_p_prior, 0.0))
 
 
 def compute_own_log_p_values(model: DEformer, values: Floats) -> Floats:

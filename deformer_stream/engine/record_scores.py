@@ -44,6 +44,7 @@ class ScoredRecords:
         features: (M,) feature code of each reading.
         log_p_value: (M,) natural logarithm of each reading's p-value (probability of a value at most as likely as the
             observed one).
+        log_p_prior: (M,) the same under the prior alone; 0 if that is no term of the alert.
         is_scored: (M,) False for readings of context features. They condition the other features and are not scored.
         running: (N,) sums and extremes over the scored readings of each record, such as its largest anomaly score
             ("peak"). `RUNNING_DTYPE` describes the fields.
@@ -51,6 +52,7 @@ class ScoredRecords:
 
     features: Ints
     log_p_value: Floats
+    log_p_prior: Floats
     is_scored: Bools
     running: NDArray[np.void]
 
@@ -260,8 +262,16 @@ def _score_pass(kernels: CpuKernels, features: Ints, values: Floats) -> ScoredRe
         distance_terms = distance.compute_terms(features, values, measure)[is_reading]
     running = np.full(num_records, INITIAL_RUNNING, RUNNING_DTYPE)
     alert_prior = AlertPrior.from_model(kernels.parameters)
-    terms = _compute_terms(kernels, codes, values[is_reading], offsets)
+    # Rows: ln p, ln of the p-value, centered NLL (−ln p minus its expectation), ln of the p-value under the prior alone
+    terms = np.zeros((4, len(codes)))
     if len(codes):
+        # A KV cache of exactly the required size: record i has the pages in row i, and no reading is cached yet.
+        cache = kernels.create_cache(num_records * kernels.bytes_per_record)
+        pages = np.arange(num_records * cache.pages_per_record).reshape(num_records, -1)
+        num_cached = np.zeros(num_records, np.int64)
+        batch = RaggedBatch(codes, values[is_reading].astype(np.float32), offsets, num_cached, pages)
+        scored = kernels.score(cache, batch, alert_prior is not None)
+        terms[: len(scored)] = scored  # also converts float32 to float64
         prior = None if alert_prior is None else PriorPValues(terms[3], alert_prior)
         # Update `running` with the readings of each record. The scores after each reading are not needed here, but
         # `advance` requires an array for them.
@@ -279,29 +289,7 @@ def _score_pass(kernels: CpuKernels, features: Ints, values: Floats) -> ScoredRe
             distance_terms=distance_terms,
             prior=prior,
         )
-    return ScoredRecords(codes, terms[1], is_scored, running)
-
-
-def _compute_terms(kernels: CpuKernels, codes: Ints, values: Floats, offsets: Ints) -> Floats:
-    """Return the score terms of M readings of complete records, (3, M), or (4, M) if the prior is a term of the alert.
-
-    The rows are ln p, ln of the p-value, centered NLL (−ln p minus its expectation), and ln of the p-value under the
-    prior alone.
-
-    Args:
-        kernels: The model's compiled kernels.
-        codes: (M,) feature codes, one record after the other.
-        values: (M,) normalised values or label codes.
-        offsets: (N + 1,) index of the first reading of each record, followed by M.
-    """
-    has_prior, num_records = kernels.parameters.config.alert_prior, len(offsets) - 1
-    if not len(codes):
-        return np.empty((4 if has_prior else 3, 0))
-    # A KV cache of exactly the required size: record i has the pages in row i, and no reading is cached yet.
-    cache = kernels.create_cache(num_records * kernels.bytes_per_record)
-    pages = np.arange(num_records * cache.pages_per_record).reshape(num_records, -1)
-    batch = RaggedBatch(codes, values.astype(np.float32), offsets, np.zeros(num_records, np.int64), pages)
-    return kernels.score(cache, batch, has_prior).astype(np.float64)
+    return ScoredRecords(codes, terms[1], terms[3], is_scored, running)
 
 
 def compute_log_p_values(kernels: CpuKernels | None, model: Model, features: Ints, values: Floats) -> Floats:
@@ -322,12 +310,8 @@ def compute_log_p_values(kernels: CpuKernels | None, model: Model, features: Int
         from deformer_stream.calibration import torch_scoring
 
         return torch_scoring.compute_log_p_values(network, features, values)
-    log_p = np.zeros((2, *features.shape))
-    records_per_pass = max(1, READINGS_PER_PASS // max(features.shape[1], 1))
-    for start in range(0, len(features), records_per_pass):
-        part = slice(start, start + records_per_pass)
-        is_reading = features[part] >= 0
-        offsets = np.append(0, np.cumsum(is_reading.sum(1)))
-        terms = _compute_terms(kernels, features[part][is_reading], values[part][is_reading], offsets)
-        log_p[:, part][:, is_reading] = terms[1::2]
+    log_p, is_reading = np.zeros((2, *features.shape)), features >= 0
+    parts = list(_score_in_passes(kernels, features, values))
+    log_p[0, is_reading] = np.concatenate([np.empty(0), *(part.log_p_value for part in parts)])
+    log_p[1, is_reading] = np.concatenate([np.empty(0), *(part.log_p_prior for part in parts)])
     return log_p

@@ -171,7 +171,8 @@ class ModelVersion:
         # under the Gaussian process, which is then conditioned on the readings of other sensors.
         self._has_others = calibration.cusum_scale is not None and has_process
         self._alert_prior, self._ranking_lines = AlertPrior.from_model(model), AlertPrior.for_ranking(model)
-        self._num_terms = 4 if self._has_others or self._alert_prior is not None else 3
+        self._scores_prior = self._has_others or self._alert_prior is not None
+        self._num_terms = 4 if self._scores_prior else 3
         self.context_limit = model.config.context_limit if model.schema.reading_times is not None else None
         if model.schema.reading_times is not None and self.context_limit is None:
             raise ConfigError(
@@ -498,7 +499,7 @@ class ModelVersion:
             num_prefill_only=num_prefill_only if num_prefill_only.any() else None,  # None: all readings are scored
             ages=readings.ages,
         )
-        out[:] = kernels.score(cache, ragged_batch, self._num_terms == 4)
+        out[:] = kernels.score(cache, ragged_batch, self._scores_prior)
         cache.num_cached_readings[readings.record_index] += num_processed
 
     def _score_branches(
@@ -550,7 +551,7 @@ class ModelVersion:
                     num_before[branches],
                     self._branch_cache.page_table[: len(branches)],
                 )
-                terms[:, span] = self.kernels.score(self._branch_cache, ragged_batch, self._num_terms == 4)
+                terms[:, span] = self.kernels.score(self._branch_cache, ragged_batch, self._scores_prior)
         else:
             arguments = record_index, num_before, length, codes, values
             terms[:] = self.torch_scorer.score_branches(cast("TorchKVCache", cache), *arguments)

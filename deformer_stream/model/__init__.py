@@ -18,6 +18,7 @@ compiled kernels read. The modules are:
     gaussian_process, process_conditionals         the prior as a Gaussian process
     ranking, exemplars   the ranking of complete records: in PyTorch, as NumPy arrays
     alert_prior          p-values of readings under the Gaussian prior alone, a term of the alert
+    prefix_lines         terms of the alert that are straight lines in a number of a prefix
     alert_distance       the distance of an open record to stored training records, a term of the alert
     gamma, cycles        functions of numbers
 """

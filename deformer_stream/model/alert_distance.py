@@ -20,7 +20,6 @@ of stored records.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -29,6 +28,7 @@ from numpy.typing import NDArray
 
 from deformer_stream.model.exemplars import MAX_POSITION, NUM_NEIGHBORS, compute_label_positions, has_unordered_labels
 from deformer_stream.model.parameters import Model
+from deformer_stream.model.prefix_lines import compute_line_terms
 from deformer_stream.model.schema import Schema
 
 Floats = NDArray[np.float64]
@@ -177,9 +177,7 @@ class AlertDistance:
             distances: (M,) mean distances.
             num_counted: (M,) number of readings of each prefix, without those of context features.
         """
-        row = np.clip(num_counted, 1, self.num_counted_features) - 1
-        terms = self.slopes[row] * np.maximum(distances - self.starts[row], 0.0)
-        return np.asarray(np.where(num_counted > 0, terms, 0.0))
+        return compute_line_terms(self.starts, self.slopes, distances, num_counted)
 
     @property
     def num_stored(self) -> int:
@@ -323,20 +321,3 @@ def average_nearest(sums: Singles) -> Floats:
     nearest = np.sort(np.partition(sums, num_neighbors - 1, 1)[:, :num_neighbors], 1).astype(np.float64)
     # In this order, so that the compiled kernels give the same bits.
     return np.asarray(nearest.cumsum(1)[:, -1] / num_neighbors)
-
-
-def fit_line(
-    num_readings: int, num_features: int, quantile: float, share: float, excess: float, weight: float = WEIGHT
-) -> tuple[float, float]:
-    """Return the distance from which the term is positive, and its slope, for prefixes of one length.
-
-    Args:
-        num_readings: The number k of readings of the prefix.
-        num_features: The number L of features that are scored.
-        quantile: A distance beyond which the tail of the training records is exponential.
-        share: The share of the training records beyond it.
-        excess: Their mean excess over it, positive.
-        weight: The weight w.
-    """
-    factor = (num_readings / num_features) ** EXPONENT
-    return quantile + excess * (MIN_NATS / factor + math.log(share)), weight * factor / excess

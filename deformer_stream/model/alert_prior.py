@@ -23,13 +23,13 @@ guarantee of the alert rule holds as without the term.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from deformer_stream.model.parameters import Model
+from deformer_stream.model.prefix_lines import compute_line_terms
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -82,10 +82,8 @@ class AlertPrior:
             of_prior: Those of the p-values under the prior.
             num_scored: The numbers of scored readings of the prefixes.
         """
-        column = np.clip(num_scored, 1, self.starts.shape[1]) - 1
-        starts, slopes = self.starts[:, column], self.slopes[:, column]
-        terms = slopes * np.maximum(np.stack([of_network, of_prior]) - starts, 0.0)
-        return np.asarray(np.where(num_scored > 0, terms[NETWORK] + terms[PRIOR], 0.0))
+        terms = compute_line_terms(self.starts, self.slopes, np.stack([of_network, of_prior]), num_scored)
+        return np.asarray(terms[NETWORK] + terms[PRIOR])
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,16 +99,7 @@ class PriorPValues:
     log_p: Floats
     lines: AlertPrior
 
-
-def fit_line(num_readings: int, num_features: int, quantile: float, share: float, excess: float) -> tuple[float, float]:
-    """Return the statistic from which the term is positive, and its slope, for prefixes of one length.
-
-    Args:
-        num_readings: The number k of readings of the prefix.
-        num_features: The number L of features that are scored.
-        quantile: A statistic beyond which the tail of the training records is exponential.
-        share: The share of the training records beyond it.
-        excess: Their mean excess over it, positive.
-    """
-    factor = (num_readings / num_features) ** EXPONENT
-    return quantile + excess * math.log(share), factor / excess
+    @staticmethod
+    def pair(lines: AlertPrior | None, log_p: Floats | None) -> PriorPValues | None:
+        """Return p-values with the lines of the model; None if the model has no lines, and thus no such p-values."""
+        return None if lines is None or log_p is None else PriorPValues(log_p, lines)

@@ -307,15 +307,14 @@ def describe_tensors(schema: Schema, config: ModelConfig) -> dict[str, TensorDes
         add("ranking.known", config.exemplars, num_features, dtype=np.dtype(np.bool_))
         add("ranking.deviations", num_features)
         add("ranking.typical", 3 if config.prior_weight else 2, 2, dtype=double)
+    num_counted = int((~schema.is_context).sum())
     if config.alert_exemplars:
-        num_counted = int((~schema.is_context).sum())
         add("alert_distance.positions", num_features, config.alert_exemplars)
         add("alert_distance.known", num_features, config.alert_exemplars, dtype=np.dtype(np.bool_))
         add("alert_distance.deviations", num_features)
         add("alert_distance.starts", num_counted, dtype=double)
         add("alert_distance.slopes", num_counted, dtype=double)
     if config.alert_prior:
-        num_counted = int((~schema.is_context).sum())
         add("alert_prior.starts", 2, num_counted, dtype=double)
         add("alert_prior.slopes", 2, num_counted, dtype=double)
     return tensors

@@ -16,10 +16,10 @@ from deformer_stream.model.alert_distance import (
     AlertDistance,
     Prefixes,
     average_nearest,
-    fit_line,
     measure_distances,
 )
 from deformer_stream.model.schema import Feature, Schema
+from trainer.prefix_tails import TermScale
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -177,7 +177,7 @@ def test_reference_function_is_the_default() -> None:
 @pytest.mark.parametrize("num_readings", [1, 4, 10])
 def test_line_is_the_excess_over_the_smallest_nats(num_readings: int) -> None:
     """The tail beyond the quantile 5 is 0.1 exp(−(d − 5) / 2)."""
-    start, slope = fit_line(num_readings, 10, quantile=5.0, share=0.1, excess=2.0)
+    start, slope = TermScale(EXPONENT, WEIGHT, MIN_NATS).fit_line(num_readings, 10, quantile=5.0, share=0.1, excess=2.0)
     factor = (num_readings / 10) ** EXPONENT
     for distance in (start, start + 1.0, start + 30.0):
         nats = -np.log(0.1) + (distance - 5.0) / 2.0

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from deformer_stream import load
 from deformer_stream.calibration.conformal import combine_p_values
 from deformer_stream.model.alert_distance import WEIGHT, WEIGHT_WITH_PRIOR, AlertDistance
-from deformer_stream.model.alert_prior import EXPONENT, MAX_NEG_LOG_P, NETWORK, PRIOR, AlertPrior, fit_line
+from deformer_stream.model.alert_prior import EXPONENT, MAX_NEG_LOG_P, NETWORK, PRIOR, AlertPrior
 from deformer_stream.model.deformer import DEformer, ModelConfig
 from deformer_stream.model.distributions import build_prior_conditional
 from tests.trainer.tables import correlated, numbers, prepared, write
@@ -24,7 +24,7 @@ from trainer.alert_prior import add_alert_prior
 from trainer.data import PreparedTable, Split
 from trainer.gaussian_prior import CrossFittedPriors, fit_priors
 from trainer.job import train
-from trainer.prefix_tails import MIN_PREFIXES, MIN_RECORDS, fit_lines
+from trainer.prefix_tails import MIN_PREFIXES, MIN_RECORDS, TermScale, fit_lines
 from trainer.settings import TrainConfig
 
 Floats = NDArray[np.float64]
@@ -218,7 +218,7 @@ def test_lengths_that_few_records_have_get_the_line_of_shorter_ones_on_request()
     rng = np.random.default_rng(13)
     measured, num_readings = rng.exponential(size=150), np.repeat([1, 2, 4], [100, 49, 1])
     for is_extended, expected in ((False, [True, True, False, False]), (True, [True, True, True, True])):
-        starts, slopes = fit_lines(measured, num_readings, 4, 0.02, fit_line, is_extended)
+        starts, slopes = fit_lines(measured, num_readings, 4, 0.02, TermScale(EXPONENT), is_extended)
         assert (slopes > 0).tolist() == expected
         assert (starts[2:] == (starts[1] if is_extended else 0.0)).all()
 
