@@ -111,16 +111,18 @@ class ResultStore:
         lines: The measurements that were made with this setting.
     """
 
-    def __init__(self, name: str, setting: Mapping[str, Any], again: bool = False) -> None:
+    def __init__(self, name: str, setting: Mapping[str, Any], again: bool = False, folder: Path | None = None) -> None:
         """Open the store.
 
         Args:
-            name: Name of the file in the results folder, without suffix.
+            name: Name of the file without suffix.
             setting: Keys that are added to every measurement. Stored measurements with another setting are dropped.
             again: Drop the stored measurements with this setting, too.
+            folder: The folder, which is created if it does not exist; None for the results folder.
         """
-        RESULTS.mkdir(exist_ok=True)
-        self._path, self._setting = RESULTS / f"{name}.jsonl", setting
+        folder = RESULTS if folder is None else folder
+        folder.mkdir(exist_ok=True, parents=True)
+        self._path, self._setting = folder / f"{name}.jsonl", setting
         stored = self._path.read_text().splitlines() if self._path.exists() and not again else []
         self.lines: list[dict[str, Any]] = [line for line in map(json.loads, stored) if _contains(line, setting)]
 

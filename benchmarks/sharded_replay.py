@@ -21,6 +21,9 @@ kill         A run with 2 workers that is killed by SIGKILL, --kills times at ra
              half of the cases a worker is killed first. `equal` says whether all outputs equal those of `replay`
              in one process without shards. `written_again` is the number of finished shards that were scored again.
 
+Measurements are stored one by one, so that an interrupted run continues and parts can be measured one after the other;
+use --again after code changes.
+
 Each part is measured for each of the --sources. The input is a table of random records in --files Parquet files: with
 --layout long a row is a reading and the readings of 1,000 records interleave. The source hive has them in folders
 `site=…/day=…`, and s3 reads these from a local S3 server, which keeps them in memory. The model has random weights,
@@ -34,6 +37,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import logging
 import os
@@ -44,7 +48,7 @@ import sys
 import tempfile
 import time
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -56,7 +60,15 @@ import pytest
 from numpy.typing import NDArray
 from pyarrow import fs
 
-from benchmarks.command import RESULTS, describe_machine, format_today, publish_results
+from benchmarks.command import (
+    RESULTS,
+    ResultStore,
+    add_again_option,
+    build_parser,
+    describe_machine,
+    format_today,
+    publish_results,
+)
 from benchmarks.feed import OUTLIER_VALUE, make_model, make_quiet_calibration
 from benchmarks.stream import format_table
 from deformer_stream import model_store
@@ -252,54 +264,64 @@ def run_in_shards(inputs: list[str], model: Path, folder: Path, workers: int, en
     return row
 
 
-def measure_speed(options: argparse.Namespace, inputs: list[str], model: Path, folder: Path) -> Iterator[Row]:
-    """Yield the speed of each engine with each number of workers."""
+def measure_speed(
+    options: argparse.Namespace, engine: str, inputs: list[str], model: Path, folder: Path
+) -> Iterator[Row]:
+    """Yield the speed of an engine with each number of workers."""
     numbers = list(map(int, options.workers.split(",")))
-    for engine in options.engines.split(","):
-        rounds = [
-            {workers: run_in_shards(inputs, model, folder / "shards", workers, engine) for workers in numbers}
-            for _ in range(options.rounds)
-        ]
-        for workers in numbers:
-            rows = [measured[workers] for measured in rounds]
-            ratios = [measured[numbers[0]]["seconds"] / measured[workers]["seconds"] for measured in rounds]
-            medians = {name: round(median(row[name] for row in rows), 1) for name in MEASURED}
-            ratio = {"ratio": round(median(ratios), 2), "smallest_ratio": round(min(ratios), 2)}
-            yield {"part": "speed", **rows[0], **medians, **ratio}
+    rounds = [
+        {workers: run_in_shards(inputs, model, folder / "shards", workers, engine) for workers in numbers}
+        for _ in range(options.rounds)
+    ]
+    for workers in numbers:
+        rows = [measured[workers] for measured in rounds]
+        ratios = [measured[numbers[0]]["seconds"] / measured[workers]["seconds"] for measured in rounds]
+        medians = {name: round(median(row[name] for row in rows), 1) for name in MEASURED}
+        ratio = {"ratio": round(median(ratios), 2), "smallest_ratio": round(min(ratios), 2)}
+        yield {**rows[0], **medians, **ratio}
 
 
 def measure_memory(
-    options: argparse.Namespace, source: str, store: fs.S3FileSystem | None, model: Path, folder: Path
+    options: argparse.Namespace, engine: str, source: str, store: fs.S3FileSystem | None, model: Path, folder: Path
 ) -> Iterator[Row]:
     """Yield the memory for a tenth of the input and for all of it."""
-    for engine in options.engines.split(","):
-        for readings in (options.readings // 10, options.readings):
-            inputs = write_input(folder / "input-of-memory", options, source, readings, store)
-            yield {"part": "memory", **run_in_shards(inputs, model, folder / "shards", 2, engine)}
-            if store is not None:
-                store.delete_dir(f"{BUCKET}/input-of-memory")
-    shutil.rmtree(folder / "input-of-memory")
+    for readings in (options.readings // 10, options.readings):
+        inputs = write_input(folder / "input-of-memory", options, source, readings, store)
+        yield run_in_shards(inputs, model, folder / "shards", 2, engine)
+        if store is not None:
+            store.delete_dir(f"{BUCKET}/input-of-memory")
+    shutil.rmtree(folder / "input-of-memory", ignore_errors=True)
 
 
-def kill_runs(options: argparse.Namespace, inputs: list[str], model: Path, folder: Path) -> Iterator[Row]:
-    """Kill runs of each engine repeatedly, and yield whether their outputs are those of one process."""
-    whole = folder / "whole"
-    shutil.rmtree(whole, ignore_errors=True)
-    whole.mkdir()
+@functools.cache
+def digest_run_in_one_process(input_path: str, model: Path, folder: Path) -> tuple[list[tuple[int, int]], float]:
+    """Run the command once without shards, and return the digests of its outputs and the seconds that it took.
+
+    Args:
+        input_path: The input.
+        model: The model directory.
+        folder: The folder of the outputs.
+    """
+    folder.mkdir()
     running = RunningReplay(
-        inputs, model, "--drift", "off", *(f"--{name}={whole / path}" for name, path in OUTPUTS.items())
+        [input_path], model, "--drift", "off", *(f"--{name}={folder / path}" for name, path in OUTPUTS.items())
     )
     running.wait()
-    seconds_of_one = round(running.seconds, 1)
-    for engine in options.engines.split(","):
-        row = _kill_runs_of_engine(options, engine, inputs, model, folder / "killed")
-        are_equal = all(
-            compute_digest([whole / name]) == compute_digest(sorted(folder.glob(f"killed/shards/*/{name}")))
-            for name in OUTPUTS.values()
-        )
-        yield {"part": "kill", **row, "equal": str(are_equal), "one_process_s": seconds_of_one}
-        assert are_equal, "the outputs differ"
-        assert not row["written_again"], "finished shards were scored again"
+    seconds = round(running.seconds, 1)
+    print(json.dumps({"one_process_s": seconds}), file=sys.stderr, flush=True)
+    digests = [compute_digest([folder / name]) for name in OUTPUTS.values()]
+    shutil.rmtree(folder)
+    return digests, seconds
+
+
+def kill_runs(options: argparse.Namespace, engine: str, inputs: list[str], model: Path, folder: Path) -> Iterator[Row]:
+    """Kill runs of an engine repeatedly, and yield whether their outputs are those of one process."""
+    expected, seconds_of_one = digest_run_in_one_process(inputs[0], model, folder / "whole")
+    row = _kill_runs_of_engine(options, engine, inputs, model, folder / "killed")
+    digests = [compute_digest(sorted(folder.glob(f"killed/shards/*/{name}"))) for name in OUTPUTS.values()]
+    yield {**row, "equal": str(digests == expected), "one_process_s": seconds_of_one}
+    assert digests == expected, "the outputs differ"
+    assert not row["written_again"], "finished shards were scored again"
 
 
 def _kill_runs_of_engine(options: argparse.Namespace, engine: str, inputs: list[str], model: Path, target: Path) -> Row:
@@ -406,7 +428,7 @@ def _hash_column(column: pa.Array) -> NDArray[np.uint64]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the parts that the command line names, and publish the figures."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = add_again_option(build_parser(__doc__, tables=""))
     parser.add_argument("parts", nargs="*", choices=[*PARTS, []], metavar="PART", help="all by default")
     parser.add_argument("--readings", type=int, default=2_000_000)
     parser.add_argument("--features", type=int, default=20)
@@ -422,46 +444,55 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--folder", type=Path, help="folder for input and outputs; by default a temporary one")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the results")
     options = parser.parse_args(arguments)
-    rows: list[Row] = []
+    setting = {"layout": options.layout, "preset": options.preset, "features": options.features}
+    measured = ResultStore("sharded_replay", setting, options.again, options.results)
     with contextlib.ExitStack() as cleanup:
         folder = Path(cleanup.enter_context(tempfile.TemporaryDirectory(dir=options.folder)))
         model = folder / "model"
         model_store.write(model, make_model(options.preset, options.features, 0), make_quiet_calibration(), {}, "")
         for source in options.sources.split(","):
+            keys = [
+                {"part": part, "source": source, "engine": engine}
+                for part in dict.fromkeys(options.parts or PARTS)
+                for engine in options.engines.split(",")
+            ]
+            keys = [key for key in keys if measured.find(**key, readings=options.readings) is None]
+            if not keys:
+                continue
             store = None
             if source == "s3":
                 logging.getLogger("werkzeug").setLevel(logging.WARNING)  # it would log each request
                 patch = cleanup.enter_context(pytest.MonkeyPatch.context())
                 store, _ = cleanup.enter_context(run_server(patch))
             inputs = write_input(folder / "input", options, source, options.readings, store)
-            for part in dict.fromkeys(options.parts or PARTS):
-                for row in measure(part, options, source, store, inputs, model, folder):
-                    rows.append(row | {"layout": options.layout, "source": source, "preset": options.preset})
-                    print(json.dumps(rows[-1]), flush=True)
+            for key in keys:
+                # Once all runs have ended, so that an interrupted run does not leave a part of them.
+                for row in list(measure(options, key, store, inputs, model, folder)):
+                    print(json.dumps(measured.add(key | row)), flush=True)
+            digest_run_in_one_process.cache_clear()
     tables = "\n".join(
         f"### {part}\n\n{format_table(of_part)}\n"
         for part in PARTS
-        if (of_part := [row for row in rows if row["part"] == part])
+        if (of_part := [row for row in measured.lines if row["part"] == part])
     )
     text = f"# Replay in shards\n\n{format_today()}, {describe_machine()}\n\n{tables}"
-    publish_results("sharded_replay", text, rows, options.results)
+    publish_results("sharded_replay", text, None, options.results)
 
 
 def measure(
-    part: str,
     options: argparse.Namespace,
-    source: str,
+    key: Mapping[str, str],
     store: fs.S3FileSystem | None,
     inputs: list[str],
     model: Path,
     folder: Path,
 ) -> Iterator[Row]:
-    """Return the rows of a part; see `write_input` for the arguments."""
-    if part == "speed":
-        return measure_speed(options, inputs, model, folder)
-    if part == "memory":
-        return measure_memory(options, source, store, model, folder)
-    return kill_runs(options, inputs, model, folder)
+    """Return the rows of the part, the source and the engine of `key`; see `write_input` for the other arguments."""
+    if key["part"] == "speed":
+        return measure_speed(options, key["engine"], inputs, model, folder)
+    if key["part"] == "memory":
+        return measure_memory(options, key["engine"], key["source"], store, model, folder)
+    return kill_runs(options, key["engine"], inputs, model, folder)
 
 
 if __name__ == "__main__":
