@@ -27,7 +27,8 @@ PRIOR_WEIGHT_VERSION = 10
 WIDE_PRIOR_VERSION = 11
 ALERT_DISTANCE_VERSION = 12
 ALERT_PRIOR_VERSION = 13
-LATEST_VERSION = ALERT_PRIOR_VERSION
+MARGINAL_WEIGHT_VERSION = 14
+LATEST_VERSION = MARGINAL_WEIGHT_VERSION
 """Format versions of the manifest (manifest.json of a model directory), each with one addition to the one before.
 
 `determine_version` lists the additions.
@@ -122,6 +123,8 @@ def determine_version(manifest: dict[str, Any]) -> int:
     A manifest gets the lowest version, so that releases that read only this version can still read it. Version 1 has
     none of the following additions:
 
+    - Version 14 is needed if the density of readings without regard to one another is a term of the ranking
+      ("marginal_weight").
     - Version 13 is needed if p-values under the Gaussian prior are a term of the alert ("alert_prior").
     - Version 12 is needed if training records are stored for the alert ("alert_exemplars").
     - Version 11 is needed if wide records have a Gaussian process as their prior ("neighbors" without "reading_times").
@@ -140,6 +143,8 @@ def determine_version(manifest: dict[str, Any]) -> int:
     """
     # Each version can also express what lower versions can, so the highest version is checked first.
     calibration, hyperparameters = manifest.get("calibration"), manifest.get("hyperparameters")
+    if isinstance(hyperparameters, dict) and "marginal_weight" in hyperparameters:
+        return MARGINAL_WEIGHT_VERSION
     if isinstance(hyperparameters, dict) and "alert_prior" in hyperparameters:
         return ALERT_PRIOR_VERSION
     if isinstance(hyperparameters, dict) and "alert_exemplars" in hyperparameters:

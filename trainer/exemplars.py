@@ -2,8 +2,9 @@
 
 The ranking score of a complete record combines several numbers. One is its distance to the nearest exemplars. Another
 is its centered NLL (negative log-likelihood minus the entropy of the conditionals). If it is useful for the table,
-−ln p under the Gaussian prior is a third one (`prior_weight`). Each is expressed relative to its typical values, which
-are its median and 90% quantile for normal records.
+−ln p under the Gaussian prior is a third one (`prior_weight`). For tables with labels, −ln p of the readings without
+regard to one another is a further one. Each is expressed relative to its typical values, which are its median and 90%
+quantile for normal records.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from deformer_stream.calibration.conformal import trim_largest
 from deformer_stream.engine.record_scores import sum_centered_nll
 from deformer_stream.kernels.cpu import attached_kernels
 from deformer_stream.model.deformer import DEformer
-from deformer_stream.model.exemplars import Exemplars, has_unordered_labels
+from deformer_stream.model.exemplars import Exemplars, estimate_marginals, has_unordered_labels
 from deformer_stream.model.ranking import Ranking
 from deformer_stream.model.schema import LINEAR_LIMIT, Schema
 from trainer.budget import MIN_CLEAR_RATIO, measure_seconds_per_record
@@ -72,6 +73,7 @@ def add_ranking(
     calibration_exemplars: bool = True,
     priors: CrossFittedPriors | None = None,
     prior_weight: float | None = None,
+    marginal_weight: float | None = None,
     trim: float = 0.0,
 ) -> DEformer:
     """Store exemplars (training records for comparison) and typical values of normal records in the model.
@@ -95,6 +97,8 @@ def add_ranking(
             comparable with those of new records, and a threshold can be computed from them.
         priors: The Gaussian prior of the model with its variants, None if the model has no prior.
         prior_weight: The weight of the prior's density in the ranking. None to learn it; it is 0 without a prior.
+        marginal_weight: The weight of the density of the readings without regard to one another. None for the share of
+            the features that have labels.
         trim: Share (0 to 1) of the calibration records that may be anomalies. The largest values of this share are left
             out of the typical values.
 
@@ -132,7 +136,7 @@ def add_ranking(
         _summarize_typical(reference_distances),
         _summarize_typical(trim_largest(np.concatenate(centered_nll), trim)),
     ]
-    # The density needs no network, so it is computed for more records than the time permitted for the network.
+    # Densities need no network, so they are computed for more records than the time permitted for the network.
     num_prior_records = min(max(num_done, MIN_PRIOR_RECORDS), MAX_REFERENCE_RECORDS)
     if priors is None:
         prior_weight = 0.0
@@ -144,15 +148,24 @@ def add_ranking(
         if len(further):
             estimator.add(further, _compute_distances_to_others(ranking, further))
         prior_weight = estimator.estimate_weight()
+    if marginal_weight is None:
+        marginal_weight = float(data.schema.is_discrete.mean())
+    # Typical densities are those of calibration records, because training records fit the prior too well.
+    rows = rng.permutation(data.select_rows(Split.CALIBRATION))[:num_prior_records]
+    values = np.asarray(data.values[np.sort(rows)], np.float64)
     if priors is not None and prior_weight:
-        # The prior was fitted to training records, so the typical density is that of calibration records.
-        rows = rng.permutation(data.select_rows(Split.CALIBRATION))[:num_prior_records]
-        values = np.asarray(data.values[np.sort(rows)], np.float64)
         prior_nll = extract_mixture(priors.full).compute_neg_log_density(values[:, data.schema.is_linear])
         typical.append(_summarize_typical(trim_largest(prior_nll, trim)))
+    if marginal_weight:
+        typical.append(_summarize_typical(trim_largest(_compute_marginal_nll(ranking, values), trim)))
     ranking.typical = torch.tensor(typical, dtype=torch.float64)
     model.ranking = ranking.to(model.device)
-    model.config = replace(model.config, exemplars=ranking.num_exemplars, prior_weight=prior_weight)
+    model.config = replace(
+        model.config,
+        exemplars=ranking.num_exemplars,
+        prior_weight=prior_weight,
+        marginal_weight=marginal_weight,
+    )
     return model
 
 
@@ -404,6 +417,19 @@ def _compute_distances_to_others(ranking: Ranking, exemplar_indexes: NDArray[np.
     distances = ranking.compute_distances(ranking.positions[indexes], ranking.known[indexes], own_exemplar=indexes)
     result: NDArray[np.float64] = distances.double().numpy()
     return result
+
+
+def _compute_marginal_nll(ranking: Ranking, values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the sum of −ln p of the readings of N records, each without regard to the others, (N,).
+
+    Args:
+        ranking: The ranking with its exemplars.
+        values: (N, F) normalised values and label codes, NaN for missing readings.
+    """
+    known, values = ~np.isnan(values), np.nan_to_num(values)
+    positions = (ranking.compute_positions(values) / ranking.deviations).numpy()
+    exemplars = ranking.positions.numpy(), ranking.known.numpy(), ranking.deviations.numpy()
+    return estimate_marginals(ranking.schema, *exemplars).compute_nll(values.astype(np.int64), positions, known)
 
 
 def _compute_centered_nll(

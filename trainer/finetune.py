@@ -77,7 +77,10 @@ def extend_model(old: DEformer, schema: Schema) -> DEformer:
         )
     try:
         model = DEformer(
-            schema, replace(old.config, exemplars=0, prior_weight=0.0, alert_exemplars=0, alert_prior=False)
+            schema,
+            replace(
+                old.config, exemplars=0, prior_weight=0.0, marginal_weight=0.0, alert_exemplars=0, alert_prior=False
+            ),
         )
     except ValueError as error:
         raise ConfigError(

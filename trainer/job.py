@@ -474,6 +474,7 @@ class _FinalPhases:
                 calibration_exemplars=calibration_exemplars,
                 priors=priors,
                 prior_weight=self.settings.prior_weight,
+                marginal_weight=self.settings.marginal_weight,
                 trim=self.settings.calibration_trim,
             )
         minimum = compute_min_counts(maximum)
@@ -496,6 +497,7 @@ class _FinalPhases:
             calibration_exemplars=calibration_exemplars,
             priors=priors,
             prior_weight=self.settings.prior_weight,
+            marginal_weight=self.settings.marginal_weight,
             trim=self.settings.calibration_trim,
         )
 

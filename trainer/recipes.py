@@ -36,11 +36,17 @@ MIN_USEFUL_STEPS = 200
 It was measured in the same experiment.
 """
 
-SHAPE_HYPERPARAMETERS = {f.name for f in fields(ModelConfig)} - {"gaussians", "exemplars", "prior_weight", *IRREGULAR}
+SHAPE_HYPERPARAMETERS = {f.name for f in fields(ModelConfig)} - {
+    "gaussians",
+    "exemplars",
+    "prior_weight",
+    "marginal_weight",
+    *IRREGULAR,
+}
 """Names of the hyperparameters that determine the shape of the network.
 
 The numbers of Gaussians and exemplars (stored training records) are not among them, because they depend on the table.
-Nor is the weight of the Gaussian prior in the ranking. Those of irregular readings are chosen by
+Nor are the weights of densities in the ranking. Those of irregular readings are chosen by
 `irregular_model_config`.
 """
 

@@ -460,6 +460,14 @@ class TrainConfig(TrainSettings):
         "default it is learnt for each table.",
     )
 
+    marginal_weight: float | None = Field(
+        None,
+        ge=0,
+        le=100,
+        description="Weight in the ranking of complete records of the density of the readings without regard to one "
+        "another, 0 for none. By default it is the share of the features that have labels.",
+    )
+
     alert_exemplars: int | None = Field(
         None,
         ge=0,

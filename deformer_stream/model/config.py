@@ -26,7 +26,7 @@ IRREGULAR = (
 """Names of the hyperparameters of models for irregular readings. They have their default values in other models, except
 those of the process that is the prior of wide records."""
 
-LEFT_OUT_IF_DEFAULT = (*IRREGULAR, "prior_weight", "alert_exemplars", "alert_prior")
+LEFT_OUT_IF_DEFAULT = (*IRREGULAR, "prior_weight", "marginal_weight", "alert_exemplars", "alert_prior")
 """Names of the hyperparameters that are not stored if they have their default values.
 
 So the manifests and fingerprints of models without them stay as they are.
@@ -89,6 +89,8 @@ class ModelConfig:
             distance to the nearest exemplars. 0 stores none.
         prior_weight: The weight of the density of the Gaussian prior (`gaussians`) in the ranking of complete records.
             Training learns it for each table. 0 if it is no term of the ranking.
+        marginal_weight: The weight in the ranking of the density of the readings without regard to one another
+            (`marginal_density`). Training sets it to the share of the features that have labels. 0 if it is no term.
         alert_exemplars: The number of training records that are stored for the alert. The distance of an open record to
             the nearest ones is a term of the alert's statistic (`alert_distance`). 0 without this term.
         alert_prior: Whether the p-values of readings under the Gaussian prior alone are a term of the alert's statistic
@@ -123,6 +125,7 @@ class ModelConfig:
     context_block: int = 0
     exemplars: int = 0
     prior_weight: float = 0.0
+    marginal_weight: float = 0.0
     alert_exemplars: int = 0
     alert_prior: bool = False
     precision: Precision = "float32"
@@ -144,10 +147,13 @@ class ModelConfig:
             )
         if not 0 <= self.outlier_limit < math.inf:
             raise ValueError(f"the hyperparameter outlier_limit is {self.outlier_limit}, but it must be 0 or positive")
-        if not 0 <= self.prior_weight < math.inf:
-            raise ValueError(f"the hyperparameter prior_weight is {self.prior_weight}, but it must be 0 or positive")
+        for name in ("prior_weight", "marginal_weight"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"the hyperparameter {name} is {getattr(self, name)}, but it must be 0 or positive")
         if self.prior_weight and not (self.gaussians and self.exemplars):
             raise ValueError("the hyperparameter prior_weight needs gaussians and exemplars of at least 1")
+        if self.marginal_weight and not self.exemplars:
+            raise ValueError("the hyperparameter marginal_weight needs exemplars of at least 1")
         if not isinstance(self.alert_prior, bool):
             raise ValueError(f"the hyperparameter alert_prior is {self.alert_prior!r}, but it must be true or false")
         if self.alert_prior and not (self.gaussians or self.neighbors):
@@ -167,6 +173,11 @@ class ModelConfig:
         _check_choice("memory", self.memory, AttentionContext)
         _check_choice("tokens", self.tokens, Tokens)
         _check_choice("precision", self.precision, Precision)
+
+    @property
+    def num_ranking_terms(self) -> int:
+        """The number of terms of the ranking of complete records (`Ranking.typical`)."""
+        return 2 + (self.prior_weight > 0) + (self.marginal_weight > 0)
 
     @property
     def context_limit(self) -> ContextLimit | None:

@@ -194,8 +194,7 @@ class DEformer(nn.Module):
             # The inputs are the weight, the mean and the scale of each component (PriorConditional.to_network_input).
             self.guidance = nn.Linear(3 * num_prior_components, config.d_model)
         self.head = Head(schema, config.d_model, config.mixtures, num_prior_components)
-        has_prior_term = config.prior_weight > 0
-        self.ranking = Ranking(schema, config.exemplars, has_prior_term) if config.exemplars else None
+        self.ranking = Ranking(schema, config.exemplars, config.num_ranking_terms) if config.exemplars else None
         self.alert_distance: AlertDistanceTensors | None = None
         if config.alert_exemplars:
             self.alert_distance = AlertDistanceTensors(schema, config.alert_exemplars)

@@ -1,7 +1,9 @@
 """Ranking of complete records by their distance to the nearest exemplars, as `ranking.Ranking` does, without PyTorch.
 
 The centered NLL (negative log-likelihood of the readings minus its expectation) is a second term. If training has found
-it useful for the table, the density of the record under the Gaussian prior is a third (`trainer.prior_weight`).
+it useful for the table, the density of the record under the Gaussian prior is a further one (`trainer.prior_weight`).
+For tables with labels, so is the density of the readings without regard to one another (`marginal_density`): distances
+count all differences of labels alike, however rare a label is.
 
 Shapes use these letters: R is the number of records, F the number of features, M the number of exemplars (stored
 training records).
@@ -14,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from deformer_stream.model.marginal_density import MarginalDensity
 from deformer_stream.model.mixture import Mixture
 from deformer_stream.model.parameters import ModelParameters
 from deformer_stream.model.schema import Feature, Schema
@@ -45,10 +48,12 @@ class Exemplars:
         known: (M, F) false where the exemplar has no reading of the feature.
         deviations: (F,) the typical difference of each feature.
         typical: (2, 2) statistics of normal records. Row 0 is for the distance, row 1 for the centered NLL; column 0 is
-            the median, column 1 the difference between the 90% quantile and the median. With a `prior`, (3, 2): row 2
-            is for −ln p of the record under the prior.
+            the median, column 1 the difference between the 90% quantile and the median. A further row is for −ln p of
+            the record under the `prior`, and the last one for −ln p under `marginals`, if these are terms.
         prior: The Gaussian prior, whose density is a term of the ranking; None if it is none.
         prior_weight: The weight of this term, 0 without a prior.
+        marginals: The density of the readings without regard to one another; None if it is no term of the ranking.
+        marginal_weight: The weight of this term, 0 without it.
     """
 
     schema: Schema
@@ -58,6 +63,8 @@ class Exemplars:
     typical: Floats
     prior: Mixture | None = None
     prior_weight: float = 0.0
+    marginals: MarginalDensity | None = None
+    marginal_weight: float = 0.0
 
     @staticmethod
     def from_parameters(parameters: ModelParameters) -> Exemplars | None:
@@ -71,7 +78,20 @@ class Exemplars:
             # A trained model has one variant of the prior, at index 0.
             prior_names = "log_weights", "means", "covariances"
             prior = Mixture(*(parameters.arrays[f"gaussians.{name}"][0] for name in prior_names))
-        return Exemplars(parameters.schema, positions, known, deviations, typical, prior, prior_weight)
+        marginals, marginal_weight = None, parameters.config.marginal_weight
+        if marginal_weight:
+            marginals = estimate_marginals(parameters.schema, positions, known, deviations)
+        return Exemplars(
+            parameters.schema,
+            positions,
+            known,
+            deviations,
+            typical,
+            prior,
+            prior_weight,
+            marginals,
+            marginal_weight,
+        )
 
     def score(
         self,
@@ -84,9 +104,9 @@ class Exemplars:
         """Return the anomaly score of complete records; larger is more anomalous.
 
         The score is the distance to the nearest exemplars, plus `CENTERED_NLL_WEIGHT` times the centered NLL, plus
-        `prior_weight` times −ln p of the record under the Gaussian prior. The terms are first standardised: 0 is the
-        median of normal records, 1 is their 90% quantile. In −ln p, a missing reading counts by its expectation
-        (`Mixture.compute_neg_log_density`).
+        `prior_weight` times −ln p of the record under the Gaussian prior, plus `marginal_weight` times −ln p of the
+        readings without regard to one another. The terms are first standardised: 0 is the median of normal records, 1
+        is their 90% quantile. In −ln p, a missing reading counts by its expectation.
 
         Args:
             codes: (R, L), for each of R records the feature codes (indexes in the schema) of at most L readings in any
@@ -116,14 +136,17 @@ class Exemplars:
         distance_score = (distances - distance_median) / distance_spread
         nll_score = (centered_nll - nll_median) / nll_spread
         score: Floats = distance_score + CENTERED_NLL_WEIGHT * nll_score
-        if self.prior is None:
-            return score
-        if prior_nll is None:
-            is_linear = self.schema.is_linear
-            x = np.where(known[:, is_linear], value_by_feature[:, is_linear], np.nan)
-            prior_nll = self.prior.compute_neg_log_density(x)
-        prior_median, prior_spread = self.typical[2]
-        score += self.prior_weight * (prior_nll - prior_median) / prior_spread
+        if self.prior is not None:
+            if prior_nll is None:
+                is_linear = self.schema.is_linear
+                x = np.where(known[:, is_linear], value_by_feature[:, is_linear], np.nan)
+                prior_nll = self.prior.compute_neg_log_density(x)
+            prior_median, prior_spread = self.typical[2]
+            score += self.prior_weight * (prior_nll - prior_median) / prior_spread
+        if self.marginals is not None:
+            marginal_nll = self.marginals.compute_nll(value_by_feature.astype(np.int64), positions, known)
+            marginal_median, marginal_spread = self.typical[-1]
+            score += self.marginal_weight * (marginal_nll - marginal_median) / marginal_spread
         return score
 
     def compute_distances(
@@ -175,6 +198,23 @@ class Exemplars:
                 sums = np.where(np.isfinite(nearest), nearest, 0.0).sum(1)
                 distances[rows] = np.where(num_finite > 0, sums / np.maximum(num_finite, 1), np.nan)
         return distances
+
+
+def estimate_marginals(schema: Schema, positions: Singles, known: Bools, deviations: Singles) -> MarginalDensity:
+    """Return the density of the readings of M exemplars without regard to one another.
+
+    Args:
+        schema: The F features.
+        positions: (M, F) the positions of the readings, divided by `deviations`.
+        known: (M, F) false where an exemplar has no reading.
+        deviations: (F,) the typical difference of each feature.
+    """
+    of_labels = [compute_label_positions(feature) for feature in schema.features]
+    scaled = [
+        labels if labels is None else labels / deviation
+        for labels, deviation in zip(of_labels, deviations, strict=True)
+    ]
+    return MarginalDensity.estimate(schema, positions, known, scaled)
 
 
 def compute_positions(schema: Schema, values: Floats) -> Singles:

@@ -306,7 +306,7 @@ def describe_tensors(schema: Schema, config: ModelConfig) -> dict[str, TensorDes
         add("ranking.positions", config.exemplars, num_features)
         add("ranking.known", config.exemplars, num_features, dtype=np.dtype(np.bool_))
         add("ranking.deviations", num_features)
-        add("ranking.typical", 3 if config.prior_weight else 2, 2, dtype=double)
+        add("ranking.typical", config.num_ranking_terms, 2, dtype=double)
     num_counted = int((~schema.is_context).sum())
     if config.alert_exemplars:
         add("alert_distance.positions", num_features, config.alert_exemplars)

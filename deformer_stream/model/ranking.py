@@ -5,7 +5,8 @@ can use all readings at once. If there are few training records, the distance to
 ranking, because it needs no training. It misses anomalies in the relation of a few features, which the density of the
 network detects. The score is therefore the sum of the distance and the centered NLL (negative log-likelihood of the
 readings minus its expectation). Each of the two is in units of its spread among normal records. On some tables the
-density of the Gaussian prior is a third term (`exemplars.Exemplars`).
+density of the Gaussian prior, or that of the readings without regard to one another, is a further term
+(`exemplars.Exemplars`).
 
 Shapes use these letters: R is the number of records, F the number of features, M the number of exemplars (stored
 training records).
@@ -38,7 +39,7 @@ class Ranking(nn.Module):
     Args:
         schema: The F features.
         num_exemplars: The number M of exemplars.
-        has_prior: Whether the density of the Gaussian prior is a term of the ranking.
+        num_terms: Number of terms of the ranking.
 
     Attributes:
         positions: (M, F), the positions of the readings of the exemplars, divided by `deviations`. This and the
@@ -47,10 +48,11 @@ class Ranking(nn.Module):
         deviations: (F,), the typical difference of each feature, which is the standard deviation of its positions in
             training without extreme values. For labels that are not numbers, it is the probability that two records
             have different labels.
-        typical: (2, 2), statistics of normal records. Row 0 is for the distance to the nearest exemplars, row 1 for the
-            centered NLL (negative log-likelihood minus its expectation). Column 0 is the median, column 1 the
-            difference between the 90% quantile and the median, or the standard deviation if they are equal. With
-            `has_prior`, (3, 2): row 2 is for −ln p of the record under the Gaussian prior.
+        typical: (`num_terms`, 2), statistics of normal records. Row 0 is for the distance to the nearest exemplars, row
+            1 for the centered NLL (negative log-likelihood minus its expectation). Further rows are for −ln p of the
+            record under the Gaussian prior, and for −ln p of the readings without regard to one another, for as far as
+            these are terms. Column 0 is the median, column 1 the difference between the 90% quantile and the median, or
+            the standard deviation if they are equal.
     """
 
     is_text_label: Tensor
@@ -60,7 +62,7 @@ class Ranking(nn.Module):
     deviations: Tensor
     typical: Tensor
 
-    def __init__(self, schema: Schema, num_exemplars: int, has_prior: bool = False) -> None:
+    def __init__(self, schema: Schema, num_exemplars: int, num_terms: int = 2) -> None:
         super().__init__()
         self.schema = schema
         is_text_label = [has_unordered_labels(feature) for feature in schema.features]
@@ -73,7 +75,6 @@ class Ranking(nn.Module):
         self.register_buffer("positions", torch.zeros(shape))
         self.register_buffer("known", torch.ones(shape, dtype=torch.bool))
         self.register_buffer("deviations", torch.ones(len(schema)))
-        num_terms = 3 if has_prior else 2
         self.register_buffer("typical", torch.tensor([[0.0, 1.0]], dtype=torch.float64).repeat(num_terms, 1))
 
     @property
