@@ -124,6 +124,33 @@ def test_model_without_a_weight_of_the_prior_keeps_its_format_version(tmp_path: 
     assert artifact.scoring_model.config.prior_weight == 0.0
 
 
+def test_weight_of_single_readings_in_the_ranking_survives_a_round_trip(tmp_path: Path) -> None:
+    model = write_ranking_model(tmp_path / "with", prior_weight=0.7, marginal_weight=0.4)
+    artifact = model_store.read(tmp_path / "with")
+    assert artifact.manifest["format_version"] == 14  # earlier releases do not know the term
+    assert artifact.manifest["hyperparameters"]["marginal_weight"] == 0.4
+    assert model.ranking is not None
+    exemplars = Exemplars.from_parameters(artifact.scoring_model.extract_parameters())
+    assert exemplars is not None
+    assert exemplars.marginals is not None
+    assert exemplars.marginal_weight == 0.4
+    np.testing.assert_array_equal(exemplars.typical, model.ranking.typical.numpy())
+    assert exemplars.typical.shape == (4, 2)
+
+
+def test_inconsistent_weight_of_single_readings_is_refused(tmp_path: Path) -> None:
+    write_ranking_model(tmp_path / "without")
+
+    def add_weight(manifest: Manifest) -> None:
+        manifest["hyperparameters"]["marginal_weight"] = 0.7
+        manifest["format_version"] = 14
+
+    forge_manifest(tmp_path / "without", add_weight)
+    assert_read_fails(tmp_path / "without", "ranking.typical")
+    forge_manifest(tmp_path / "without", lambda manifest: manifest.update(format_version=13))
+    assert_read_fails(tmp_path / "without", "its contents need version 14")
+
+
 def test_training_records_for_the_alert_survive_a_round_trip(tmp_path: Path) -> None:
     model = make_model(SCHEMA, replace(CONFIG, alert_exemplars=5), dtype=torch.float32)
     model_store.write(tmp_path / "model", model, make_calibration(model), {}, "")

@@ -67,7 +67,10 @@ def run_here(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.fixture(
-    params=[{"gaussians": 3, "exemplars": 4, "prior_weight": 0.7}, {"memory": "all", "precision": "bfloat16"}]
+    params=[
+        {"gaussians": 3, "exemplars": 4, "prior_weight": 0.7, "marginal_weight": 0.4},
+        {"memory": "all", "precision": "bfloat16"},
+    ]
 )
 def model(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
     return write_model(tmp_path, **request.param)

@@ -158,6 +158,7 @@ def test_presets_are_ordered_by_size_and_the_largest_is_that_of_the_paper() -> N
 def test_description_of_the_tensors_equals_the_state_dict(schema: Schema, config: ModelConfig, exemplars: int) -> None:
     has_prior_term = exemplars > 0 and config.gaussians > 0 and schema.is_linear.any()
     config = replace(config, exemplars=exemplars, prior_weight=0.5 if has_prior_term else 0.0)
+    config = replace(config, marginal_weight=0.5 if exemplars and schema.is_discrete.any() else 0.0)
     if not schema.is_linear.any():
         config = replace(config, alert_prior=False)  # there is no Gaussian prior
     state_dict = DEformer(schema, config).state_dict()
@@ -188,6 +189,9 @@ def test_description_of_the_tensors_equals_the_state_dict(schema: Schema, config
         ({"prior_weight": float("nan"), "gaussians": 1, "exemplars": 1}, "prior_weight is nan"),
         ({"prior_weight": 0.5, "gaussians": 1}, "prior_weight needs gaussians and exemplars"),
         ({"prior_weight": 0.5, "exemplars": 1}, "prior_weight needs gaussians and exemplars"),
+        ({"marginal_weight": -0.1, "exemplars": 1}, "marginal_weight is -0.1"),
+        ({"marginal_weight": float("inf"), "exemplars": 1}, "marginal_weight is inf"),
+        ({"marginal_weight": 0.5}, "marginal_weight needs exemplars"),
     ],
 )
 def test_invalid_hyperparameter_is_rejected_with_the_allowed_values(change: dict[str, object], message: str) -> None:

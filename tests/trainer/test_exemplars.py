@@ -4,19 +4,23 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 
 from deformer_stream import load, model_store
 from deformer_stream.calibration.conformal import Calibration
 from deformer_stream.model.deformer import DEformer, ModelConfig
-from deformer_stream.model.exemplars import Exemplars
+from deformer_stream.model.exemplars import Exemplars, compute_positions
 from tests.trainer.tables import mixed, prepared
 from trainer.data import PreparedTable, Split
 from trainer.exemplars import MIN_DIFFERENCE_RATE, add_ranking, choose_exemplar_rows, score_complete_records
+from trainer.job import train
+from trainer.settings import TrainConfig
 
 CONFIG = ModelConfig(d_model=16, layers=1, heads=2, feedforward=32, mixtures=4, hidden=(16,))
 
@@ -184,3 +188,58 @@ def test_p_values_of_complete_records_are_uniform(tmp_path: Path) -> None:
     assert p_values is not None
     for level in (0.1, 0.5):  # within four standard deviations of a calibration of this size
         assert abs((p_values <= level).mean() - level) < 4 * np.sqrt(level * (1 - level) / len(scores))
+
+
+def make_labelled_table(num_records: int, seed: int = 0) -> dict[str, Any]:
+    """Return columns of two labels and a number, which are independent; the label "rare" has 1%."""
+    rng = np.random.default_rng(seed)
+    return {
+        "x": rng.normal(size=num_records).tolist(),
+        "word": rng.choice(["a", "b", "rare"], num_records, p=[0.5, 0.49, 0.01]).tolist(),
+        "kind": rng.choice(["k", "l", "m"], num_records).tolist(),
+    }
+
+
+def test_weight_of_single_readings_is_the_share_of_the_features_that_have_labels(tmp_path: Path) -> None:
+    data = prepared(tmp_path, make_labelled_table(400))
+    model = add_ranking(model_of(data), data, 1000, 0)
+    assert model.config.marginal_weight == pytest.approx(2 / 3)
+    assert model.ranking is not None
+    assert model.ranking.typical.shape == (3, 2)
+    without = add_ranking(model_of(data), data, 1000, 0, marginal_weight=0.0)
+    assert without.config.marginal_weight == 0.0
+    assert without.ranking is not None
+    assert torch.equal(without.ranking.typical, model.ranking.typical[:2])
+    numbers = prepared(tmp_path, {name: np.random.default_rng(0).normal(size=200) for name in "xy"})
+    assert add_ranking(model_of(numbers), numbers, 1000, 0).config.marginal_weight == 0.0
+
+
+def test_typical_density_of_single_readings_is_that_of_calibration_records(tmp_path: Path) -> None:
+    data = prepared(tmp_path, make_labelled_table(400))
+    exemplars = Exemplars.from_parameters(add_ranking(model_of(data), data, 1000, 0).extract_parameters())
+    assert exemplars is not None
+    assert exemplars.marginals is not None
+    values = np.asarray(data.values[data.select_rows(Split.CALIBRATION)], np.float64)
+    positions = compute_positions(data.schema, values) / exemplars.deviations
+    nll = exemplars.marginals.compute_nll(values.astype(np.int64), positions, np.ones(values.shape, bool))
+    median, high = np.quantile(nll, [0.5, 0.9])
+    np.testing.assert_allclose(exemplars.typical[-1], [median, high - median])
+
+
+def test_rare_label_ranks_higher_with_the_density_of_single_readings(tmp_path: Path) -> None:
+    """The distance to the nearest exemplars counts a rare label like any other if some exemplar has it."""
+    table = tmp_path / "table.parquet"
+    pq.write_table(pa.table(make_labelled_table(1200)), table)
+    small: dict[str, Any] = {"d_model": 16, "layers": 1, "heads": 2, "feedforward": 32, "mixtures": 4, "hidden": (16,)}
+    records = [{"x": 0.0, "word": word, "kind": "k"} for word in ("a", "rare")]
+    ranks, results = [], []
+    for weight in (None, 0.0):
+        out = tmp_path / str(weight)
+        train([table], TrainConfig(out=out, epochs=1, gaussians=0, marginal_weight=weight, **small))
+        results.append(load(out).score([*records, *pa.table(make_labelled_table(300, 1)).to_pylist()]))
+        common, rare = results[-1].anomaly_score[:2]
+        ranks.append(rare - common)
+    assert ranks[0] > ranks[1] + 1.0
+    # The alert does not depend on the ranking.
+    for name in ("log_likelihood", "p_value", "alert_seq"):
+        np.testing.assert_array_equal(getattr(results[0], name), getattr(results[1], name))
