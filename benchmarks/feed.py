@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import socket
 import struct
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from dataclasses import replace as with_
 from itertools import islice
+from pathlib import Path
 
 import numpy as np
 import orjson
 import pyarrow as pa
+import pyarrow.parquet as pq
 import torch
 
 from deformer_stream.calibration.conformal import Calibration
@@ -25,9 +28,15 @@ from deformer_stream.kernels.library import load_library
 from deformer_stream.model.deformer import PRESETS, DEformer
 from deformer_stream.model.schema import Feature, Schema
 from tests.connectors.raw_batches import encode_batch, encode_varint
+from trainer.job import train
+from trainer.settings import TrainConfig
 
 BATCH_MESSAGES = 500
 """Messages of a record batch: as many as a producer gathers in a few milliseconds at the rates measured here."""
+TRAINING_RECORDS = 20_000
+"""Records of the table of `train_model`: more than the largest number of exemplars."""
+TRAINING_TIME = "60s"
+"""The time limit of `train_model`."""
 OUTLIER_VALUE = 1e9
 """A value that is so improbable that its record raises an alert at once."""
 ACKNOWLEDGEMENT_BYTES = 4 + 2 + 8 + 8 + 8
@@ -55,6 +64,23 @@ def make_model(preset: str, features: int, gaussians: int, precision: str = "flo
     if is_supported(model):
         model.kernel_library = load_library(model.config.precision == "bfloat16")
     return model
+
+
+def train_model(directory: Path, preset: str, features: int) -> None:
+    """Train a model as `deformer-train` does by default, on readings with the distribution of those of `EventFeed`.
+
+    Other than a model with random weights, it has all terms of the alert and of the ranking of whole records.
+
+    Args:
+        directory: Where the model directory is written.
+        preset: The preset of the hyperparameters.
+        features: The number of features.
+    """
+    values = np.random.default_rng(0).normal(size=(TRAINING_RECORDS, features))
+    with tempfile.TemporaryDirectory() as folder:
+        table = Path(folder) / "normal.parquet"
+        pq.write_table(pa.table({f"f{i}": values[:, i] for i in range(features)}), table)
+        train([table], TrainConfig(out=directory, preset=preset, max_time=TRAINING_TIME))  # type: ignore[arg-type]
 
 
 def make_quiet_calibration() -> Calibration:

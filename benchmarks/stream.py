@@ -3,7 +3,8 @@
     python -m benchmarks.stream [PART…]
     python -m benchmarks.stream registry --events 200000 --rounds 1 --results build/small      one small part
 
-stages       Events per second of each stage in one process, without Kafka, with and without a Gaussian prior.
+stages       Events per second of each stage in one process, without Kafka: with random weights, with and without a
+             Gaussian prior, and with a trained model, which has all terms of the alert and of the ranking.
 formats      Readings per second that are decoded, of JSON and of the formats of a schema registry, without Kafka.
 throughput   Events per second through a real Kafka from a topic that was filled before, by format of the messages: one
              reading per message, several, Arrow.
@@ -133,6 +134,11 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--preset", default="tiny")
     parser.add_argument("--features", type=int, default=8)
     parser.add_argument("--gaussians", type=int, default=0, help="Components of the Gaussian prior, 0 for none.")
+    parser.add_argument(
+        "--trained",
+        action="store_true",
+        help="Train the model of throughput, sustained, latency and evidence for a minute, in place of random weights.",
+    )
     parser.add_argument(
         "--precision",
         default="bfloat16",

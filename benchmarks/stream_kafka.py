@@ -32,6 +32,7 @@ from benchmarks.feed import (
     encode_records,
     make_model,
     make_quiet_calibration,
+    train_model,
 )
 from benchmarks.irregular_feed import (
     MessageFeed,
@@ -73,8 +74,10 @@ REGISTRY_READINGS_PER_ALERT = 5000
 def _run_consumer(
     options: argparse.Namespace, folder: Path, bootstrap: str, topic: str, *words: str
 ) -> Iterator[RunningConsumer]:
-    """Run `deformer-stream consume` on a topic within a `with` block, with a model of random weights."""
+    """Run `deformer-stream consume` on a topic within a `with` block, with the model of the options."""
     model = folder / f"{options.preset}-{options.features}-{options.gaussians}"
+    if options.trained and not model.exists():
+        train_model(model, options.preset, options.features)
     if not model.exists():
         model_store.write(
             model, make_model(options.preset, options.features, options.gaussians), make_quiet_calibration(), {}, ""
@@ -179,6 +182,7 @@ def throughput(options: argparse.Namespace, folder: Path) -> Rows:
                 "preset": options.preset,
                 "features": options.features,
                 "gaussians": options.gaussians,
+                "model": "trained" if options.trained else "random",
                 "threads": options.threads,
                 "payload": payload,
                 "readings_a_message": READINGS_PER_MESSAGE[payload],

@@ -23,10 +23,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from benchmarks.feed import EventFeed, make_model, make_quiet_calibration, make_schema
+from benchmarks.feed import EventFeed, make_model, make_quiet_calibration, make_schema, train_model
 from benchmarks.speed import measure_ceiling
 from connectors.files import ScoresParquet
 from deformer_stream import model_store
+from deformer_stream.calibration.conformal import Calibration
 from deformer_stream.codec import Codec
 from deformer_stream.codec.payloads import Messages
 from deformer_stream.codec.schema_formats import RegisteredSchema, SchemaFormat, SchemaTranslator, frame
@@ -42,30 +43,52 @@ Rows = Iterator[dict[str, Any]]
 
 POLL_EVENTS = 8192
 OPEN_RECORDS = 4096
+NUM_SEQUENCES = 5
+"""Sequences of polls in which the stages are measured; the first one is left out."""
 FORMAT_ROUNDS = 12
 PRIOR_COMPONENTS = 4
 """Components of the Gaussian prior in the rows that have one."""
 
 
 def stages(options: argparse.Namespace, folder: Path) -> Rows:
-    """Measure each stage separately, on the same messages of one reading each."""
+    """Measure each stage separately, on the same messages of one reading each.
+
+    A model with random weights has none of the terms that training adds to the alert and to the ranking of whole
+    records, so its rate is that of the network. A trained model has all of them.
+    """
     for gaussians in (0, PRIOR_COMPONENTS):
         model = make_model(options.preset, options.features, gaussians)
-        rates = _measure_stages(model, options.features, folder)
-        yield {"preset": options.preset, "features": options.features, "gaussians": gaussians, **rates}
+        rates = _measure_stages(model, make_quiet_calibration(), options.features, folder)
+        yield {
+            "model": "random",
+            "preset": options.preset,
+            "features": options.features,
+            "gaussians": gaussians,
+            **rates,
+        }
+    train_model(folder / "trained", options.preset, options.features)
+    artifact = model_store.read(folder / "trained")
+    rates = _measure_stages(artifact.model, artifact.calibration, options.features, folder)
+    gaussians = artifact.model.config.gaussians
+    yield {"model": "trained", "preset": options.preset, "features": options.features, "gaussians": gaussians, **rates}
 
 
-def _measure_stages(model: DEformer, features: int, folder: Path, polls: int = 9) -> dict[str, int]:
-    """Return events per second by stage, medians over the polls after the first one."""
+def _measure_stages(model: DEformer, calibration: Calibration, features: int, folder: Path) -> dict[str, int]:
+    """Return events per second by stage, medians over sequences of polls in which all open records end.
+
+    All of them end in the last poll of a sequence, so a median over polls would leave out what the end of a record
+    costs.
+    """
     messages = EventFeed(features, OPEN_RECORDS).json_messages()
-    codec, engine = Codec(model.schema), Engine(model, make_quiet_calibration(), "benchmark", 0.01)
+    codec, engine = Codec(model.schema), Engine(model, calibration, "benchmark", 0.01)
     records, sink = RecordTable(model.schema), ScoresParquet(folder / "stages.parquet", model.schema)
     seconds_by_stage: dict[str, list[float]] = {name: [] for name in ("decode", "accept", "handle", "encode")}
 
     def add_seconds(stage: str, began: float) -> None:
         seconds_by_stage[stage].append(time.perf_counter() - began)
 
-    for _ in range(polls):
+    polls_per_sequence = -(-features * OPEN_RECORDS // POLL_EVENTS)
+    for _ in range(NUM_SEQUENCES * polls_per_sequence):
         polled = list(islice(messages, POLL_EVENTS))
         times, offsets = np.full(POLL_EVENTS, NO_TIME), np.arange(POLL_EVENTS)
         keys, values = [key for key, _ in polled], [value for _, value in polled]
@@ -90,7 +113,10 @@ def _measure_stages(model: DEformer, features: int, folder: Path, polls: int = 9
     encode = seconds_by_stage.pop("encode")
     seconds_by_stage |= {"score_and_effects": scoring, "encode": encode}
     seconds_by_stage["all"] = [sum(parts) for parts in zip(*seconds_by_stage.values(), strict=True)]
-    return {f"{stage}_/s": round(POLL_EVENTS / median(seconds[1:])) for stage, seconds in seconds_by_stage.items()}
+    return {
+        f"{stage}_/s": round(POLL_EVENTS / median(np.reshape(seconds, (NUM_SEQUENCES, -1))[1:].mean(1)))
+        for stage, seconds in seconds_by_stage.items()
+    }
 
 
 def formats(options: argparse.Namespace, folder: Path) -> Rows:

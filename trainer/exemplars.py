@@ -2,9 +2,9 @@
 
 The ranking score of a complete record combines several numbers. One is its distance to the nearest exemplars. Another
 is its centered NLL (negative log-likelihood minus the entropy of the conditionals). If it is useful for the table,
-−ln p under the Gaussian prior is a third one (`prior_weight`). For tables with labels, −ln p of the readings without
-regard to one another is a further one. Each is expressed relative to its typical values, which are its median and 90%
-quantile for normal records.
+−ln p under the Gaussian prior is a third one (`prior_weight`). For tables with mostly labels, −ln p of the readings
+without regard to one another is a further one. Each is expressed relative to its typical values, which are its median
+and 90% quantile for normal records.
 """
 
 from __future__ import annotations
@@ -97,8 +97,8 @@ def add_ranking(
             comparable with those of new records, and a threshold can be computed from them.
         priors: The Gaussian prior of the model with its variants, None if the model has no prior.
         prior_weight: The weight of the prior's density in the ranking. None to learn it; it is 0 without a prior.
-        marginal_weight: The weight of the density of the readings without regard to one another. None for the share of
-            the features that have labels.
+        marginal_weight: The weight of the density of the readings without regard to one another. None for that of
+            `choose_marginal_weight`.
         trim: Share (0 to 1) of the calibration records that may be anomalies. The largest values of this share are left
             out of the typical values.
 
@@ -149,7 +149,7 @@ def add_ranking(
             estimator.add(further, _compute_distances_to_others(ranking, further))
         prior_weight = estimator.estimate_weight()
     if marginal_weight is None:
-        marginal_weight = float(data.schema.is_discrete.mean())
+        marginal_weight = choose_marginal_weight(data.schema)
     # Typical densities are those of calibration records, because training records fit the prior too well.
     rows = rng.permutation(data.select_rows(Split.CALIBRATION))[:num_prior_records]
     values = np.asarray(data.values[np.sort(rows)], np.float64)
@@ -167,6 +167,15 @@ def add_ranking(
         marginal_weight=marginal_weight,
     )
     return model
+
+
+def choose_marginal_weight(schema: Schema) -> float:
+    """Return the weight of the density of single readings in the ranking: 0 to 1.
+
+    It is 0 if at most half of the features have labels, and rises linearly to 1 if all have
+    (docs/experiments/35-density-of-single-readings-in-the-ranking.md).
+    """
+    return max(0.0, 2.0 * float(schema.is_discrete.mean()) - 1.0)
 
 
 def score_complete_records(

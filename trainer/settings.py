@@ -465,7 +465,8 @@ class TrainConfig(TrainSettings):
         ge=0,
         le=100,
         description="Weight in the ranking of complete records of the density of the readings without regard to one "
-        "another, 0 for none. By default it is the share of the features that have labels.",
+        "another, 0 for none. By default it rises from 0, if at most half of the features have labels, to 1, if all "
+        "have.",
     )
 
     alert_exemplars: int | None = Field(

@@ -90,7 +90,7 @@ class ModelConfig:
         prior_weight: The weight of the density of the Gaussian prior (`gaussians`) in the ranking of complete records.
             Training learns it for each table. 0 if it is no term of the ranking.
         marginal_weight: The weight in the ranking of the density of the readings without regard to one another
-            (`marginal_density`). Training sets it to the share of the features that have labels. 0 if it is no term.
+            (`marginal_density`). Training chooses it by the share of the features that have labels. 0 if it is no term.
         alert_exemplars: The number of training records that are stored for the alert. The distance of an open record to
             the nearest ones is a term of the alert's statistic (`alert_distance`). 0 without this term.
         alert_prior: Whether the p-values of readings under the Gaussian prior alone are a term of the alert's statistic

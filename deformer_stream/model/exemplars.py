@@ -2,8 +2,8 @@
 
 The centered NLL (negative log-likelihood of the readings minus its expectation) is a second term. If training has found
 it useful for the table, the density of the record under the Gaussian prior is a further one (`trainer.prior_weight`).
-For tables with labels, so is the density of the readings without regard to one another (`marginal_density`): distances
-count all differences of labels alike, however rare a label is.
+For tables with mostly labels, so is the density of the readings without regard to one another (`marginal_density`):
+distances count all differences of labels alike, however rare a label is.
 
 Shapes use these letters: R is the number of records, F the number of features, M the number of exemplars (stored
 training records).

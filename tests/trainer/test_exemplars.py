@@ -200,18 +200,21 @@ def make_labelled_table(num_records: int, seed: int = 0) -> dict[str, Any]:
     }
 
 
-def test_weight_of_single_readings_is_the_share_of_the_features_that_have_labels(tmp_path: Path) -> None:
+def test_weight_of_single_readings_follows_from_the_share_of_the_features_that_have_labels(tmp_path: Path) -> None:
     data = prepared(tmp_path, make_labelled_table(400))
     model = add_ranking(model_of(data), data, 1000, 0)
-    assert model.config.marginal_weight == pytest.approx(2 / 3)
+    assert model.config.marginal_weight == pytest.approx(1 / 3)
     assert model.ranking is not None
     assert model.ranking.typical.shape == (3, 2)
     without = add_ranking(model_of(data), data, 1000, 0, marginal_weight=0.0)
     assert without.config.marginal_weight == 0.0
     assert without.ranking is not None
     assert torch.equal(without.ranking.typical, model.ranking.typical[:2])
-    numbers = prepared(tmp_path, {name: np.random.default_rng(0).normal(size=200) for name in "xy"})
-    assert add_ranking(model_of(numbers), numbers, 1000, 0).config.marginal_weight == 0.0
+    columns = make_labelled_table(200)
+    half = prepared(tmp_path, {"x": columns["x"], "word": columns["word"]})
+    assert add_ranking(model_of(half), half, 1000, 0).config.marginal_weight == 0.0
+    labels = prepared(tmp_path, {"kind": columns["kind"], "word": columns["word"]})
+    assert add_ranking(model_of(labels), labels, 1000, 0).config.marginal_weight == 1.0
 
 
 def test_typical_density_of_single_readings_is_that_of_calibration_records(tmp_path: Path) -> None:
