@@ -260,7 +260,7 @@ def estimate_marginals(schema: Schema, positions: Singles, known: Bools, deviati
         labels if labels is None else labels / deviation
         for labels, deviation in zip(of_labels, deviations, strict=True)
     ]
-    return MarginalDensity.estimate(schema, positions, known, scaled)
+    return MarginalDensity.estimate(positions, known, scaled)
 
 
 def compute_positions(schema: Schema, values: Floats) -> Singles:

@@ -14,8 +14,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from deformer_stream.model.schema import Schema
-
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 Singles = NDArray[np.float32]
@@ -61,13 +59,10 @@ class MarginalDensity:
     expected_nll: Floats
 
     @staticmethod
-    def estimate(
-        schema: Schema, positions: Singles, known: Bools, position_by_label: list[Floats | None]
-    ) -> MarginalDensity:
+    def estimate(positions: Singles, known: Bools, position_by_label: list[Floats | None]) -> MarginalDensity:
         """Return the densities of the readings of M exemplars.
 
         Args:
-            schema: The F features.
             positions: (M, F) the positions of the readings (`exemplars.compute_positions`), divided by deviations.
             known: (M, F) false where an exemplar has no reading.
             position_by_label: For each feature the positions of its labels by code, one more for unknown labels,
@@ -93,7 +88,7 @@ class MarginalDensity:
             np.array([[width] for _, width, *_ in kernels]).reshape(-1, 1),
             np.array([mean for *_, mean, _ in kernels]),
             np.array([BROAD_FACTOR * deviation for *_, deviation in kernels]),
-            np.zeros(len(schema)),
+            np.zeros(len(position_by_label)),
         )
         number_nll = density.compute_number_nll(density.centers.T)  # at quantiles of the exemplars' readings
         density.expected_nll[number_features] = number_nll.mean(0)
@@ -108,15 +103,10 @@ class MarginalDensity:
             positions: (R, F) the positions of the readings, divided by the deviations.
             known: (R, F) false where a record has no reading.
         """
-        nll = np.broadcast_to(self.expected_nll, known.shape).copy()
+        nll = np.empty(known.shape)
         label_codes = np.clip(codes[:, self.label_features], 0, self.label_nll.shape[1] - 1)
         nll[:, self.label_features] = self.label_nll[np.arange(len(self.label_features)), label_codes]
-        rows_at_once = max(1, MAX_KERNELS // max(1, self.centers.size))
-        for start in range(0, len(known), rows_at_once):
-            rows = slice(start, start + rows_at_once)
-            nll[rows, self.number_features] = self.compute_number_nll(
-                positions[rows, self.number_features].astype(np.float64)
-            )
+        nll[:, self.number_features] = self.compute_number_nll(positions[:, self.number_features].astype(np.float64))
         result: Floats = np.where(known, nll, self.expected_nll).sum(1)
         return result
 
@@ -126,10 +116,14 @@ class MarginalDensity:
         Args:
             positions: (R, N) the positions of the readings, divided by the deviations.
         """
-        near = (1.0 - BROAD_SHARE) * _compute_gaussian(positions[..., None], self.centers, self.widths).mean(-1)
-        broad = BROAD_SHARE * _compute_gaussian(positions, self.broad_means, self.broad_widths)
+        p = np.empty_like(positions)
+        rows_at_once = max(1, MAX_KERNELS // max(1, self.centers.size))
+        for start in range(0, len(positions), rows_at_once):
+            rows = slice(start, start + rows_at_once)
+            p[rows] = _compute_gaussian(positions[rows, :, None], self.centers, self.widths).mean(-1)
+        p = (1.0 - BROAD_SHARE) * p + BROAD_SHARE * _compute_gaussian(positions, self.broad_means, self.broad_widths)
         # Far from everything, both densities are 0 in floating point.
-        nll: Floats = -np.log(np.maximum(near + broad, np.finfo(np.float64).tiny))
+        nll: Floats = -np.log(np.maximum(p, np.finfo(np.float64).tiny))
         return nll
 
 
