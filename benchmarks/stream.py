@@ -97,8 +97,8 @@ def _format_value(value: Any) -> str:
 def write(rows: list[dict[str, Any]], folder: Path) -> None:
     """Write the rows to the results, in place of earlier rows of the same parts.
 
-    Rows that another client library has on the same machine and day are kept, so that libraries can be measured one
-    after the other.
+    Rows of another client library, or of another model, on the same machine and day are kept, so that they can be
+    measured one after the other.
     """
     lines = folder / "stream.jsonl"
     earlier_rows = [json.loads(line) for line in lines.read_text().splitlines()] if lines.exists() else []
@@ -121,7 +121,7 @@ def _replaces(new: dict[str, Any], row: dict[str, Any]) -> bool:
     if new["part"] != row["part"]:
         return False
     is_comparable = new.keys() == row.keys() and all(new[name] == row[name] for name in ("machine", "date"))
-    return not is_comparable or new.get("client") == row.get("client")
+    return not is_comparable or all(new.get(name) == row.get(name) for name in ("client", "model"))
 
 
 def main(words: list[str] | None = None) -> None:

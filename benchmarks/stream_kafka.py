@@ -181,7 +181,7 @@ def throughput(options: argparse.Namespace, folder: Path) -> Rows:
             yield {
                 "preset": options.preset,
                 "features": options.features,
-                "gaussians": options.gaussians,
+                "gaussians": None if options.trained else options.gaussians,
                 "model": "trained" if options.trained else "random",
                 "threads": options.threads,
                 "payload": payload,
