@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import socket
 import struct
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -19,17 +18,15 @@ from pathlib import Path
 import numpy as np
 import orjson
 import pyarrow as pa
-import pyarrow.parquet as pq
 import torch
 
+from benchmarks.tables import train_detector
 from deformer_stream.calibration.conformal import Calibration
 from deformer_stream.kernels.cpu import is_supported
 from deformer_stream.kernels.library import load_library
 from deformer_stream.model.deformer import PRESETS, DEformer
 from deformer_stream.model.schema import Feature, Schema
 from tests.connectors.raw_batches import encode_batch, encode_varint
-from trainer.job import train
-from trainer.settings import TrainConfig
 
 BATCH_MESSAGES = 500
 """Messages of a record batch: as many as a producer gathers in a few milliseconds at the rates measured here."""
@@ -77,10 +74,8 @@ def train_model(directory: Path, preset: str, features: int) -> None:
         features: The number of features.
     """
     values = np.random.default_rng(0).normal(size=(TRAINING_RECORDS, features))
-    with tempfile.TemporaryDirectory() as folder:
-        table = Path(folder) / "normal.parquet"
-        pq.write_table(pa.table({f"f{i}": values[:, i] for i in range(features)}), table)
-        train([table], TrainConfig(out=directory, preset=preset, max_time=TRAINING_TIME))  # type: ignore[arg-type]
+    rows = pa.table({f"f{i}": values[:, i] for i in range(features)})
+    train_detector(rows, 0, TRAINING_TIME, directory, preset=preset)
 
 
 def make_quiet_calibration() -> Calibration:

@@ -282,15 +282,20 @@ def measure_speed(
 
 
 def measure_memory(
-    options: argparse.Namespace, engine: str, source: str, store: fs.S3FileSystem | None, model: Path, folder: Path
+    options: argparse.Namespace,
+    key: Mapping[str, str],
+    store: fs.S3FileSystem | None,
+    inputs: list[str],
+    model: Path,
+    folder: Path,
 ) -> Iterator[Row]:
-    """Yield the memory for a tenth of the input and for all of it."""
-    for readings in (options.readings // 10, options.readings):
-        inputs = write_input(folder / "input-of-memory", options, source, readings, store)
-        yield run_in_shards(inputs, model, folder / "shards", 2, engine)
-        if store is not None:
-            store.delete_dir(f"{BUCKET}/input-of-memory")
-    shutil.rmtree(folder / "input-of-memory", ignore_errors=True)
+    """Yield the memory for a tenth of the input and for all of it; see `measure` for the arguments."""
+    tenth = write_input(folder / "tenth", options, key["source"], options.readings // 10, store)
+    for part_of_input in (tenth, inputs):
+        yield run_in_shards(part_of_input, model, folder / "shards", 2, key["engine"])
+    if store is not None:
+        store.delete_dir(f"{BUCKET}/tenth")
+    shutil.rmtree(folder / "tenth", ignore_errors=True)
 
 
 @functools.cache
@@ -491,7 +496,7 @@ def measure(
     if key["part"] == "speed":
         return measure_speed(options, key["engine"], inputs, model, folder)
     if key["part"] == "memory":
-        return measure_memory(options, key["engine"], key["source"], store, model, folder)
+        return measure_memory(options, key, store, inputs, model, folder)
     return kill_runs(options, key["engine"], inputs, model, folder)
 
 

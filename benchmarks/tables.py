@@ -245,12 +245,13 @@ def train_detector(
         seed: Seed of the training run.
         max_time: Largest duration of the run, for example "45s".
         output_dir: Where the model directory is written; a temporary folder if None.
-        options: Further options of the training run.
+        options: Further options of the training run, or another preset than that of `choose_preset`.
     """
+    options = {"preset": choose_preset(len(rows)), **options}
     with tempfile.TemporaryDirectory() as folder:
         source, model_dir = Path(folder) / "normal.parquet", output_dir or Path(folder) / "model"
         pq.write_table(rows, source)
-        config = TrainConfig(out=model_dir, preset=choose_preset(len(rows)), max_time=max_time, seed=seed, **options)  # type: ignore[arg-type]
+        config = TrainConfig(out=model_dir, max_time=max_time, seed=seed, **options)  # type: ignore[arg-type]
         result = train([source], config)
         return load(model_dir), result
 

@@ -8,6 +8,7 @@ import json
 import os
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -97,6 +98,12 @@ def write_ranking_model(directory: Path, **changes: Any) -> DEformer:
     return model
 
 
+def add_weight(manifest: Manifest, name: str, version: int) -> None:
+    """State the weight of a term of the ranking in a manifest, and the format version that it needs."""
+    manifest["hyperparameters"][name] = 0.7
+    manifest["format_version"] = version
+
+
 def test_weight_of_the_prior_in_the_ranking_survives_a_round_trip(tmp_path: Path) -> None:
     model = write_ranking_model(tmp_path / "with", prior_weight=0.7)
     artifact = model_store.read(tmp_path / "with")
@@ -140,12 +147,7 @@ def test_weight_of_single_readings_in_the_ranking_survives_a_round_trip(tmp_path
 
 def test_inconsistent_weight_of_single_readings_is_refused(tmp_path: Path) -> None:
     write_ranking_model(tmp_path / "without")
-
-    def add_weight(manifest: Manifest) -> None:
-        manifest["hyperparameters"]["marginal_weight"] = 0.7
-        manifest["format_version"] = 14
-
-    forge_manifest(tmp_path / "without", add_weight)
+    forge_manifest(tmp_path / "without", partial(add_weight, name="marginal_weight", version=14))
     assert_read_fails(tmp_path / "without", "ranking.typical")
     forge_manifest(tmp_path / "without", lambda manifest: manifest.update(format_version=13))
     assert_read_fails(tmp_path / "without", "its contents need version 14")
@@ -223,12 +225,7 @@ def test_inconsistent_weight_of_the_prior_is_refused(tmp_path: Path) -> None:
     """An altered manifest can state a weight for a model without the other numbers of the term, or none for one."""
     write_ranking_model(tmp_path / "with", prior_weight=0.7)
     write_ranking_model(tmp_path / "without")
-
-    def add_weight(manifest: Manifest) -> None:
-        manifest["hyperparameters"]["prior_weight"] = 0.7
-        manifest["format_version"] = 10
-
-    forge_manifest(tmp_path / "without", add_weight)
+    forge_manifest(tmp_path / "without", partial(add_weight, name="prior_weight", version=10))
     assert_read_fails(tmp_path / "without", "ranking.typical")
     forge_manifest(tmp_path / "with", lambda manifest: manifest.update(format_version=9))
     assert_read_fails(tmp_path / "with", "its contents need version 10")

@@ -44,7 +44,8 @@ class Exemplars:
 
     Attributes:
         schema: The F features.
-        positions: (M, F) the positions of the readings of the exemplars, divided by `deviations`.
+        positions: (M, F) the positions of the readings of the exemplars, divided by `deviations`; one feature after the
+            other in memory.
         known: (M, F) false where the exemplar has no reading of the feature.
         deviations: (F,) the typical difference of each feature.
         typical: (2, 2) statistics of normal records. Row 0 is for the distance, row 1 for the centered NLL; column 0 is
@@ -54,7 +55,6 @@ class Exemplars:
         prior_weight: The weight of this term, 0 without a prior.
         marginals: The density of the readings without regard to one another; None if it is no term of the ranking.
         marginal_weight: The weight of this term, 0 without it.
-        position_by_feature: (F, M) `positions`, one feature after the other in memory.
         is_text_label: (F,) whether a feature has labels without an order.
         is_complete: Whether all exemplars have readings of all features.
     """
@@ -68,13 +68,12 @@ class Exemplars:
     prior_weight: float = 0.0
     marginals: MarginalDensity | None = None
     marginal_weight: float = 0.0
-    position_by_feature: Singles = field(init=False)
     is_text_label: Bools = field(init=False)
     is_complete: bool = field(init=False)
 
     def __post_init__(self) -> None:
         is_text_label = np.array([has_unordered_labels(feature) for feature in self.schema.features])
-        object.__setattr__(self, "position_by_feature", np.ascontiguousarray(self.positions.T))
+        object.__setattr__(self, "positions", np.asfortranarray(self.positions))
         object.__setattr__(self, "is_text_label", is_text_label)
         object.__setattr__(self, "is_complete", bool(self.known.all()))
 
@@ -215,7 +214,7 @@ class Exemplars:
         sums = np.zeros((len(positions), len(self.positions)), np.float32)
         num_shared = known.sum(1, keepdims=True, dtype=np.float32) if self.is_complete else np.zeros_like(sums)
         for feature in range(positions.shape[1]):
-            differences = np.abs(positions[:, feature, None] - self.position_by_feature[feature])
+            differences = np.abs(positions[:, feature, None] - self.positions[:, feature])
             if self.is_text_label[feature]:
                 differences = (differences > 0) / self.deviations[feature]
             elif self.schema.is_cyclic[feature]:
