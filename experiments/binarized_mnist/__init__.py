@@ -1,4 +1,5 @@
 """Binarised MNIST, the first experiment of the paper: `python -m experiments.binarized_mnist --help`.
 
-`data` reads the images, `experiment` has the presets and published results, and `report` the figures of the paper.
+`data` reads the images, `foreign_images` draws letters and shapes, `experiment` has the presets and published results,
+and `report` the figures of the paper.
 """

@@ -13,7 +13,7 @@ SUMMARY = """Estimate the density of binarised digits, pixel by pixel in any ord
 
 Trains a model, scores the test images in several random orders, and writes a model directory with a report. The report
 shows the negative log-likelihood (NLL) against time, samples sorted by NLL, images in which 100 missing pixels were
-filled, and the NLL of images that are not digits.
+filled, and the NLL of letters, shapes and altered digits.
 
 To run in parts, add --pause-after 9m, and --resume from the second part on, until results.json exists.
 """

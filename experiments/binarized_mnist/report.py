@@ -1,4 +1,4 @@
-"""The figures of the paper: samples, filled images, and the likelihood of digits and of altered images."""
+"""The figures of the paper: samples, filled images, and the likelihood of digits and of other images."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from deformer_stream.model.deformer import DEformer
 from deformer_stream.report import charts, pages
 from experiments.binarized_mnist.data import PIXELS, SIDE, make_missing_patterns, make_shifted_images
+from experiments.binarized_mnist.foreign_images import make_letters, make_shapes
 from experiments.completion import fill_missing
 from experiments.experiment import ScoredRun, make_prepared_table
 from experiments.pictures import compute_outlines, render_gallery
@@ -21,13 +22,14 @@ NUM_SAMPLES = 50
 NUM_COLUMNS = 10
 NUM_SAMPLE_ORDERS = 4
 NUM_FILLED_IMAGES = 5
-MAX_SHIFTED_IMAGES = 1000
+MAX_COMPARED_IMAGES = 1000
+NUM_SHOWN_IMAGES = 20
 
 
 def make_report(scored: ScoredRun) -> tuple[Sequence[str], dict[str, Any]]:
     """Return the parts of the report's page, and their numbers for results.json."""
     samples, sample_blocks = _draw_samples(scored)
-    separation, separation_blocks = _compare_with_shifted(scored)
+    separation, separation_blocks = _compare_with_other_images(scored)
     blocks = [*sample_blocks, *_show_test_images(scored), *_fill_test_images(scored), *separation_blocks]
     return blocks, {"samples": samples, "out_of_distribution": separation}
 
@@ -55,13 +57,10 @@ def _draw_samples(scored: ScoredRun) -> tuple[dict[str, Any], list[str]]:
 def _show_test_images(scored: ScoredRun) -> list[str]:
     """Return a gallery of test images at equal distances in the ranking from the likeliest to the least likely."""
     nll = scored.nll.mean(0)
-    ranked = np.argsort(nll)
-    ranks = np.linspace(0, len(ranked) - 1, min(NUM_SAMPLES, len(ranked))).round().astype(int)
-    chosen = ranked[ranks]
-    images = _to_squares(scored.data.prepared.values[scored.rows[chosen]]) > 0
+    images = _choose_spread_images(scored.data.prepared.values[scored.rows], nll, NUM_SAMPLES)
     note = f"NLL from {nll.min():.1f} to {nll.max():.1f} nats, mean of {len(scored.nll)} orders."
-    title = f"{len(chosen)} test images, from the likeliest to the least likely"
-    return [render_gallery(images, title, NUM_COLUMNS, note)]
+    title = f"{len(images)} test images, from the likeliest to the least likely"
+    return [render_gallery(_to_squares(images) > 0, title, NUM_COLUMNS, note)]
 
 
 def _fill_test_images(scored: ScoredRun) -> list[str]:
@@ -105,33 +104,49 @@ def _choose_spread_rows(scored: ScoredRun) -> NDArray[np.int64]:
     return np.asarray(ranked[(len(ranked) * quantiles).astype(int)])
 
 
-def _compare_with_shifted(scored: ScoredRun) -> tuple[dict[str, Any], list[str]]:
-    """Compare the NLL of test images and of altered images (figure 4 of the paper), in one random order each.
+def _compare_with_other_images(scored: ScoredRun) -> tuple[dict[str, Any], list[str]]:
+    """Compare the NLL of test images and of images that are no digits (figure 4 of the paper), in one order each.
 
     Returns:
-        The mean NLL and the area under the ROC curve by alteration, and the section that shows them.
+        The mean NLL, the area under the ROC curve and the share of black pixels by kind of image, and the section that
+        shows them.
     """
-    num_images = min(MAX_SHIFTED_IMAGES, len(scored.rows))
+    num_images = min(MAX_COMPARED_IMAGES, len(scored.rows))
     chosen = np.random.default_rng([scored.seed, 0x00D]).permutation(len(scored.rows))[:num_images]
     normal_nll = scored.nll[0, chosen]
     images = scored.data.prepared.values[scored.rows[chosen]]
-    nll_by_alteration = {
-        name: _score_images(scored.model, altered, 1, scored)
-        for name, altered in make_shifted_images(images, scored.seed).items()
-    }
+    foreign = {"letters": make_letters(num_images, scored.seed), "shapes": make_shapes(num_images, scored.seed)}
+    others = foreign | make_shifted_images(images, scored.seed)
+    nll_by_kind = {name: _score_images(scored.model, other, 1, scored) for name, other in others.items()}
     separation = {
-        name: {"nll": float(nll.mean()), "auroc": compute_auroc(normal_nll, nll)}
-        for name, nll in nll_by_alteration.items()
+        name: {
+            "nll": float(nll.mean()),
+            "auroc": compute_auroc(normal_nll, nll),
+            "black": float(others[name].mean()),
+        }
+        for name, nll in nll_by_kind.items()
     }
-    rows = [[name, f"{row['nll']:.1f}", f"{row['auroc']:.4f}"] for name, row in separation.items()]
+    rows = [
+        [name, f"{row['nll']:.1f}", f"{row['auroc']:.4f}", f"{row['black']:.1%}"] for name, row in separation.items()
+    ]
+    rows.insert(0, ["test images", f"{normal_nll.mean():.1f}", "", f"{images.mean():.1%}"])
+    shown = np.concatenate(
+        [_choose_spread_images(other, nll_by_kind[name], NUM_SHOWN_IMAGES) for name, other in foreign.items()]
+    )
     return separation | {"images": num_images}, [
         pages.render_heading("Images that are not digits"),
         pages.render_paragraph(
-            f"{num_images:,} test images and the same images rotated, inverted, and with their pixels permuted (by one "
-            "permutation for all images), each scored in one random order."
+            f"{num_images:,} test images; as many printed letters from A to J, and outlines of triangles, squares, "
+            "stars and crosses; and the test images rotated, inverted, and with their pixels permuted (by one "
+            "permutation for all images). Each is scored in one random order."
+        ),
+        render_gallery(
+            _to_squares(shown) > 0,
+            "Letters and shapes, each from the likeliest to the least likely",
+            NUM_COLUMNS,
         ),
         charts.draw_lines(
-            compute_outlines({"test images": normal_nll} | nll_by_alteration),
+            compute_outlines({"test images": normal_nll} | nll_by_kind),
             "NLL, nats",
             "share of images",
             "NLL of digits and of images that are not digits",
@@ -139,8 +154,16 @@ def _compare_with_shifted(scored: ScoredRun) -> tuple[dict[str, Any], list[str]]
             y_unit="%",
             show_steps=True,
         ),
-        pages.render_table(["images", "mean NLL, nats", "AUROC against test images"], rows, "Separation by NLL alone"),
+        pages.render_table(
+            ["images", "mean NLL, nats", "AUROC against test images", "black pixels"], rows, "Separation by NLL alone"
+        ),
     ]
+
+
+def _choose_spread_images(images: NDArray[np.float32], nll: NDArray[np.float64], count: int) -> NDArray[np.float32]:
+    """Return at most `count` images at equal distances in the ranking from the likeliest to the least likely."""
+    ranks = np.linspace(0, len(images) - 1, min(count, len(images))).round().astype(int)
+    return np.asarray(images[np.argsort(nll)[ranks]])
 
 
 def _score_images(

@@ -1,7 +1,8 @@
-"""Reading images, the features of pixels, and altered images."""
+"""Reading images, the features of pixels, altered images, and letters and shapes."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,16 @@ from experiments.binarized_mnist.data import (
     read_images,
 )
 from experiments.binarized_mnist.experiment import PRESETS
+from experiments.binarized_mnist.foreign_images import (
+    FONTS,
+    LETTERS,
+    LONGER_SIDE,
+    Floats,
+    draw_letter,
+    make_letters,
+    make_shapes,
+    reduce_drawing,
+)
 from tests.experiments.worlds import write_images
 from trainer.data import Split
 
@@ -86,6 +97,30 @@ def test_altered_images() -> None:
     }
     assert others["rotated by 90°"][0].argmax() == (SIDE - 1 - 5) * SIDE + 2  # counter-clockwise
     assert others["permuted"][0].argmax() == others["permuted"][1].argmax() != image.argmax()
+
+
+@pytest.mark.parametrize("make", [make_letters, make_shapes])
+def test_foreign_images_have_the_size_and_the_place_of_digits(make: Callable[[int, int], Floats]) -> None:
+    images = make(60, 3)
+    assert images.shape == (60, PIXELS)
+    assert set(np.unique(images)) == {0.0, 1.0}
+    assert len(np.unique(images, axis=0)) >= 58
+    np.testing.assert_array_equal(make(60, 3), images)
+    assert (make(60, 4) != images).any()
+    places = np.arange(SIDE)
+    for image in images.reshape(-1, SIDE, SIDE):
+        rows, columns = image.sum(1), image.sum(0)
+        for ink in (rows, columns):
+            assert abs(np.average(places, weights=ink) - (SIDE - 1) / 2) < 1
+        longest = max(np.ptp(np.flatnonzero(ink)) + 1 for ink in (rows, columns))
+        assert LONGER_SIDE - 2 <= longest <= LONGER_SIDE
+
+
+def test_printed_letters_are_drawn_in_every_font() -> None:
+    """A font without a letter would draw the same box for all letters."""
+    for font in FONTS:
+        drawings = {reduce_drawing(draw_letter(letter, font, 0.0)).tobytes() for letter in LETTERS}
+        assert len(drawings) == len(LETTERS), font
 
 
 def test_missing_patterns_have_a_hundred_pixels() -> None:
