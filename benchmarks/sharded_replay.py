@@ -83,6 +83,9 @@ PARTS = ("speed", "memory", "kill")
 OUTPUTS = {"output": "scores.parquet", "records": "records.parquet", "alerts": "alerts.jsonl"}
 RECORDS_AT_A_TIME = 1_000
 """Records whose readings interleave in a long table."""
+ROWS_PER_GROUP = 1_000_000
+"""Rows of a row group of the input, as in the default of pyarrow. The footer of a file describes all of its row groups,
+and each process reads footers; with small row groups their memory would grow with the input."""
 START_SECONDS = 10.0
 """Range of the times at which runs are killed that are to be killed at their start."""
 SHARE_OF_LATE_KILLS = 0.7
@@ -115,17 +118,28 @@ def write_input(
         subfolder = folder / f"site={'AB'[file % 2]}" / f"day={file}" if source != "disk" else folder
         subfolder.mkdir(parents=True, exist_ok=True)
         path = subfolder / f"part-{file:04}.parquet"
-        writer: pq.ParquetWriter | None = None
-        for first in range(0, records_per_file, RECORDS_AT_A_TIME):
-            table = _draw_table(rng, names, file, first, min(RECORDS_AT_A_TIME, records_per_file - first), options)
-            writer = writer or pq.ParquetWriter(path, table.schema)
-            writer.write_table(table)
-        assert writer is not None
-        writer.close()
+        blocks = (
+            _draw_table(rng, names, file, first, min(RECORDS_AT_A_TIME, records_per_file - first), options)
+            for first in range(0, records_per_file, RECORDS_AT_A_TIME)
+        )
+        _write_row_groups(path, blocks)
         if store is not None:
             write_object(store, f"{folder.name}/{path.relative_to(folder)}", path.read_bytes())
             path.unlink()
     return [str(folder) if store is None else f"s3://{BUCKET}/{folder.name}"]
+
+
+def _write_row_groups(path: Path, blocks: Iterator[pa.Table]) -> None:
+    """Write blocks of rows to a Parquet file, in row groups of about `ROWS_PER_GROUP` rows."""
+    first = next(blocks)
+    with pq.ParquetWriter(path, first.schema) as writer:
+        group = [first]
+        for block in blocks:
+            if sum(map(len, group)) >= ROWS_PER_GROUP:
+                writer.write_table(pa.concat_tables(group))
+                group = []
+            group.append(block)
+        writer.write_table(pa.concat_tables(group))
 
 
 def _draw_table(

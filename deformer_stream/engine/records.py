@@ -33,9 +33,10 @@ time (`deformer_stream.engine.irregular_ingest`). It is complete when all sensor
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,6 +48,7 @@ from deformer_stream.engine.partition import MAX_CLOSED_IDS, Partition
 from deformer_stream.engine.reading_log import ReadingLog
 from deformer_stream.engine.record_contexts import RecordContexts
 from deformer_stream.engine.slot_readings import SLOT_READING_BYTES
+from deformer_stream.errors import InvariantViolated
 from deformer_stream.model.schema import Schema
 from deformer_stream.model.windows import PerSlot
 from deformer_stream.ragged import ragged_indices
@@ -54,6 +56,8 @@ from deformer_stream.ragged import ragged_indices
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
 
 RUNNING_DTYPE = np.dtype(
     [
@@ -217,8 +221,9 @@ class RecordTable:
         self._free_indices: list[int] = []  # rows without a record
         # Open records, and those with readings that wait for their tie group, by the time of their last event. A queue
         # calls the functions that it is given to skip outdated entries, and to order entries of the same time.
-        self._idle_queue = IdleQueue(self._is_latest_event, self._partitions_of, self._open_order_of)
-        self._pending_queue = IdleQueue(self._is_latest_pending, self._partitions_of, self._open_order_of)
+        partitions_of, open_order_of = _refer_weakly(self._partitions_of), _refer_weakly(self._open_order_of)
+        self._idle_queue = IdleQueue(_refer_weakly(self._is_latest_event), partitions_of, open_order_of)
+        self._pending_queue = IdleQueue(_refer_weakly(self._is_latest_pending), partitions_of, open_order_of)
         # The arrays of the table, at first without rows. `_grow` enlarges those that `_add_array` has registered.
         self._array_names: list[str] = []
         self.is_open: Bools = self._add_array("is_open", np.bool_)
@@ -1020,3 +1025,27 @@ class RecordTable:
         record, place = ragged_indices(self.num_readings[record_indices])
         self.log.mark_tied(record_indices[record], place, is_tied)
         self.set_pending(record_indices, num_pending.astype(np.int64), tie_time)
+
+
+def _refer_weakly(method: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """Return a function that calls a method of an object, without keeping the object in memory.
+
+    A part of an object can call the object by it. If both kept each other, their memory would not be free as soon as
+    they are no longer used, but only when the garbage collector searches all objects, which it does rarely.
+
+    Args:
+        method: The method.
+
+    Raises:
+        InvariantViolated: By the function that is returned: the object is no longer in memory.
+    """
+    reference, method_name = weakref.WeakMethod(method), method.__qualname__
+
+    def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        """Call the method."""
+        found = reference()
+        if found is None:
+            raise InvariantViolated(f"{method_name} is called, but its object is no longer in memory")
+        return found(*args, **kwargs)
+
+    return call

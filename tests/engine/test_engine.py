@@ -6,6 +6,8 @@ records of a batch, on how the input is divided into batches, or on evictions fr
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -236,6 +238,22 @@ def test_records_of_a_revoked_partition_can_be_opened_again() -> None:
     assert not effects.rejections
     assert effects.scored.seq.tolist() == [0]
     assert engine.handle(batch_of([("b", 1, 0.0)], partition=2), 1).scored.seq.tolist() == [1]
+
+
+def test_memory_of_an_engine_is_free_as_soon_as_the_engine_is_no_longer_used() -> None:
+    """A process that scores many shards makes an engine for each; the garbage collector may not run between them."""
+    model, calibration = build_model()
+    engine = Engine(model, calibration, "fp", 0.05, Limits(record_timeout=10))
+    engine.handle(batch_of([("a", 0, 0.0)], partition=1), 0)
+    engine.handle(batch_of([("b", 0, 0.0)], partition=2), 0)
+    assert engine.handle(batch_of([("c", 0, 0.0)], partition=2), 20).closed.reasons == [CloseReason.TIMEOUT] * 2
+    parts = [weakref.ref(engine), weakref.ref(engine.records), weakref.ref(engine.records.log)]
+    gc.disable()
+    try:
+        del engine
+        assert [part() for part in parts] == [None] * len(parts)
+    finally:
+        gc.enable()
 
 
 def test_alert_holds_readings_and_expected_ranges() -> None:
