@@ -125,6 +125,12 @@ class ResultStore:
         self._path, self._setting = folder / f"{name}.jsonl", setting
         stored = self._path.read_text().splitlines() if self._path.exists() and not again else []
         self.lines: list[dict[str, Any]] = [line for line in map(json.loads, stored) if _contains(line, setting)]
+        if num_others := len(stored) - len(self.lines):
+            print(
+                f"{self._path}: {num_others} measurements were not made with {dict(setting)}. They are deleted when "
+                "the first new one is stored; interrupt the program to keep them.",
+                file=sys.stderr,
+            )
 
     def find(self, **keys: Any) -> dict[str, Any] | None:
         """Return the measurement with these keys and values, None if it has not been made."""

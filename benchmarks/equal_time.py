@@ -47,6 +47,7 @@ from benchmarks.irregular_records import Readings, fit_units
 from benchmarks.tables import (
     format_markdown_header,
     format_markdown_row,
+    format_mean,
     get_tables_folder,
     parse_seeds,
     require_scikit_learn,
@@ -70,6 +71,9 @@ SYSTEMS: dict[str, tuple[EncoderName | None, ReaderName]] = {
     "trans-trans with T": ("transition", "transformer"),
 }
 """The encoder and the reader of each system; without an encoder, the reader gets the events in their order."""
+
+COMPARED_SYSTEM = "avg-LSTM"
+"""The system with the simplest encoder, with which the others are compared."""
 
 TEP_RECORD_ROWS, TEP_STRIDE, TEP_SET_ROWS = 20, 4, 5
 ICU_SET_EVENTS = 6
@@ -171,16 +175,37 @@ def measure_system(case: Case, system: str, seed: int, max_seconds: float) -> di
 
 
 def format_report(lines: list[dict[str, Any]], conditions: str) -> str:
-    """Return the report in Markdown, with means and standard deviations over the seeds."""
+    """Return the report in Markdown, with means and standard deviations over the seeds.
+
+    The records that are tested differ between seeds. So the F1 of each system is also compared with that of
+    `COMPARED_SYSTEM` with the same seed.
+    """
+    header = ["system", "F1", f"F1 − F1 of {COMPARED_SYSTEM}", "seeds with a larger F1", "AUROC", "seconds", "seeds"]
     text = ["# Classifiers of partially ordered sequences\n", conditions]
     for case in dict.fromkeys(line["case"] for line in lines):
-        text += ["", f"## {case}", "", *format_markdown_header(["system", "F1", "AUROC", "seconds", "seeds"])]
+        text += ["", f"## {case}", "", *format_markdown_header(header)]
+        runs_by_system: dict[str, dict[int, dict[str, Any]]] = {}
+        for line in lines:
+            if line["case"] == case:
+                runs_by_system.setdefault(line["system"], {})[line["seed"]] = line
+        compared = runs_by_system.get(COMPARED_SYSTEM, {})
         for system in SYSTEMS:
-            runs = [line for line in lines if (line["case"], line["system"]) == (case, system)]
-            if runs:
-                f1, auroc, seconds = (np.array([run[key] for run in runs]) for key in ("f1", "auroc", "seconds"))
-                figures = [f"{part.mean():.3f} ± {part.std():.3f}" for part in (f1, auroc)]
-                text.append(format_markdown_row([system, *figures, f"{seconds.mean():.0f}", str(len(runs))]))
+            runs = runs_by_system.get(system)
+            if runs is None:
+                continue
+            f1, auroc, seconds = ([run[key] for run in runs.values()] for key in ("f1", "auroc", "seconds"))
+            gains = [run["f1"] - compared[seed]["f1"] for seed, run in runs.items() if seed in compared]
+            comparison = ["", ""]
+            if system != COMPARED_SYSTEM and gains:
+                comparison = [format_mean(gains, 3, "+"), f"{sum(gain > 0 for gain in gains)} of {len(gains)}"]
+            figures = [
+                format_mean(f1, 3),
+                *comparison,
+                format_mean(auroc, 3),
+                f"{np.mean(seconds):.0f}",
+                str(len(runs)),
+            ]
+            text.append(format_markdown_row([system, *figures]))
     return "\n".join(text) + "\n"
 
 

@@ -37,7 +37,7 @@ from benchmarks.command import (
     run_benchmark,
 )
 from benchmarks.density import NUM_ORDERS, find_sources
-from benchmarks.tables import format_markdown_header, format_markdown_row, parse_seeds
+from benchmarks.tables import format_markdown_header, format_markdown_row, format_mean, parse_seeds
 from deformer_stream.model.deformer import PRESETS, DEformer
 from experiments.reading_orders import Objective, OrderedExamples, evaluate_any_order
 from experiments.synthesizer import create_model
@@ -54,6 +54,9 @@ STAGES_BY_OBJECTIVE: dict[str, dict[Objective, float]] = {
     "span corruption only": {"span corruption": 1.0},
 }
 """The share of the readings that each stage of training gets, by objective."""
+
+COMPARED = ("dot product", "any order")
+"""The attention and the objective of the product, with which the others are compared."""
 
 
 def measure_variant(case: TableCase, attention: str, objective: str, num_readings: int) -> dict[str, Any]:
@@ -89,17 +92,31 @@ def train_stage(case: TableCase, model: DEformer, objective: Objective, num_read
 
 
 def format_report(lines: list[dict[str, Any]], conditions: str) -> str:
-    """Return the report in Markdown: means and standard deviations over the seeds."""
+    """Return the report in Markdown, with means and standard deviations over the seeds.
+
+    The records and orders differ between seeds. So each variant is also compared with `COMPARED` under the same seed.
+    """
     tables = list(dict.fromkeys(line["table"] for line in lines))
     text = ["# Synthesizer attention and span corruption\n", conditions, ""]
-    text += format_markdown_header(["attention", "objective", *tables, "seconds"])
+    titles = [title for table in tables for title in (table, "difference")]
+    text += format_markdown_header(["attention", "objective", *titles, "seconds"])
+    compared = {
+        (line["table"], line["seed"]): line["nats"]
+        for line in lines
+        if (line["attention"], line["objective"]) == COMPARED
+    }
     for objective in STAGES_BY_OBJECTIVE:
         for attention in ATTENTIONS:
             runs = [line for line in lines if (line["attention"], line["objective"]) == (attention, objective)]
             cells = []
             for table in tables:
-                nats = [line["nats"] for line in runs if line["table"] == table]
-                cells.append(f"{np.mean(nats):.2f} ± {np.std(nats):.2f}" if nats else "")
+                nats_by_seed = {line["seed"]: line["nats"] for line in runs if line["table"] == table}
+                differences = [
+                    nats - compared[table, seed] for seed, nats in nats_by_seed.items() if (table, seed) in compared
+                ]
+                has_difference = differences and (attention, objective) != COMPARED
+                cells.append(format_mean(list(nats_by_seed.values()), 2) if nats_by_seed else "")
+                cells.append(format_mean(differences, 2, "+") if has_difference else "")
             if runs:
                 seconds = f"{np.mean([line['seconds'] for line in runs]):.0f}"
                 text.append(format_markdown_row([attention, objective, *cells, seconds]))

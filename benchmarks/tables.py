@@ -23,7 +23,7 @@ import json
 import os
 import tempfile
 import warnings
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -317,6 +317,11 @@ def summarise_table(name: str, table: pa.Table, runs: list[dict[str, Any]]) -> d
             metric: round(float(np.mean([run[method][metric] for run in runs])), 4) for metric in ("auroc", "aupr")
         }
     return line | {"runs": runs}
+
+
+def format_mean(values: Sequence[float], digits: int, sign: str = "") -> str:
+    """Return mean and standard deviation, such as "0.81 ± 0.02"; `sign` is "+" to show the sign of a positive mean."""
+    return f"{np.mean(values):{sign}.{digits}f} ± {np.std(values):.{digits}f}"
 
 
 def format_markdown_row(cells: list[str]) -> str:

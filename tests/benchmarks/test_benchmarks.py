@@ -37,7 +37,9 @@ def test_each_seed_gives_another_split() -> None:
     assert first.train.tolist() != sorted(first.train.tolist())
 
 
-def test_results_are_stored_with_their_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_are_stored_with_their_setting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(command, "RESULTS", tmp_path / "results")
     line = {"table": "one", "seeds": "0", "nats": [1.5]}
     assert command.ResultStore("b", {"seeds": "0"}).add({"table": "one", "nats": [1.5]}) == line
@@ -45,7 +47,9 @@ def test_results_are_stored_with_their_setting(tmp_path: Path, monkeypatch: pyte
     store.add({"table": "two"})
     assert (store.find(table="one"), store.find(table="one", nats=2), store.find(table="three")) == (line, None, None)
     assert [stored["table"] for stored in command.ResultStore("b", {"seeds": "0"}).lines] == ["one", "two"]
+    assert not capsys.readouterr().err
     assert command.ResultStore("b", {"seeds": "1"}).lines == []
+    assert "2 measurements were not made with {'seeds': '1'}" in capsys.readouterr().err
     assert command.ResultStore("b", {"seeds": "0"}, again=True).lines == []
 
 

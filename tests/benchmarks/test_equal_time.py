@@ -73,4 +73,8 @@ def test_report_has_the_deviation_over_seeds() -> None:
 
     lines = [line("trans-LSTM", 0, 0.4), line("trans-LSTM", 1, 0.6), line("ordered, LSTM", 0, 0.7)]
     text = equal_time.format_report(lines, "conditions")
-    assert "| ordered, LSTM | 0.700 ± 0.000 | 0.500 ± 0.000 | 2 | 1 |\n| trans-LSTM | 0.500 ± 0.100 |" in text
+    assert "| ordered, LSTM | 0.700 ± 0.000 |  |  | 0.500 ± 0.000 | 2 | 1 |\n| trans-LSTM | 0.500 ± 0.100 |" in text
+    lines += [line("avg-LSTM", 1, 0.1), line("avg-LSTM", 0, 0.5)]
+    text = equal_time.format_report(lines, "conditions")
+    assert "| trans-LSTM | 0.500 ± 0.100 | +0.200 ± 0.300 | 1 of 2 | 0.500 ± 0.000 | 2 | 2 |" in text
+    assert "| avg-LSTM | 0.300 ± 0.200 |  |  |" in text

@@ -35,9 +35,14 @@ def test_report_has_means_and_deviations_by_attention_and_objective() -> None:
             "seconds": 3.0
         }
 
-    lines = [line(0, 1.0, "dot product"), line(1, 3.0, "dot product"), line(0, 4.0, "Synthesizer")]
+    lines = [
+        line(0, 1.0, "dot product"),
+        line(1, 3.0, "dot product"),
+        line(0, 4.0, "Synthesizer"),
+        line(1, 5.0, "Synthesizer"),
+    ]
     text = synthesizer.format_report(lines, "conditions").splitlines()
     assert text[-2:] == [
-        "| dot product | any order | 2.00 ± 1.00 | 3 |",
-        "| Synthesizer | any order | 4.00 ± 0.00 | 3 |",
+        "| dot product | any order | 2.00 ± 1.00 |  | 3 |",
+        "| Synthesizer | any order | 4.50 ± 0.50 | +2.50 ± 0.50 | 3 |",
     ]
