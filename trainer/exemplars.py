@@ -13,14 +13,13 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from deformer_stream.calibration.conformal import trim_largest
 from deformer_stream.engine.record_scores import sum_centered_nll
 from deformer_stream.kernels.cpu import attached_kernels
 from deformer_stream.model.deformer import DEformer
-from deformer_stream.model.exemplars import Exemplars, estimate_marginals, has_unordered_labels
+from deformer_stream.model.exemplars import Exemplars, compute_positions, estimate_marginals, has_unordered_labels
 from deformer_stream.model.ranking import Ranking
 from deformer_stream.model.schema import LINEAR_LIMIT, Schema
 from trainer.budget import MIN_CLEAR_RATIO, measure_seconds_per_record
@@ -106,14 +105,15 @@ def add_ranking(
         The same model, which was changed in place.
     """
     rng = np.random.default_rng([seed, RANKING_SEED])
-    ranking = _create_ranking(model, data, max_exemplars, rng, calibration_exemplars)
-    if ranking is None:
+    exemplars = _create_exemplars(model, data, max_exemplars, rng, calibration_exemplars)
+    if exemplars is None:
         model.ranking = None
         return model
     # The exemplars of an old model (`--init-from`) come first. The typical distance is computed from new ones only.
     exemplar_rows = choose_exemplar_rows(data, max_exemplars, seed, calibration_exemplars)
     num_new = len(exemplar_rows)
-    new_indexes = np.arange(ranking.num_exemplars - num_new, ranking.num_exemplars)
+    num_exemplars = len(exemplars.positions)
+    new_indexes = np.arange(num_exemplars - num_new, num_exemplars)
     reference_indexes = np.sort(rng.permutation(new_indexes)[:num_reference_records])
     held_out_rows = rng.permutation(data.select_rows(Split.CALIBRATION))[:num_reference_records]
     distances, centered_nll = [], []
@@ -127,7 +127,7 @@ def add_ranking(
             break
         batch = slice(start, start + batch_size)
         if len(reference_indexes[batch]):
-            distances.append(_compute_distances_to_others(ranking, reference_indexes[batch]))
+            distances.append(_compute_distances_to_others(exemplars, reference_indexes[batch]))
         if len(held_out_rows[batch]):
             centered_nll.append(_compute_centered_nll(model, data, held_out_rows[batch], seed))
         num_done = start + batch_size
@@ -141,12 +141,12 @@ def add_ranking(
     if priors is None:
         prior_weight = 0.0
     elif prior_weight is None:
-        estimator = PriorWeightEstimator(ranking, data, exemplar_rows, priors, seed)
+        estimator = PriorWeightEstimator(exemplars, data, exemplar_rows, priors, seed)
         known = reference_indexes[: len(reference_distances)]
         estimator.add(known, reference_distances)
         further = rng.permutation(np.setdiff1d(new_indexes, known))[: max(num_prior_records - len(known), 0)]
         if len(further):
-            estimator.add(further, _compute_distances_to_others(ranking, further))
+            estimator.add(further, _compute_distances_to_others(exemplars, further))
         prior_weight = estimator.estimate_weight()
     if marginal_weight is None:
         marginal_weight = choose_marginal_weight(data.schema)
@@ -157,12 +157,11 @@ def add_ranking(
         prior_nll = extract_mixture(priors.full).compute_neg_log_density(values[:, data.schema.is_linear])
         typical.append(_summarize_typical(trim_largest(prior_nll, trim)))
     if marginal_weight:
-        typical.append(_summarize_typical(trim_largest(_compute_marginal_nll(ranking, values), trim)))
-    ranking.typical = torch.tensor(typical, dtype=torch.float64)
-    model.ranking = ranking.to(model.device)
+        typical.append(_summarize_typical(trim_largest(_compute_marginal_nll(exemplars, values), trim)))
+    model.ranking = Ranking.from_exemplars(replace(exemplars, typical=np.array(typical))).to(model.device)
     model.config = replace(
         model.config,
-        exemplars=ranking.num_exemplars,
+        exemplars=num_exemplars,
         prior_weight=prior_weight,
         marginal_weight=marginal_weight,
     )
@@ -276,18 +275,18 @@ def measure_distance_seconds(
         clock: A function that returns the current time in seconds.
         priors: The Gaussian prior of the model with its variants, None if the weight is not estimated.
     """
-    ranking = _create_ranking(model, data, max_exemplars, np.random.default_rng([seed, RANKING_SEED]), True)
-    if ranking is None:
+    exemplars = _create_exemplars(model, data, max_exemplars, np.random.default_rng([seed, RANKING_SEED]), True)
+    if exemplars is None:
         return 0.0
     exemplar_rows = choose_exemplar_rows(data, max_exemplars, seed, True)
-    num_old = ranking.num_exemplars - len(exemplar_rows)
+    num_old = len(exemplars.positions) - len(exemplar_rows)
     prior = None if priors is None else extract_mixture(priors.full)
-    estimator = None if priors is None else PriorWeightEstimator(ranking, data, exemplar_rows, priors, seed)
+    estimator = None if priors is None else PriorWeightEstimator(exemplars, data, exemplar_rows, priors, seed)
 
     def compute_distances(num_records: int) -> None:
         """Compute the distance of each of `num_records` exemplars to its nearest other exemplars, and the densities."""
         indexes = np.arange(num_old, num_old + num_records)
-        distances = _compute_distances_to_others(ranking, indexes)
+        distances = _compute_distances_to_others(exemplars, indexes)
         if estimator is not None and prior is not None:
             estimator.add(indexes, distances)
             values = np.asarray(data.values[exemplar_rows[:num_records]], np.float64)
@@ -316,12 +315,12 @@ def _choose_exemplar_rows(
     return np.sort(rng.choice(rows, max_exemplars, replace=False))
 
 
-def _create_ranking(
+def _create_exemplars(
     model: DEformer, data: PreparedTable, max_exemplars: int, rng: np.random.Generator, calibration_exemplars: bool
-) -> Ranking | None:
-    """Return a ranking, which scores complete records by their distance to exemplars.
+) -> Exemplars | None:
+    """Return exemplars, which score complete records by their distances to them.
 
-    Its typical distances of normal records are not set yet.
+    The typical values of normal records are not set yet.
 
     Args:
         model: The model. If it has a ranking (of the model that is adapted), its exemplars are kept.
@@ -331,35 +330,34 @@ def _create_ranking(
         calibration_exemplars: Whether calibration records may become exemplars.
 
     Returns:
-        The ranking; None if `max_exemplars` is 0 or the table has fewer than two usable records.
+        The exemplars; None if `max_exemplars` is 0 or the table has fewer than two usable records.
     """
     rows = _choose_exemplar_rows(data, max_exemplars, rng, calibration_exemplars)
     if not max_exemplars or len(rows) < 2:
         return None
     values = np.asarray(data.values[rows], np.float64)
-    known = torch.from_numpy(~np.isnan(values))
-    # Coordinates of the records in the space in which distances are computed. They depend on the schema alone, so an
-    # empty ranking can compute them.
-    positions = Ranking(data.schema, num_exemplars=0).compute_positions(np.nan_to_num(values))
+    known = ~np.isnan(values)
+    positions = compute_positions(data.schema, np.nan_to_num(values))
     if model.ranking is not None:
-        positions, known = _prepend_old_exemplars(model.ranking, positions, known, max_exemplars, rng)
-    ranking = Ranking(data.schema, len(positions))
-    ranking.known = known
-    ranking.deviations = torch.from_numpy(compute_deviations(data.schema, positions.numpy(), known.numpy()))
-    ranking.positions = positions / ranking.deviations
-    return ranking
+        positions, known = _prepend_old_exemplars(model.ranking.to_exemplars(), positions, known, max_exemplars, rng)
+    deviations = compute_deviations(data.schema, positions, known)
+    return Exemplars(data.schema, positions / deviations, known, deviations, typical=np.tile([0.0, 1.0], (2, 1)))
 
 
 def _prepend_old_exemplars(
-    old: Ranking, positions: torch.Tensor, known: torch.Tensor, max_exemplars: int, rng: np.random.Generator
-) -> tuple[torch.Tensor, torch.Tensor]:
+    old: Exemplars,
+    positions: NDArray[np.float32],
+    known: NDArray[np.bool_],
+    max_exemplars: int,
+    rng: np.random.Generator,
+) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
     """Put exemplars of an old model before the M exemplars of a new table.
 
     The old model is adapted to the table (`--init-from`).
 
     Args:
-        old: The ranking of the old model, whose features are the first ones of the new model.
-        positions: (M, F) coordinates of the table's exemplars in each of the new model's F features, before division by
+        old: The exemplars of the old model, whose features are the first ones of the new model.
+        positions: (M, F) positions of the table's exemplars in each of the new model's F features, before division by
             the deviations (the unit of distance of each feature).
         known: (M, F) bool, whether an exemplar has a reading of the feature.
         max_exemplars: Largest number of exemplars in all. If it is too small, some old ones are dropped at random.
@@ -369,13 +367,13 @@ def _prepend_old_exemplars(
         `positions` and `known` of all exemplars, old ones first. Old exemplars have no readings of new features.
     """
     num_old = max(0, max_exemplars - len(positions))
-    kept_indexes = np.sort(rng.permutation(old.num_exemplars)[:num_old])
+    kept_indexes = np.sort(rng.permutation(len(old.positions))[:num_old])
     num_new_features = positions.shape[1] - old.positions.shape[1]
-    padding = (0, num_new_features)  # zeros (False) in the columns of new features
+    padding = (0, 0), (0, num_new_features)  # zeros (False) in the columns of new features
     # Stored positions are divided by the old deviations; the caller divides all positions by new deviations.
-    old_positions = torch.nn.functional.pad((old.positions * old.deviations)[kept_indexes].cpu(), padding)
-    old_known = torch.nn.functional.pad(old.known[kept_indexes].cpu(), padding)
-    return torch.cat([old_positions, positions]), torch.cat([old_known, known])
+    old_positions = np.pad((old.positions * old.deviations)[kept_indexes], padding)
+    old_known = np.pad(old.known[kept_indexes], padding)
+    return np.concatenate([old_positions, positions]), np.concatenate([old_known, known])
 
 
 def compute_deviations(schema: Schema, positions: NDArray[np.float32], known: NDArray[np.bool_]) -> NDArray[np.float32]:
@@ -387,8 +385,8 @@ def compute_deviations(schema: Schema, positions: NDArray[np.float32], known: ND
 
     Args:
         schema: The F features.
-        positions: (M, F) coordinates of M exemplars in F features. For a label that is not a number, the coordinate is
-            its code.
+        positions: (M, F) positions of M exemplars in F features. For a label that is not a number, the position is its
+            code.
         known: (M, F) whether an exemplar has a reading of the feature.
 
     Returns:
@@ -409,36 +407,34 @@ def compute_deviations(schema: Schema, positions: NDArray[np.float32], known: ND
     return deviations.astype(np.float32)
 
 
-def _compute_distances_to_others(ranking: Ranking, exemplar_indexes: NDArray[np.int64]) -> NDArray[np.float64]:
+def _compute_distances_to_others(exemplars: Exemplars, exemplar_indexes: NDArray[np.int64]) -> NDArray[np.float64]:
     """Return the mean distance of each of R exemplars to its nearest other exemplars.
 
     Exemplars are normal records, so these distances show which distance is typical of a normal record.
 
     Args:
-        ranking: The ranking with its exemplars.
+        exemplars: The exemplars.
         exemplar_indexes: (R,) indexes of exemplars.
 
     Returns:
         (R,) distances.
     """
-    indexes = torch.from_numpy(exemplar_indexes)
+    positions, known = exemplars.positions[exemplar_indexes], exemplars.known[exemplar_indexes]
     # `own_exemplar` excludes each record itself, whose distance is 0.
-    distances = ranking.compute_distances(ranking.positions[indexes], ranking.known[indexes], own_exemplar=indexes)
-    result: NDArray[np.float64] = distances.double().numpy()
-    return result
+    return exemplars.compute_distances(positions, known, own_exemplar=exemplar_indexes)
 
 
-def _compute_marginal_nll(ranking: Ranking, values: NDArray[np.float64]) -> NDArray[np.float64]:
+def _compute_marginal_nll(exemplars: Exemplars, values: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return the sum of −ln p of the readings of N records, each without regard to the others, (N,).
 
     Args:
-        ranking: The ranking with its exemplars.
+        exemplars: The exemplars.
         values: (N, F) normalised values and label codes, NaN for missing readings.
     """
     known, values = ~np.isnan(values), np.nan_to_num(values)
-    positions = (ranking.compute_positions(values) / ranking.deviations).numpy()
-    exemplars = ranking.positions.numpy(), ranking.known.numpy(), ranking.deviations.numpy()
-    return estimate_marginals(ranking.schema, *exemplars).compute_nll(values.astype(np.int64), positions, known)
+    positions = compute_positions(exemplars.schema, values) / exemplars.deviations
+    marginals = estimate_marginals(exemplars.schema, exemplars.positions, exemplars.known, exemplars.deviations)
+    return marginals.compute_nll(values.astype(np.int64), positions, known)
 
 
 def _compute_centered_nll(

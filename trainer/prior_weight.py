@@ -12,10 +12,9 @@ from __future__ import annotations
 import math
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
-from deformer_stream.model.ranking import Ranking
+from deformer_stream.model.exemplars import Exemplars, compute_positions
 from deformer_stream.model.schema import Schema
 from trainer.data import PreparedTable, Split
 from trainer.gaussian_prior import CrossFittedPriors
@@ -50,7 +49,7 @@ class PriorWeightEstimator:
     both leave out the exemplar a, so that they are comparable.
 
     Args:
-        ranking: The ranking, whose last M exemplars are records of the table.
+        exemplars: The exemplars, of which the last M are records of the table.
         data: The prepared table.
         exemplar_rows: (M,) row numbers of these records.
         priors: The Gaussian prior with its variants.
@@ -58,10 +57,10 @@ class PriorWeightEstimator:
     """
 
     def __init__(
-        self, ranking: Ranking, data: PreparedTable, exemplar_rows: Ints, priors: CrossFittedPriors, seed: int
+        self, exemplars: Exemplars, data: PreparedTable, exemplar_rows: Ints, priors: CrossFittedPriors, seed: int
     ) -> None:
-        self._ranking, self._data, self._priors = ranking, data, priors
-        self._exemplar_rows, self._num_old = exemplar_rows, ranking.num_exemplars - len(exemplar_rows)
+        self._exemplars, self._data, self._priors = exemplars, data, priors
+        self._exemplar_rows, self._num_old = exemplar_rows, len(exemplars.positions) - len(exemplar_rows)
         self._rng = np.random.default_rng([seed, WEIGHT_SEED])
         is_training = data.split[exemplar_rows] == Split.TRAIN
         folds = np.where(is_training, priors.fold_by_row[exemplar_rows], -1)
@@ -86,13 +85,10 @@ class PriorWeightEstimator:
         values = np.asarray(self._data.values[rows], np.float64)
         others = np.asarray(self._data.values[self._exemplar_rows[partners[has_partner]]], np.float64)
         interpolated = interpolate_records(self._data.schema, values, others, self._rng)
-        positions = self._ranking.compute_positions(np.nan_to_num(interpolated)) / self._ranking.deviations
-        known = torch.from_numpy(~np.isnan(interpolated))
-        interpolated_distances = self._ranking.compute_distances(positions, known, torch.from_numpy(indexes))
+        positions = compute_positions(self._data.schema, np.nan_to_num(interpolated)) / self._exemplars.deviations
+        interpolated_distances = self._exemplars.compute_distances(positions, ~np.isnan(interpolated), indexes)
         self._normal.append(np.stack([distances[has_partner], self._compute_nll(values, rows)]))
-        self._interpolated.append(
-            np.stack([interpolated_distances.double().numpy(), self._compute_nll(interpolated, rows)])
-        )
+        self._interpolated.append(np.stack([interpolated_distances, self._compute_nll(interpolated, rows)]))
 
     def _compute_nll(self, values: Floats, rows: Ints) -> Floats:
         """Return −ln p of records (R, F), under the variants that were fitted without the folds of the given rows."""

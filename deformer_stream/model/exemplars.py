@@ -1,9 +1,9 @@
-"""Ranking of complete records by their distance to the nearest exemplars, as `ranking.Ranking` does, without PyTorch.
+"""Ranking of complete records by how anomalous they are, above all by their distance to the nearest exemplars.
 
-The centered NLL (negative log-likelihood of the readings minus its expectation) is a second term. If training has found
-it useful for the table, the density of the record under the Gaussian prior is a further one (`trainer.prior_weight`).
-For tables with mostly labels, so is the density of the readings without regard to one another (`marginal_density`):
-distances count all differences of labels alike, however rare a label is.
+Exemplars are stored training records. The centered NLL (negative log-likelihood of the readings minus its expectation)
+is a second term. If training has found it useful for the table, the density of the record under the Gaussian prior is a
+further one (`trainer.prior_weight`). For tables with mostly labels, so is the density of the readings without regard to
+one another (`marginal_density`): distances count all differences of labels alike, however rare a label is.
 
 Shapes use these letters: R is the number of records, F the number of features, M the number of exemplars (stored
 training records).
@@ -44,13 +44,14 @@ class Exemplars:
 
     Attributes:
         schema: The F features.
-        positions: (M, F) the positions of the readings of the exemplars, divided by `deviations`; one feature after the
-            other in memory.
+        positions: (M, F) the positions of the readings of the exemplars (`compute_positions`), divided by `deviations`;
+            one feature after the other in memory.
         known: (M, F) false where the exemplar has no reading of the feature.
-        deviations: (F,) the typical difference of each feature.
+        deviations: (F,) the typical difference of each feature (`trainer.exemplars.compute_deviations`).
         typical: (2, 2) statistics of normal records. Row 0 is for the distance, row 1 for the centered NLL; column 0 is
-            the median, column 1 the difference between the 90% quantile and the median. A further row is for −ln p of
-            the record under the `prior`, and the last one for −ln p under `marginals`, if these are terms.
+            the median, column 1 the difference between the 90% quantile and the median, or the standard deviation if
+            they are equal. A further row is for −ln p of the record under the `prior`, and the last one for −ln p under
+            `marginals`, if these are terms.
         prior: The Gaussian prior, whose density is a term of the ranking; None if it is none.
         prior_weight: The weight of this term, 0 without a prior.
         marginals: The density of the readings without regard to one another; None if it is no term of the ranking.
@@ -192,7 +193,7 @@ class Exemplars:
                 of_exemplars[is_exemplar, own_exemplar[rows][is_exemplar]] = np.inf
             nearest = _take_smallest(of_exemplars, num_neighbors)
             num_finite = np.isfinite(nearest).sum(1)
-            if (num_finite == num_neighbors).all():
+            if num_neighbors and (num_finite == num_neighbors).all():
                 distances[rows] = nearest.mean(1)
             else:
                 sums = np.where(np.isfinite(nearest), nearest, 0.0).sum(1)

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from deformer_stream.model.deformer import ModelConfig
-from deformer_stream.model.exemplars import Exemplars
-from deformer_stream.model.ranking import Ranking
+from deformer_stream.model.exemplars import Exemplars, compute_positions
 from deformer_stream.model.schema import SECONDS_PER_DAY, Feature, Schema
 from deformer_stream.model.time_slots import expand_time_slots
 from deformer_stream.model.windows import Window
@@ -109,18 +108,11 @@ def test_encoder_has_two_more_inputs_only_if_a_feature_is_cyclic() -> None:
 
 
 def test_ranking_measures_distances_the_shorter_way_around_the_cycle() -> None:
-    ranking = Ranking(SCHEMA, 1)
     day = SECONDS_PER_DAY
     raw = np.array([[60.0, 0, 0, 0], [day - 60, 0, 0, 0], [day / 2, 0, 0, 0], [60.0, 2, 0, 1]])
-    positions = ranking.compute_positions(SCHEMA.normalise(np.tile(np.arange(4), (4, 1)), raw))
-    ranking.deviations = torch.tensor([2.0, 1.0, 1.0, 0.5])
-    ranking.positions = positions[:1] / ranking.deviations
-    known = torch.ones(4, 4, dtype=torch.bool)
-    distances = ranking.compute_distances(positions / ranking.deviations, known)
+    deviations = np.array([2.0, 1.0, 1.0, 0.5], np.float32)
+    positions = compute_positions(SCHEMA, SCHEMA.normalise(np.tile(np.arange(4), (4, 1)), raw)) / deviations
+    known = np.ones((4, 4), bool)
+    exemplars = Exemplars(SCHEMA, positions[:1], known[:1], deviations, np.tile([0.0, 1.0], (2, 1)))
     expected = [0.0, 120 / 25_000 / 2, (day / 2 - 60) / 25_000 / 2, 4.0]
-    torch.testing.assert_close(distances.tolist(), expected, rtol=0, atol=1e-5)
-    buffers = (getattr(ranking, name).numpy() for name in ("positions", "known", "deviations", "typical"))
-    without_torch = Exemplars(SCHEMA, *buffers).compute_distances(
-        (positions / ranking.deviations).numpy(), known.numpy()
-    )
-    np.testing.assert_allclose(without_torch, expected, rtol=0, atol=1e-5)
+    np.testing.assert_allclose(exemplars.compute_distances(positions, known), expected, rtol=0, atol=1e-5)

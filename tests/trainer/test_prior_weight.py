@@ -225,7 +225,7 @@ def test_estimator_ignores_records_that_the_prior_was_not_fitted_to(tmp_path: Pa
     rank(model, data, priors, 0.0)
     assert model.ranking is not None
     rows = choose_exemplar_rows(data, 1000, 0, True)
-    estimator = PriorWeightEstimator(model.ranking, data, rows, priors, 0)
+    estimator = PriorWeightEstimator(model.ranking.to_exemplars(), data, rows, priors, 0)
     calibration = np.flatnonzero(data.split[rows] == Split.CALIBRATION)
     estimator.add(calibration, np.zeros(len(calibration)))
     assert estimator.estimate_weight() == 0.0
