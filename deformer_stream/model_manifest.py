@@ -28,11 +28,14 @@ WIDE_PRIOR_VERSION = 11
 ALERT_DISTANCE_VERSION = 12
 ALERT_PRIOR_VERSION = 13
 MARGINAL_WEIGHT_VERSION = 14
-LATEST_VERSION = MARGINAL_WEIGHT_VERSION
+FAULT_UNITS_VERSION = 15
+LATEST_VERSION = FAULT_UNITS_VERSION
 """Format versions of the manifest (manifest.json of a model directory), each with one addition to the one before.
 
 `determine_version` lists the additions.
 """
+FAULT_UNITS_KEY = "units"
+"""The key of the entry `faults` of the manifest that a classifier has whose inputs are standardised."""
 MANIFEST = "manifest.json"
 MAX_MANIFEST_BYTES = 64 * 2**20
 """The largest size of manifest.json; with a million calibration records, the file has half of it."""
@@ -123,6 +126,7 @@ def determine_version(manifest: dict[str, Any]) -> int:
     A manifest gets the lowest version, so that releases that read only this version can still read it. Version 1 has
     none of the following additions:
 
+    - Version 15 is needed if the inputs of the classifier of faults are standardised ("units" of "faults").
     - Version 14 is needed if the density of readings without regard to one another is a term of the ranking
       ("marginal_weight").
     - Version 13 is needed if p-values under the Gaussian prior are a term of the alert ("alert_prior").
@@ -143,6 +147,9 @@ def determine_version(manifest: dict[str, Any]) -> int:
     """
     # Each version can also express what lower versions can, so the highest version is checked first.
     calibration, hyperparameters = manifest.get("calibration"), manifest.get("hyperparameters")
+    faults = manifest.get("faults")
+    if isinstance(faults, dict) and FAULT_UNITS_KEY in faults:
+        return FAULT_UNITS_VERSION
     if isinstance(hyperparameters, dict) and "marginal_weight" in hyperparameters:
         return MARGINAL_WEIGHT_VERSION
     if isinstance(hyperparameters, dict) and "alert_prior" in hyperparameters:

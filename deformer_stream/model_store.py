@@ -48,6 +48,7 @@ from deformer_stream.model.parameters import Array, Model, ModelParameters, chec
 from deformer_stream.model.schema import Schema
 from deformer_stream.model_manifest import (
     BASE_VERSION,
+    FAULT_UNITS_KEY,
     MAX_MANIFEST_BYTES,
     REMEDY,
     compute_digest,
@@ -69,7 +70,11 @@ WEIGHTS, REPORT = "model.safetensors", "report.html"
 SEEN_RECORDS = "seen-records.safetensors"
 FAULTS = "faults.safetensors"
 _FAULT_ARRAYS = ("weights", "biases", "means", "precisions", "lengths", "scores", "fault_indexes", "folds")
-"""The attributes of `FaultClassifier` that are tensors of the file with the classifier of faults."""
+_FAULT_UNITS = ("centers", "scales")
+"""The attributes of `FaultClassifier` that are tensors of the file with the classifier of faults.
+
+The second ones are missing in files of earlier releases.
+"""
 GPU_FILES = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/kfd", "/dev/dxg")
 """Device files of the drivers with which PyTorch uses GPUs: NVIDIA's, AMD's, and that of a Linux on Windows."""
 MAX_NAME_CHARS = 1024
@@ -332,10 +337,12 @@ def _encode_seen_records(seen_records: SeenRecords) -> tuple[dict[str, Any], byt
 
 def _encode_faults(classifier: FaultClassifier) -> tuple[dict[str, Any], bytes]:
     """Return the entry `faults` of the manifest, and the contents of the file faults.safetensors."""
-    arrays = {name: np.ascontiguousarray(getattr(classifier, name)) for name in _FAULT_ARRAYS}
-    content = safetensors.numpy.save(arrays)
+    is_standardised = classifier.centers is not None
+    attributes = _FAULT_ARRAYS + (_FAULT_UNITS if is_standardised else ())
+    content = safetensors.numpy.save({name: np.ascontiguousarray(getattr(classifier, name)) for name in attributes})
     names = [{"name": name, "records": count} for name, count in classifier.num_records_by_fault.items()]
-    return {"file": _describe_file(content), "level": classifier.level, "names": names}, content
+    entry = {"file": _describe_file(content), "level": classifier.level, "names": names}
+    return entry | ({FAULT_UNITS_KEY: list(_FAULT_UNITS)} if is_standardised else {}), content
 
 
 def write_faults(directory: Path, classifier: FaultClassifier | None) -> None:
@@ -359,6 +366,7 @@ def write_faults(directory: Path, classifier: FaultClassifier | None) -> None:
         _parse_faults(
             manifest, contents[FAULTS], directory, Schema.from_json(manifest["features"], manifest.get("window"))
         )
+    manifest["format_version"] = determine_version(manifest)
     manifest["sha256"] = compute_digest(manifest)
     contents[MANIFEST] = render_manifest(manifest)
     write_files(directory, contents)
@@ -404,10 +412,11 @@ def _parse_faults(manifest: dict[str, Any], content: bytes, directory: Path, sch
             raise ValueError("a name is too long")
         for name in names:
             name.encode()  # raises a ValueError if the text is not valid Unicode, because it has a lone surrogate
-        classifier = FaultClassifier(names, float(entry["level"]), **{name: arrays[name] for name in _FAULT_ARRAYS})
-        if (classifier.weights.shape[1], classifier.num_features) != (count_inputs(schema), len(schema)):
+        attributes = _FAULT_ARRAYS + (_FAULT_UNITS if FAULT_UNITS_KEY in entry else ())
+        classifier = FaultClassifier(names, float(entry["level"]), **{name: arrays[name] for name in attributes})
+        if (classifier.num_inputs, classifier.num_features) != (count_inputs(schema), len(schema)):
             raise ValueError(
-                f"it has {classifier.weights.shape[1]} inputs of {classifier.num_features} features instead of "
+                f"it has {classifier.num_inputs} inputs of {classifier.num_features} features instead of "
                 f"{count_inputs(schema)} of {len(schema)}"
             )
         if schema.reading_times is not None:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from deformer_stream.calibration.fault_classifier import FaultClassifier
+from deformer_stream.calibration.fault_classifier import FaultClassifier, standardise_inputs
 from deformer_stream.engine.fault_inputs import compute_fault_inputs
 from deformer_stream.engine.order_trees import build_order_tree
 from deformer_stream.kernels.cpu import CpuKernels
@@ -49,11 +49,14 @@ NUM_PREFIXES = 4
 SUBSETS_AT_ONCE = 8_192
 """Number of subsets whose inputs are computed together, which bounds the memory."""
 
-PENALTY = 1e-3
-"""Weight of the squared weights in the training loss."""
+PENALTIES = (1.0, 0.1, 0.01)
+"""Weights of the squared weights in the training loss, of which the one with the best held-out likelihood is chosen."""
 
 MAX_ITERATIONS = 150
 """Largest number of iterations of L-BFGS."""
+
+MIN_SCALE = 0.01
+"""Added to the standard deviations by which the inputs are divided, because labelled records can agree by chance."""
 
 PRIOR_RECORDS = 5
 """Number of records as which the mean variance of all faults counts in the variance of a fault's residuals."""
@@ -152,28 +155,36 @@ def train_classifier(
     sizes = rng.integers(1, np.maximum(num_observed, 1)[:, None], (num_records, num_subsets), endpoint=True)
     inputs = _compute_inputs(model, kernels, values, positions < sizes[..., None])
     # Model k has seen nothing of the records of fold k, so that their scores are those of new records.
+    units = [_estimate_units(inputs[folds != fold], num_features) for fold in range(NUM_FOLDS)]
     fitted = [
         _fit(
-            inputs[folds != fold].reshape(-1, inputs.shape[-1]),
+            standardise_inputs(inputs[folds != fold].reshape(-1, inputs.shape[-1]), *units[fold]).astype(np.float32),
             np.repeat(fault_indexes[folds != fold], num_subsets),
             len(names),
         )
         for fold in range(NUM_FOLDS)
     ]
-    weights, biases = (np.stack(parts) for parts in zip(*fitted, strict=True))
     means, precisions = _estimate_residuals(inputs, fault_indexes, folds, num_features, len(names))
     # Calibration: prefixes of certain lengths, scored by the model that has not seen the record.
     lengths, num_prefixes = plan_calibration(num_records, num_features)
     positions = draw_orders(values, num_prefixes, ranks, rng)
     prefixes = positions[:, None] < lengths[:, None, None]  # (L, G, P, F)
     held_out = _compute_inputs(model, kernels, values, prefixes.reshape(num_records, -1, num_features))
-    logits = np.einsum("lsd,ldc->lsc", held_out, weights[folds]) + biases[folds][:, None]
-    # The temperature of model k is chosen without the records of fold k, but with models that have seen them. It is one
-    # number, so it hardly depends on a single record.
-    temperatures = np.array(
-        [_choose_temperature(logits[folds != fold], fault_indexes[folds != fold]) for fold in range(NUM_FOLDS)]
-    )
-    weights, biases = weights / temperatures[:, None, None], biases / temperatures[:, None]
+    logits = np.zeros((len(PENALTIES), num_records, held_out.shape[1], len(names)))
+    for record, fold in enumerate(folds.tolist()):
+        standardised = standardise_inputs(held_out[record].astype(np.float64), *units[fold])
+        for index, (weights_of_fold, biases_of_fold) in enumerate(fitted[fold]):
+            logits[index, record] = standardised @ weights_of_fold + biases_of_fold
+    # The penalty and the temperature of model k are chosen without the records of fold k, but with models that have
+    # seen them. They are two numbers, so they hardly depend on a single record.
+    chosen = []
+    for fold in range(NUM_FOLDS):
+        is_other = folds != fold
+        scaled = [_choose_temperature(of_penalty[is_other], fault_indexes[is_other]) for of_penalty in logits]
+        index = int(np.argmin([loss for loss, _ in scaled]))
+        chosen.append([part / scaled[index][1] for part in fitted[fold][index]])
+    weights, biases = (np.stack(parts) for parts in zip(*chosen, strict=True))
+    centers, scales = (np.stack(parts) for parts in zip(*units, strict=True))
     uncalibrated = FaultClassifier(
         names,
         level,
@@ -185,6 +196,8 @@ def train_classifier(
         scores=np.zeros((num_records, len(lengths), num_prefixes), np.float32),
         fault_indexes=fault_indexes,
         folds=folds,
+        centers=centers,
+        scales=scales,
     )
     scores = [
         uncalibrated.compute_scores(held_out[record].astype(np.float64))[folds[record], :, fault_indexes[record]]
@@ -212,13 +225,30 @@ def _compute_inputs(model: Model, kernels: CpuKernels | None, values: Floats, is
     return np.concatenate(parts).reshape(num_records, num_subsets, -1)
 
 
-def _fit(inputs: Singles, fault_indexes: Ints, num_faults: int) -> tuple[Floats, Floats]:
-    """Return the weights (D, C) and biases (C,) of a linear model.
+def _estimate_units(inputs: Singles, num_features: int) -> tuple[Singles, Singles]:
+    """Return the means and the standard deviations of residuals, their absolute values, and values, (3 F,) each.
+
+    Readings that are missing do not count.
+
+    Args:
+        inputs: (L, S, D) the inputs of S subsets of each of L records.
+        num_features: The number F of features.
+    """
+    numbers = inputs[..., : 3 * num_features].astype(np.float64)
+    has_reading = np.tile(inputs[..., 3 * num_features : 4 * num_features], 3).astype(np.float64)
+    counts = np.maximum(has_reading.sum((0, 1)), 1)
+    centers = numbers.sum((0, 1)) / counts  # inputs of missing readings are 0
+    variances = (((numbers - centers) * has_reading) ** 2).sum((0, 1)) / counts
+    return centers.astype(np.float32), (np.sqrt(variances) + MIN_SCALE).astype(np.float32)
+
+
+def _fit(inputs: Singles, fault_indexes: Ints, num_faults: int) -> list[tuple[Floats, Floats]]:
+    """Return the weights (D, C) and biases (C,) of a linear model for each of the `PENALTIES`.
 
     All faults have the same weight in the loss, however many records they have.
 
     Args:
-        inputs: (N, D) the inputs of N subsets of readings.
+        inputs: (N, D) the standardised inputs of N subsets of readings.
         fault_indexes: (N,) the fault of each.
         num_faults: The number C of faults.
     """
@@ -229,20 +259,23 @@ def _fit(inputs: Singles, fault_indexes: Ints, num_faults: int) -> tuple[Floats,
     w = torch.from_numpy(shares.astype(np.float32))
     weights = torch.zeros((inputs.shape[1], num_faults), requires_grad=True)
     biases = torch.zeros(num_faults, requires_grad=True)
-    optimizer = torch.optim.LBFGS(
-        [weights, biases], max_iter=MAX_ITERATIONS, history_size=10, line_search_fn="strong_wolfe"
-    )
+    fitted = []
+    for penalty in PENALTIES:  # from the largest one; each fit begins with the result of the one before
+        optimizer = torch.optim.LBFGS(
+            [weights, biases], max_iter=MAX_ITERATIONS, history_size=10, line_search_fn="strong_wolfe"
+        )
 
-    def compute_loss() -> Any:
-        optimizer.zero_grad()
-        nll = torch.nn.functional.cross_entropy(torch.addmm(biases, x, weights), targets, reduction="none")
-        loss = nll @ w + 0.5 * PENALTY * (weights**2).sum()
-        loss.backward()  # type: ignore[no-untyped-call]
-        return loss
+        def compute_loss(penalty: float = penalty, optimizer: Any = optimizer) -> Any:
+            optimizer.zero_grad()
+            nll = torch.nn.functional.cross_entropy(torch.addmm(biases, x, weights), targets, reduction="none")
+            loss = nll @ w + 0.5 * penalty * (weights**2).sum()
+            loss.backward()  # type: ignore[no-untyped-call]
+            return loss
 
-    optimizer.step(compute_loss)  # type: ignore[no-untyped-call]
-    fitted = weights.detach().double().numpy() / scale[:, None]
-    return fitted, biases.detach().double().numpy() - mean @ fitted
+        optimizer.step(compute_loss)  # type: ignore[no-untyped-call]
+        unscaled = weights.detach().double().numpy() / scale[:, None]
+        fitted.append((unscaled, biases.detach().double().numpy() - mean @ unscaled))
+    return fitted
 
 
 def _estimate_residuals(
@@ -277,8 +310,8 @@ def _estimate_residuals(
     return means, 1 / (variances + MIN_VARIANCE)
 
 
-def _choose_temperature(logits: Floats, fault_indexes: Ints) -> float:
-    """Return the number by which the logits are divided for the largest held-out likelihood, with equal faults.
+def _choose_temperature(logits: Floats, fault_indexes: Ints) -> tuple[float, float]:
+    """Return the smallest held-out loss, with equal faults, and the number by which the logits are then divided.
 
     Args:
         logits: (L, S, C) logits of S subsets of each of L records, from the models that have not seen the record.
@@ -289,7 +322,7 @@ def _choose_temperature(logits: Floats, fault_indexes: Ints) -> float:
         -(np.take_along_axis(_log_softmax(logits / t), fault_indexes[:, None, None], 2).mean((1, 2)) * weights).sum()
         for t in TEMPERATURES
     ]
-    return float(TEMPERATURES[int(np.argmin(losses))])
+    return min(losses), float(TEMPERATURES[int(np.argmin(losses))])
 
 
 def _log_softmax(logits: Floats) -> Floats:

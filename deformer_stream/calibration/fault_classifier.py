@@ -1,12 +1,13 @@
 """Naming of faults: probabilities and prediction sets of known faults for one partial record.
 
 The classifier is a linear softmax model of inputs that the density model gives for any set of readings
-(`engine.fault_inputs`). K such models are trained, each without the labelled records of one fold. So every labelled
-record has a nonconformity score from a model that has not seen it. (Only the temperature of a model, one number,
-depends on them indirectly, because it is chosen on the other folds with the other models.) A new record is scored by
-all K models. The scores of each model are compared with those of its own fold. This is cross-conformal prediction
-(Vovk, "Cross-conformal predictors", 2015; CV+ of Barber, Candès, Ramdas and Tibshirani, 2021), separately for each
-fault (Mondrian) and number of readings.
+(`engine.fault_inputs`). Faults can lie far from the normal records and near to one another, so residuals and values are
+first standardised by the labelled records (`standardise_inputs`). K such models are trained, each without the labelled
+records of one fold. So every labelled record has a nonconformity score from a model that has not seen it. (Only the
+temperature and the penalty of a model, two numbers, depend on it indirectly, because they are chosen on the other folds
+with the other models.) A new record is scored by all K models. The scores of each model are compared with those of its
+own fold. This is cross-conformal prediction (Vovk, "Cross-conformal predictors", 2015; CV+ of Barber, Candès, Ramdas
+and Tibshirani, 2021), separately for each fault (Mondrian) and number of readings.
 
 The nonconformity score of a record for a fault is −ln of the probability of the fault, plus a term for the reading that
 fits the fault least. The probabilities of the known faults add up to 1 also for a record that resembles none of them.
@@ -37,6 +38,12 @@ UNKNOWN = "unknown"
 MISFIT_WEIGHT = 0.3
 """Weight of the largest squared standardised deviation of a residual in the nonconformity score."""
 
+STANDARD_LIMIT = 8.0
+"""Standardised inputs are limited to this absolute value, so that no single reading decides alone."""
+
+EARLIER_LIMIT = 8.0
+"""The limit of the normalised values in classifiers of earlier releases, whose inputs are not standardised."""
+
 NUM_LISTED = 3
 """Number of most probable faults that are listed in any case; those of the prediction set are listed, too."""
 
@@ -48,6 +55,27 @@ precision, and compiled kernels and PyTorch compute slightly different residuals
 
 PROBABILITY_DECIMALS = 4
 """Decimals of the probabilities and p-values, so that rounding errors do not change them."""
+
+
+def standardise_inputs(inputs: Floats, centers: NDArray[np.floating], scales: NDArray[np.floating]) -> Floats:
+    """Return inputs in units of the labelled records, with F further ones, (N, D + F).
+
+    The first 3 F inputs are residuals, their absolute values, and values (`engine.fault_inputs`). They are standardised
+    and limited; those of missing readings are 0, as if they were average. The further inputs are the absolute values of
+    the standardised values less their mean for a normal distribution, √(2 / π), also 0 for missing readings. With them,
+    a linear model also separates faults that scatter a value from faults that shift it.
+
+    Args:
+        inputs: (N, D) the inputs.
+        centers: (3 F,) the means over readings of the labelled records.
+        scales: (3 F,) the standard deviations.
+    """
+    num_features = len(centers) // 3
+    has_reading = inputs[:, 3 * num_features : 4 * num_features]
+    standardised = np.clip((inputs[:, : 3 * num_features] - centers) / scales, -STANDARD_LIMIT, STANDARD_LIMIT)
+    standardised *= np.tile(has_reading, 3)
+    spreads = (np.abs(standardised[:, 2 * num_features :]) - np.sqrt(2 / np.pi)) * has_reading
+    return np.concatenate([standardised, inputs[:, 3 * num_features :], spreads], 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +122,8 @@ class FaultClassifier:
     Attributes:
         names: The names of the C faults.
         level: The level of the prediction sets, between 0 and 1.
-        weights: (K, D, C) the weights of the K linear models, for D inputs. They include the temperature.
+        weights: (K, D + F, C) the weights of the K linear models, for D inputs and the absolute values of F of them
+            (`standardise_inputs`). They include the temperature. (K, D, C) in classifiers of earlier releases.
         biases: (K, C) the biases.
         means: (K, C, 2 F) the means of the residuals of the F features, and of their absolute values, which are the
             first 2 F inputs, over the records of each fault that have a reading of the feature.
@@ -104,6 +133,9 @@ class FaultClassifier:
             with fewer readings is complete in its longer prefixes.
         fault_indexes: (L,) the index of each labelled record's fault.
         folds: (L,) the index of the model that was trained without the record.
+        centers: (K, 3 F) the means of the first 3 F inputs over the readings of the labelled records, without those of
+            a fold; None in classifiers of earlier releases, which do not standardise.
+        scales: (K, 3 F) their standard deviations; None if `centers` is.
     """
 
     names: tuple[str, ...]
@@ -116,6 +148,8 @@ class FaultClassifier:
     scores: Singles
     fault_indexes: Ints
     folds: Ints
+    centers: Singles | None = None
+    scales: Singles | None = None
 
     def __post_init__(self) -> None:
         """Check that the attributes fit each other.
@@ -123,7 +157,8 @@ class FaultClassifier:
         Raises:
             ValueError: They do not.
         """
-        num_models, num_inputs, num_faults = self.weights.shape
+        num_models, _, num_faults = self.weights.shape
+        units = [array for array in (self.centers, self.scales) if array is not None]
         num_records, num_lengths, num_prefixes = self.scores.shape
         if not (
             len(self.names) == num_faults >= 1
@@ -131,7 +166,7 @@ class FaultClassifier:
             and all(np.issubdtype(array.dtype, np.integer) for array in (self.lengths, self.fault_indexes, self.folds))
             and all(
                 np.issubdtype(array.dtype, np.floating)
-                for array in (self.weights, self.biases, self.means, self.precisions, self.scores)
+                for array in (self.weights, self.biases, self.means, self.precisions, self.scores, *units)
             )
             and UNKNOWN not in self.names
             and all(isinstance(name, str) and name for name in self.names)
@@ -140,7 +175,10 @@ class FaultClassifier:
             and num_prefixes >= 1
             and self.biases.shape == (num_models, num_faults)
             and self.means.shape == self.precisions.shape == (num_models, num_faults, 2 * self.num_features)
-            and 4 * self.num_features <= num_inputs
+            and 4 * self.num_features <= self.num_inputs
+            and len(units) in {0, 2}
+            and all(array.shape == (num_models, 3 * self.num_features) for array in units)
+            and (self.scales is None or bool((self.scales > 0).all()))
             and bool((self.precisions > 0).all())
             and self.lengths.shape == (num_lengths,)
             and num_lengths >= 1
@@ -150,7 +188,7 @@ class FaultClassifier:
             and bool(((self.folds >= 0) & (self.folds < num_models)).all())
             and all(
                 bool(np.isfinite(array).all())
-                for array in (self.weights, self.biases, self.means, self.precisions, self.scores)
+                for array in (self.weights, self.biases, self.means, self.precisions, self.scores, *units)
             )
         ):
             raise ValueError("the arrays of the classifier of faults do not fit each other")
@@ -159,6 +197,11 @@ class FaultClassifier:
     def num_features(self) -> int:
         """The number F of features of the density model."""
         return int(self.means.shape[-1]) // 2
+
+    @property
+    def num_inputs(self) -> int:
+        """The number D of inputs."""
+        return int(self.weights.shape[1]) - (0 if self.centers is None else self.num_features)
 
     @property
     def num_records_by_fault(self) -> dict[str, int]:
@@ -180,9 +223,24 @@ class FaultClassifier:
         Args:
             inputs: (N, D) the inputs of N records.
         """
-        logits = inputs.astype(np.float64) @ self.weights.astype(np.float64) + self.biases[:, None]
+        logits = np.stack(
+            [
+                self._standardise(inputs, model) @ weights + biases
+                for model, (weights, biases) in enumerate(
+                    zip(self.weights.astype(np.float64), self.biases, strict=True)
+                )
+            ]
+        )
         logits -= logits.max(-1, keepdims=True)
         return np.asarray(logits - np.log(np.exp(logits).sum(-1, keepdims=True)))
+
+    def _standardise(self, inputs: Floats, model: int) -> Floats:
+        """Return the inputs of N records as one of the K models uses them."""
+        if self.centers is None or self.scales is None:
+            limited, values = inputs.astype(np.float64), slice(2 * self.num_features, 3 * self.num_features)
+            limited[:, values] = np.clip(limited[:, values], -EARLIER_LIMIT, EARLIER_LIMIT)
+            return limited
+        return standardise_inputs(inputs.astype(np.float64), self.centers[model], self.scales[model])
 
     def compute_probabilities(self, inputs: Floats) -> Floats:
         """Return the probability of each fault, the mean over the K models, (N, C)."""

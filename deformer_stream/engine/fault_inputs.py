@@ -24,8 +24,11 @@ Floats = NDArray[np.float64]
 RECORDS_AT_ONCE = 1024
 """Number of records whose faults are named together, which bounds the memory."""
 
-LIMIT = 8.0
-"""Residuals and normalised values are limited to this absolute value, so that no single reading decides alone."""
+RESIDUAL_LIMIT = 8.0
+"""Residuals are limited to this absolute value, so that no single reading decides alone."""
+
+VALUE_LIMIT = 1e4
+"""Normalised values are limited to this absolute value, which keeps them finite. The classifier sets closer limits."""
 
 MAX_LABELS = 16
 """Features with more labels have no input for each label."""
@@ -87,13 +90,13 @@ def compute_fault_inputs(model: Model, kernels: CpuKernels | None, values: Float
             )
             normalised[part, codes] = part_values
     # A damaged or far extrapolating model may give numbers that are not finite.
-    residuals = np.clip(np.nan_to_num(residuals), -LIMIT, LIMIT)
+    residuals = np.clip(np.nan_to_num(residuals), -RESIDUAL_LIMIT, RESIDUAL_LIMIT)
     labels = [
         (normalised[:, code, None] == np.arange(count)) & is_observed[:, code, None]
         for code, count in enumerate(_count_label_inputs(schema).tolist())
         if count
     ]
-    numbers = np.where(schema.is_discrete, 0.0, np.clip(np.nan_to_num(normalised), -LIMIT, LIMIT))
+    numbers = np.where(schema.is_discrete, 0.0, np.clip(np.nan_to_num(normalised), -VALUE_LIMIT, VALUE_LIMIT))
     parts = [residuals, np.abs(residuals), numbers, is_observed, *labels]
     return np.concatenate([np.asarray(part, np.float64) for part in parts], 1)
 

@@ -44,7 +44,8 @@ def test_names_are_added_to_a_trained_model(deformer_train: Run, model: Path, tm
     assert read_names(model) == (DROP, OFFSET)
     after = json.loads((model / "manifest.json").read_bytes())
     assert after.pop("faults")["level"] == 0.9
-    assert after | {"sha256": ""} == before | {"sha256": ""}
+    assert after | {"sha256": "", "format_version": 1} == before | {"sha256": ""}
+    assert (before["format_version"], after["format_version"]) == (1, 15)
 
 
 def test_the_label_and_the_level_can_be_chosen(deformer_train: Run, model: Path, tmp_path: Path) -> None:
