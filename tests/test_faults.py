@@ -6,13 +6,14 @@ import json
 import pickle
 import shutil
 import threading
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
 import pytest
+from numpy.typing import NDArray
 from scipy.stats import betabinom
 
 import deformer_stream
@@ -21,7 +22,7 @@ from deformer_stream.calibration.fault_classifier import UNKNOWN, FaultClassifie
 from deformer_stream.codec.encode_evidence import decode_evidence, encode_evidence
 from deformer_stream.codec.encode_outputs import encode_alert
 from deformer_stream.engine import fault_inputs
-from deformer_stream.engine.fault_inputs import compute_fault_inputs, count_inputs
+from deformer_stream.engine.fault_inputs import classify_records, compute_fault_inputs, count_inputs
 from deformer_stream.errors import ArtifactError, ConfigError, InputError
 from deformer_stream.incidents.make_evidence import make_evidence
 from deformer_stream.kernels.cpu import CpuKernels
@@ -29,6 +30,8 @@ from deformer_stream.runtime.reload import ModelReloader
 from tests.engine.random_models import draw_records, normalise_values
 from tests.faults import SHIFT_BY_FAULT, draw_fault, write_labelled, write_linear_model
 from tests.model_folders import forge_manifest
+from tests.models import draw_linear_records
+from trainer.fault_training import train_classifier
 from trainer.faults import learn_faults
 from trainer.settings import TrainConfig
 
@@ -225,6 +228,43 @@ def test_the_classifier_survives_saving_and_pickling(taught: Path, tmp_path: Pat
     assert restored.classify(record) == detector.classify(record)
 
 
+def test_faults_far_from_normal_records_and_near_one_another_are_told_apart(plain: Path) -> None:
+    """Both shift y, whose standard deviation is about 2, so far that only logarithms in normal units differ."""
+    artifact = model_store.read(plain)
+    schema = artifact.model.schema
+
+    def draw(count: int, seed: int) -> NDArray[np.float64]:
+        rows = draw_linear_records(2 * count, seed)
+        rows[:, 1] += np.repeat([60.0, 80.0], count)
+        return schema.normalise(np.broadcast_to(np.arange(3), rows.shape), rows)
+
+    indexes = np.repeat([0, 1], 10)
+    classifier = train_classifier(artifact.model, None, draw(10, 54), indexes, ("near", "far"), 0.9, 0)
+    tested = draw(100, 55)
+    tested[:, 0] = np.nan
+    probabilities = classify_records(artifact.model, None, classifier, tested)[1]
+    assert np.mean(probabilities.argmax(1) == np.repeat([0, 1], 100)) > 0.97
+
+
+def test_classifiers_of_earlier_releases_are_read(taught: Path, tmp_path: Path) -> None:
+    """They have no units of the labelled records: their inputs are in units of normal records, and limited."""
+    directory = Path(shutil.copytree(taught, tmp_path / "model"))
+    classifier = model_store.read(directory).fault_classifier
+    assert classifier is not None
+    earlier = replace(classifier, weights=classifier.weights[:, : -classifier.num_features], centers=None, scales=None)
+    model_store.write_faults(directory, earlier)
+    manifest = json.loads((directory / "manifest.json").read_bytes())
+    assert "units" not in manifest["faults"]
+    assert manifest["format_version"] < 15
+    read = model_store.read(directory).fault_classifier
+    assert read is not None
+    assert read.num_inputs == classifier.num_inputs
+    inputs = np.zeros((2, read.num_inputs))
+    inputs[:, 6:9] = [[9.0, -20.0, 0.0], [8.0, -8.0, 0.0]]
+    first, second = read.compute_log_probabilities(inputs).swapaxes(0, 1)
+    np.testing.assert_array_equal(first, second)
+
+
 def test_names_can_be_renewed_and_removed(taught: Path, tmp_path: Path) -> None:
     directory = Path(shutil.copytree(taught, tmp_path / "model"))
     learn(directory, write_labelled(tmp_path / "faults.parquet", {LABEL: 9}))
@@ -242,7 +282,9 @@ def test_a_record_without_a_known_reading_is_refused(taught: Path) -> None:
         deformer_stream.load(taught).classify({"other": 1.0})
 
 
-@pytest.mark.parametrize("damage", ["cut", "altered", "missing", "size", "inputs", "features", "folds"])
+@pytest.mark.parametrize(
+    "damage", ["cut", "altered", "missing", "size", "inputs", "features", "folds", "units", "scale"]
+)
 def test_a_damaged_classifier_is_refused_by_name(taught: Path, tmp_path: Path, damage: str) -> None:
     directory = Path(shutil.copytree(taught, tmp_path / "model"))
     path = directory / model_store.FAULTS
@@ -267,12 +309,16 @@ def test_a_damaged_classifier_is_refused_by_name(taught: Path, tmp_path: Path, d
 
 
 def _damage_arrays(classifier: FaultClassifier, damage: str) -> dict[str, object]:
-    """Return the attributes of a classifier that has an input or a feature less, or folds that are no whole numbers."""
+    """Return the attributes of a classifier that has an input or a feature less, or other arrays that do not fit."""
     attributes = {field.name: getattr(classifier, field.name) for field in fields(classifier)}
+    assert classifier.centers is not None
+    assert classifier.scales is not None
     changes: dict[str, dict[str, object]] = {
         "inputs": {"weights": classifier.weights[:, :-1]},
         "features": {name: getattr(classifier, name)[..., :-2] for name in ("means", "precisions")},
         "folds": {"folds": classifier.folds.astype(np.float64)},
+        "units": {"centers": classifier.centers[:, :-1]},
+        "scale": {"scales": 0 * classifier.scales},
     }
     return attributes | changes[damage] | {"num_records_by_fault": dict.fromkeys(NAMES, 1)}
 

@@ -42,7 +42,7 @@ STANDARD_LIMIT = 8.0
 """Standardised inputs are limited to this absolute value, so that no single reading decides alone."""
 
 EARLIER_LIMIT = 8.0
-"""The limit of the normalised values in classifiers of earlier releases, whose inputs are not standardised."""
+"""The limit of the values in classifiers of earlier releases, whose inputs are not standardised."""
 
 NUM_LISTED = 3
 """Number of most probable faults that are listed in any case; those of the prediction set are listed, too."""

@@ -15,6 +15,7 @@ from deformer_stream.engine.conditionals import compute_conditionals
 from deformer_stream.engine.order_trees import build_order_tree
 from deformer_stream.engine.single_readings import check_single_readings
 from deformer_stream.kernels.cpu import CpuKernels
+from deformer_stream.model.exemplars import compute_positions
 from deformer_stream.model.parameters import Model
 from deformer_stream.model.schema import Schema
 
@@ -26,9 +27,6 @@ RECORDS_AT_ONCE = 1024
 
 RESIDUAL_LIMIT = 8.0
 """Residuals are limited to this absolute value, so that no single reading decides alone."""
-
-VALUE_LIMIT = 1e4
-"""Normalised values are limited to this absolute value, which keeps them finite. The classifier sets closer limits."""
 
 MAX_LABELS = 16
 """Features with more labels have no input for each label."""
@@ -55,7 +53,8 @@ def compute_fault_inputs(model: Model, kernels: CpuKernels | None, values: Float
     - the signed residual, sign(v − m) √(−2 ln p), and its absolute value. m is the median of the value's distribution
       given all other readings, and p its p-value, the probability of a value at most as likely. For Gaussian
       distributions this resembles the number of standard deviations. The residual of a label is not negative.
-    - the normalised value, or 1 for the label;
+    - the value in units of normal records, without the logarithm of large normalised values (`compute_positions`), or 1
+      for the label. The classifier limits it;
     - 1, which says that there is a reading.
 
     All inputs of features without a reading are 0. Context features have no residual.
@@ -96,7 +95,8 @@ def compute_fault_inputs(model: Model, kernels: CpuKernels | None, values: Float
         for code, count in enumerate(_count_label_inputs(schema).tolist())
         if count
     ]
-    numbers = np.where(schema.is_discrete, 0.0, np.clip(np.nan_to_num(normalised), -VALUE_LIMIT, VALUE_LIMIT))
+    positions = np.nan_to_num(compute_positions(schema, normalised))
+    numbers = np.where(schema.is_discrete | ~is_observed, 0.0, positions)
     parts = [residuals, np.abs(residuals), numbers, is_observed, *labels]
     return np.concatenate([np.asarray(part, np.float64) for part in parts], 1)
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from deformer_stream.calibration.fault_classifier import UNKNOWN, FaultClassifier
+from deformer_stream.calibration.fault_classifier import UNKNOWN, FaultClassifier, standardise_inputs
 
 
 def make_classifier(
@@ -41,6 +41,18 @@ def make_inputs(*residuals: float) -> NDArray[np.float64]:
 
 
 ONE = np.array([1])
+
+
+def test_inputs_are_in_units_of_the_labelled_records() -> None:
+    """Two features; the second record lacks a reading of the second one. The last input is a label."""
+    inputs = np.array(
+        [[3.0, 1.0, 3.0, 1.0, 50.0, -2.0, 1.0, 1.0, 1.0], [-1.0, 0.0, 1.0, 0.0, 44.0, 0.0, 1.0, 0.0, 0.0]]
+    )
+    centers, scales = np.array([1.0, 0.0, 2.0, 0.0, 48.0, 0.0]), np.array([2.0, 1.0, 0.5, 0.1, 2.0, 4.0])
+    standardised = standardise_inputs(inputs, centers, scales)
+    mean = np.sqrt(2 / np.pi)
+    assert standardised[0].tolist() == [1.0, 1.0, 2.0, 8.0, 1.0, -0.5, 1.0, 1.0, 1.0, 1 - mean, 0.5 - mean]
+    assert standardised[1].tolist() == [-1.0, 0.0, -2.0, 0.0, -2.0, 0.0, 1.0, 0.0, 0.0, 2 - mean, 0.0]
 
 
 def test_equal_records_have_equal_scores_despite_rounding() -> None:
