@@ -158,7 +158,7 @@ def train_classifier(
     units = [_estimate_units(inputs[folds != fold], num_features) for fold in range(NUM_FOLDS)]
     fitted = [
         _fit(
-            standardise_inputs(inputs[folds != fold].reshape(-1, inputs.shape[-1]), *units[fold]).astype(np.float32),
+            standardise_inputs(inputs[folds != fold].reshape(-1, inputs.shape[-1]), *units[fold]),
             np.repeat(fault_indexes[folds != fold], num_subsets),
             len(names),
         )

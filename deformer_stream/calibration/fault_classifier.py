@@ -22,7 +22,9 @@ is measured, not guaranteed.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +33,7 @@ Floats = NDArray[np.float64]
 Singles = NDArray[np.float32]
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
+Number = TypeVar("Number", np.float32, np.float64)
 
 UNKNOWN = "unknown"
 """The name of a fault that resembles none of the known ones. No known fault may have it."""
@@ -40,6 +43,9 @@ MISFIT_WEIGHT = 0.3
 
 STANDARD_LIMIT = 8.0
 """Standardised inputs are limited to this absolute value, so that no single reading decides alone."""
+
+MEAN_ABSOLUTE = math.sqrt(2 / math.pi)
+"""The mean of the absolute value of a standard normal variable."""
 
 EARLIER_LIMIT = 8.0
 """The limit of the values in classifiers of earlier releases, whose inputs are not standardised."""
@@ -57,13 +63,13 @@ PROBABILITY_DECIMALS = 4
 """Decimals of the probabilities and p-values, so that rounding errors do not change them."""
 
 
-def standardise_inputs(inputs: Floats, centers: NDArray[np.floating], scales: NDArray[np.floating]) -> Floats:
-    """Return inputs in units of the labelled records, with F further ones, (N, D + F).
+def standardise_inputs(inputs: NDArray[Number], centers: Singles, scales: Singles) -> NDArray[Number]:
+    """Return inputs in units of the labelled records, with F further ones, (N, D + F), in the precision of the inputs.
 
     The first 3 F inputs are residuals, their absolute values, and values (`engine.fault_inputs`). They are standardised
     and limited; those of missing readings are 0, as if they were average. The further inputs are the absolute values of
-    the standardised values less their mean for a normal distribution, √(2 / π), also 0 for missing readings. With them,
-    a linear model also separates faults that scatter a value from faults that shift it.
+    the standardised values less their mean for a normal distribution, also 0 for missing readings. With them, a linear
+    model also tells values near the average of the labelled records from values at either end.
 
     Args:
         inputs: (N, D) the inputs.
@@ -74,7 +80,7 @@ def standardise_inputs(inputs: Floats, centers: NDArray[np.floating], scales: ND
     has_reading = inputs[:, 3 * num_features : 4 * num_features]
     standardised = np.clip((inputs[:, : 3 * num_features] - centers) / scales, -STANDARD_LIMIT, STANDARD_LIMIT)
     standardised *= np.tile(has_reading, 3)
-    spreads = (np.abs(standardised[:, 2 * num_features :]) - np.sqrt(2 / np.pi)) * has_reading
+    spreads = (np.abs(standardised[:, 2 * num_features :]) - MEAN_ABSOLUTE) * has_reading
     return np.concatenate([standardised, inputs[:, 3 * num_features :], spreads], 1)
 
 

@@ -48,11 +48,13 @@ def test_inputs_are_in_units_of_the_labelled_records() -> None:
     inputs = np.array(
         [[3.0, 1.0, 3.0, 1.0, 50.0, -2.0, 1.0, 1.0, 1.0], [-1.0, 0.0, 1.0, 0.0, 44.0, 0.0, 1.0, 0.0, 0.0]]
     )
-    centers, scales = np.array([1.0, 0.0, 2.0, 0.0, 48.0, 0.0]), np.array([2.0, 1.0, 0.5, 0.1, 2.0, 4.0])
+    centers = np.array([1.0, 0.0, 2.0, 0.0, 48.0, 0.0], np.float32)
+    scales = np.array([2.0, 1.0, 0.5, 0.0625, 2.0, 4.0], np.float32)
     standardised = standardise_inputs(inputs, centers, scales)
     mean = np.sqrt(2 / np.pi)
     assert standardised[0].tolist() == [1.0, 1.0, 2.0, 8.0, 1.0, -0.5, 1.0, 1.0, 1.0, 1 - mean, 0.5 - mean]
     assert standardised[1].tolist() == [-1.0, 0.0, -2.0, 0.0, -2.0, 0.0, 1.0, 0.0, 0.0, 2 - mean, 0.0]
+    assert standardise_inputs(inputs.astype(np.float32), centers, scales).dtype == np.float32
 
 
 def test_equal_records_have_equal_scores_despite_rounding() -> None:
