@@ -372,8 +372,11 @@ def measure_classifier(classifier: FaultClassifier, inputs: Floats, values: Floa
 
 def measure_held_out(
     measurement: Measurement, rows: Ints, inputs: Floats, values: Floats, truth: Ints, seed: int
-) -> dict[str, float]:
-    """Return the share of records named "unknown": of the one fault that is left out of the labels, and of others."""
+) -> dict[str, float | None]:
+    """Return the shares of records named "unknown": of the one fault that is left out of the labels, and of others.
+
+    A share is None if no such record is tested.
+    """
     left_out = seed % len(measurement.names)
     kept = [fault for fault in range(len(measurement.names)) if fault != left_out]
     labelled = rows[measurement.fault_indexes[rows] != left_out]
@@ -382,10 +385,8 @@ def measure_held_out(
     classifier = measurement.train(labelled, names, indexes, seed)
     p_values = classifier.compute_p_values(inputs, (~np.isnan(values)).sum(1))
     is_unknown = ~(p_values > 1 - classifier.level + 1e-9).any(1)
-    return {
-        "unknown_left_out": float(is_unknown[truth == left_out].mean()),
-        "unknown_known": float(is_unknown[truth != left_out].mean()),
-    }
+    groups = {"unknown_left_out": is_unknown[truth == left_out], "unknown_known": is_unknown[truth != left_out]}
+    return {name: float(group.mean()) if len(group) else None for name, group in groups.items()}
 
 
 def bound_coverage(num_records: int) -> float:
@@ -442,7 +443,8 @@ def format_case(name: str, lines: list[dict[str, Any]]) -> str:
             f"At the first alert (α = {ALPHA:.0%}, {num_alerts} records, {max(NUM_LABELS)} labels per fault): accuracy "
             f"{accuracy:.3f}, coverage {covered:.3f}, set size {np.mean([alert['size'] for alert in alerts]):.2f}.",
         ]
-    held_out = [line["held_out"] for line in lines if "held_out" in line]
+    # A part can lack the fault that is left out.
+    held_out = [line["held_out"] for line in lines if line.get("held_out", {}).get("unknown_left_out") is not None]
     if held_out:
         text += [
             "",
