@@ -95,7 +95,7 @@ def score_in_orders(
             nll[order, start : start + piece_size] = scores.nll_by_record
             per_feature[order, start // piece_size] = scores.nll_by_feature
             num_done += 1
-            progress.set_done(num_done * piece_size)
+            progress.set_done(order * len(rows) + start + len(piece))
             if should_stop():
                 save()
                 raise Interrupted

@@ -4,7 +4,7 @@ The paper compares digits with the letters A to J of notMNIST, whose gray values
 same letters are printed here in the fonts that matplotlib contains, so that no further data set is needed.
 
 As in MNIST, the longer side of a drawing has 20 pixels, and its center of mass is the center of the image. So only what
-is drawn differs from digits, and not where it stands.
+is drawn differs from digits, and not where it stands. Letters can also be larger: those of notMNIST fill the image.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MAX_LETTER_ANGLE = 10.0
 """Letters are turned by at most this angle in degrees to either side, so that few are equal."""
 
 LONGER_SIDE = 20
-"""Length of the longer side of a drawing, in pixels."""
+"""Length of the longer side of a digit of MNIST, in pixels."""
 
 _CANVAS = 160
 """Side of the square in which a drawing is made before it is reduced, in points."""
@@ -63,13 +63,20 @@ An arm of the cross ends in two corners, and the third is where it meets the nex
 """
 
 
-def make_letters(num_images: int, seed: int) -> Floats:
-    """Return printed letters from A to J, each in a random font and at a random small angle, (N, 784)."""
+def make_letters(num_images: int, seed: int, longer_side: int = LONGER_SIDE) -> Floats:
+    """Return printed letters from A to J, each in a random font and at a random small angle, (N, 784).
+
+    Args:
+        num_images: The number N of images.
+        seed: Seed of the letters, the fonts and the angles.
+        longer_side: Length of the longer side of a letter, in pixels.
+    """
     rng = np.random.default_rng([seed, 0x1E77])
     images = []
     for _ in range(num_images):
         letter, font = LETTERS[rng.integers(len(LETTERS))], FONTS[rng.integers(len(FONTS))]
-        images.append(reduce_drawing(draw_letter(letter, font, rng.uniform(-MAX_LETTER_ANGLE, MAX_LETTER_ANGLE))))
+        drawing = draw_letter(letter, font, rng.uniform(-MAX_LETTER_ANGLE, MAX_LETTER_ANGLE))
+        images.append(reduce_drawing(drawing, longer_side))
     return np.stack(images)
 
 
@@ -103,10 +110,15 @@ def _draw_shape(corners: Sequence[tuple[float, float]], width: int, angle: float
     return canvas
 
 
-def reduce_drawing(canvas: Image.Image) -> Floats:
-    """Return a drawing at the size and place of MNIST's digits, its gray values cut at one half, (784,)."""
+def reduce_drawing(canvas: Image.Image, longer_side: int = LONGER_SIDE) -> Floats:
+    """Return a drawing in the middle of an image, its gray values cut at one half, (784,).
+
+    Args:
+        canvas: The drawing, white on black.
+        longer_side: Length of its longer side in the image, in pixels.
+    """
     drawing = canvas.crop(canvas.getbbox())
-    scale = LONGER_SIDE / max(drawing.size)
+    scale = longer_side / max(drawing.size)
     width, height = (max(1, round(side * scale)) for side in drawing.size)
     ink = np.asarray(drawing.resize((width, height), Image.Resampling.BOX), np.float64) / 255.0
     rows, columns = (np.average(np.arange(ink.shape[axis]), weights=ink.sum(1 - axis)) for axis in (0, 1))

@@ -115,7 +115,11 @@ def _compare_with_other_images(scored: ScoredRun) -> tuple[dict[str, Any], list[
     chosen = np.random.default_rng([scored.seed, 0x00D]).permutation(len(scored.rows))[:num_images]
     normal_nll = scored.nll[0, chosen]
     images = scored.data.prepared.values[scored.rows[chosen]]
-    foreign = {"letters": make_letters(num_images, scored.seed), "shapes": make_shapes(num_images, scored.seed)}
+    foreign = {
+        "letters": make_letters(num_images, scored.seed),
+        "large letters": make_letters(num_images, scored.seed, SIDE),
+        "shapes": make_shapes(num_images, scored.seed),
+    }
     others = foreign | make_shifted_images(images, scored.seed)
     nll_by_kind = {name: _score_images(scored.model, other, 1, scored) for name, other in others.items()}
     separation = {
@@ -129,16 +133,16 @@ def _compare_with_other_images(scored: ScoredRun) -> tuple[dict[str, Any], list[
     rows = [
         [name, f"{row['nll']:.1f}", f"{row['auroc']:.4f}", f"{row['black']:.1%}"] for name, row in separation.items()
     ]
-    rows.insert(0, ["test images", f"{normal_nll.mean():.1f}", "", f"{images.mean():.1%}"])
+    rows.insert(0, ["test images", f"{normal_nll.mean():.1f}", "0.5000", f"{images.mean():.1%}"])
     shown = np.concatenate(
         [_choose_spread_images(other, nll_by_kind[name], NUM_SHOWN_IMAGES) for name, other in foreign.items()]
     )
     return separation | {"images": num_images}, [
         pages.render_heading("Images that are not digits"),
         pages.render_paragraph(
-            f"{num_images:,} test images; as many printed letters from A to J, and outlines of triangles, squares, "
-            "stars and crosses; and the test images rotated, inverted, and with their pixels permuted (by one "
-            "permutation for all images). Each is scored in one random order."
+            f"{num_images:,} test images; as many printed letters from A to J, as large as digits and as large as the "
+            "image, and outlines of triangles, squares, stars and crosses; and the test images rotated, inverted, and "
+            "with their pixels permuted (by one permutation for all images). Each is scored in one random order."
         ),
         render_gallery(
             _to_squares(shown) > 0,

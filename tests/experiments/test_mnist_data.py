@@ -116,6 +116,11 @@ def test_foreign_images_have_the_size_and_the_place_of_digits(make: Callable[[in
         assert LONGER_SIDE - 2 <= longest <= LONGER_SIDE
 
 
+def test_large_letters_fill_the_image() -> None:
+    for image in make_letters(20, 3, SIDE).reshape(-1, SIDE, SIDE):
+        assert max(np.ptp(np.flatnonzero(image.sum(axis))) + 1 for axis in (0, 1)) >= SIDE - 2
+
+
 def test_printed_letters_are_drawn_in_every_font() -> None:
     """A font without a letter would draw the same box for all letters."""
     for font in FONTS:
