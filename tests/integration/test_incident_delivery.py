@@ -93,9 +93,10 @@ def test_kills_and_a_hanging_receiver(
                 num_seen = len(notified.requests)
                 send(kafka, topic, resolved)
                 send(kafka, topic, opened)
-                # The process is killed while it delivers, each time a little later. The first one must have begun:
-                # a receiver is not notified of what was over before its first start.
+                # The process is killed while it delivers, each time a little later. The first one must have begun with
+                # both receivers: a receiver is not notified of what was over before its first start.
                 notified.wait_until(lambda requests, enough=num_seen + 1 + 3 * step: len(requests) >= enough)
+                hanging.wait_until(bool)
         with RunningConsumer(tmp_path / "last.log", *options, command="incidents") as program:
             wait_for_start(program)
             send(kafka, topic, make_step(NUM_KILLS)[0])
