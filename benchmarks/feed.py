@@ -46,7 +46,7 @@ def make_schema(features: int) -> Schema:
     return Schema(tuple(Feature(f"f{i}", "continuous") for i in range(features)))
 
 
-def make_model(preset: str, features: int, gaussians: int, precision: str = "float32") -> DEformer:
+def make_model(preset: str, features: int, gaussians: int, precision: str = "float32", seed: int = 0) -> DEformer:
     """Return a model with random weights, which are as fast as trained ones, and with compiled kernels if possible.
 
     Args:
@@ -54,8 +54,9 @@ def make_model(preset: str, features: int, gaussians: int, precision: str = "flo
         features: The number of features.
         gaussians: Components of the Gaussian prior, 0 for none.
         precision: The precision of the layers' matrix products.
+        seed: Seed of the weights.
     """
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     config = with_(PRESETS[preset], gaussians=gaussians, precision=precision)  # type: ignore[arg-type]
     model = DEformer(make_schema(features), config).eval()
     if is_supported(model):

@@ -200,7 +200,8 @@ def models(options: argparse.Namespace, folder: Path) -> Rows:
     event; that of a further model is the difference from the process with one model, divided among the others.
     """
     for number in range(max(NUMBERS_OF_MODELS)):
-        model = make_model(options.preset, options.features, options.gaussians)
+        # Models with equal weights are refused: the ids of their alerts could be equal.
+        model = make_model(options.preset, options.features, options.gaussians, seed=number)
         model_store.write(folder / "models" / str(number), model, make_quiet_calibration(), {}, "")
     for num_models in NUMBERS_OF_MODELS[1:]:
         subset = folder / f"models-{num_models}"
