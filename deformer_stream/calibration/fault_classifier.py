@@ -229,12 +229,11 @@ class FaultClassifier:
         Args:
             inputs: (N, D) the inputs of N records.
         """
+        inputs = inputs.astype(np.float64)
         logits = np.stack(
             [
-                self._standardise(inputs, model) @ weights + biases
-                for model, (weights, biases) in enumerate(
-                    zip(self.weights.astype(np.float64), self.biases, strict=True)
-                )
+                self._standardise(inputs, model) @ self.weights[model].astype(np.float64) + self.biases[model]
+                for model in range(len(self.weights))
             ]
         )
         logits -= logits.max(-1, keepdims=True)
@@ -243,10 +242,10 @@ class FaultClassifier:
     def _standardise(self, inputs: Floats, model: int) -> Floats:
         """Return the inputs of N records as one of the K models uses them."""
         if self.centers is None or self.scales is None:
-            limited, values = inputs.astype(np.float64), slice(2 * self.num_features, 3 * self.num_features)
+            limited, values = inputs.copy(), slice(2 * self.num_features, 3 * self.num_features)
             limited[:, values] = np.clip(limited[:, values], -EARLIER_LIMIT, EARLIER_LIMIT)
             return limited
-        return standardise_inputs(inputs.astype(np.float64), self.centers[model], self.scales[model])
+        return standardise_inputs(inputs, self.centers[model], self.scales[model])
 
     def compute_probabilities(self, inputs: Floats) -> Floats:
         """Return the probability of each fault, the mean over the K models, (N, C)."""
