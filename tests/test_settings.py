@@ -401,6 +401,13 @@ def test_sizes_are_parsed(clean_environment: pytest.MonkeyPatch, text: str, size
     assert load_settings(ConsumeSettings, {**REQUIRED["consume"], "cache_memory": text}).cache_memory == size
 
 
+def test_polls_are_larger_with_several_models(clean_environment: pytest.MonkeyPatch) -> None:
+    for flags, expected in (({"model": "m"}, 8192), ({"models": "folder"}, 32_768)):
+        assert load_settings(ConsumeSettings, {"topic": "t", **flags}, None, "consume").poll_messages == expected
+        chosen = load_settings(ConsumeSettings, {"topic": "t", "max_poll_records": "7", **flags}, None, "consume")
+        assert chosen.poll_messages == 7
+
+
 @pytest.mark.parametrize("text", ["", "MiB", "-1", "1XiB", "1e9", "nan", "inf", "9" * 400, "9" * 18 + "GiB", "1 2"])
 def test_invalid_sizes_are_rejected(clean_environment: pytest.MonkeyPatch, text: str) -> None:
     assert_one_line_error(ConsumeSettings, {"cache_memory": text}, "--cache-memory")

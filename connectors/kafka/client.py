@@ -8,12 +8,12 @@ import math
 import socket
 import ssl
 import time
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Mapping, Set
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast
 
-from connectors.kafka.ports import ClientLibrary, ClientModule, KafkaCluster, OutgoingMessage
+from connectors.kafka.ports import ClientLibrary, ClientModule, ConsumerOptions, KafkaCluster, OutgoingMessage
 from deformer_stream import log
 from deformer_stream.errors import ConfigError, DeformerError, StateError, Unavailable
 
@@ -50,8 +50,14 @@ METADATA_SECONDS = 60.0
 """Seconds after which the list of partitions of a topic is requested again, so that new partitions are taken up."""
 
 POLL_BYTES = 2**20
-"""About how many bytes the values of one poll have at most, unless a single message is larger. A message may hold
-thousands of readings, so a number of messages alone would not limit the time and memory that a poll needs."""
+"""About how many bytes the values of a poll of `USUAL_POLL_MESSAGES` have at most, unless a single message is larger. A
+message may hold thousands of readings, so a number of messages alone would not limit the time and memory of a poll."""
+
+USUAL_POLL_MESSAGES = ConsumerOptions().max_messages
+"""A larger poll is requested only if its messages are expected to be processed within `POLL_SECONDS`."""
+
+POLL_SECONDS = 1.0
+"""Seconds in which the messages of a large poll are to be processed, because alerts wait for the end of a poll."""
 
 FIRST_POLL_MESSAGES = 64
 """Largest number of messages that the first poll of a consumer returns, before the size of the messages is known."""
@@ -67,27 +73,37 @@ _LENGTH_BYTES = 5
 
 
 class PollSize:
-    """Chooses how many messages the next poll requests, so that their values have about `POLL_BYTES` in total.
+    """Chooses how many messages the next poll requests, by their bytes and by the time that they take to process.
 
-    Neither client library limits a poll by bytes. The mean size of the messages of the last poll is taken for the next.
+    Neither client library limits a poll by bytes. The mean size of the messages of the last poll is taken for the next,
+    and the time until the next poll for the time to process them.
 
     Args:
-        limit: Largest number of messages that one poll may return.
+        limit: Largest number of messages that one poll may return. If it exceeds `USUAL_POLL_MESSAGES`, the bytes that
+            a poll may have grow in proportion.
+        now: Returns monotonic seconds.
     """
 
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._num_messages = min(limit, FIRST_POLL_MESSAGES)
+    def __init__(self, limit: int, now: Callable[[], float] = time.monotonic) -> None:
+        self._limit, self._now = limit, now
+        self._max_bytes = POLL_BYTES * max(limit, USUAL_POLL_MESSAGES) // USUAL_POLL_MESSAGES
+        self._num_by_bytes = min(limit, FIRST_POLL_MESSAGES)
+        self._num_by_seconds = limit
+        self._num_last, self._returned_at = 0, 0.0  # of the last poll
 
-    @property
-    def num_messages(self) -> int:
-        """The number of messages to request, at least 1."""
-        return self._num_messages
+    def choose(self) -> int:
+        """Return the number of messages that the poll which now begins requests, at least 1."""
+        if self._num_last and self._limit > USUAL_POLL_MESSAGES:
+            seconds = max(self._now() - self._returned_at, 1e-9)
+            self._num_by_seconds = max(USUAL_POLL_MESSAGES, int(min(POLL_SECONDS * self._num_last / seconds, 2**31)))
+        self._num_last = 0
+        return min(self._num_by_bytes, self._num_by_seconds)
 
     def observe(self, num_messages: int, num_bytes: int) -> None:
-        """Update the number with the number of messages that a poll has returned, and the bytes of their values."""
+        """Learn how many messages a poll has returned, and the bytes of their values, at the end of the poll."""
+        self._num_last, self._returned_at = num_messages, self._now()
         if num_messages:
-            self._num_messages = min(self._limit, max(1, POLL_BYTES * num_messages // max(1, num_bytes)))
+            self._num_by_bytes = min(self._limit, max(1, self._max_bytes * num_messages // max(1, num_bytes)))
 
 
 def choose_library(choice: ClientChoice) -> ClientLibrary:

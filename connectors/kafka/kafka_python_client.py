@@ -305,7 +305,7 @@ class KafkaPythonConsumer:
             timeout = max(timeout, JOIN_SECONDS)  # a poll that ends before the join is complete can stop it
         else:
             self._joining_since = None
-        num_messages = self._poll_size.num_messages if max_messages is None else max_messages
+        num_messages = self._poll_size.choose() if max_messages is None else max_messages
         compat.drop_kept_messages(self._consumer, kafka_version)
         try:
             with translate_errors(self._servers, action):

@@ -272,13 +272,14 @@ class LibrdkafkaConsumer:
         self._has_rebalanced = False
         self._replace_fenced_client()
         self._raise_read_errors()
+        num_messages = self._poll_size.choose()
         with self._restart_after_errors():
             with self._events.translate_errors("reading"):
                 # `consume` would wait until it has as many messages as requested, so the first one is polled.
                 first = self._client.poll(timeout)
                 messages = [] if first is None else [first]
-                if messages and self._poll_size.num_messages > 1:
-                    messages += self._client.consume(self._poll_size.num_messages - 1, 0)
+                if messages and num_messages > 1:
+                    messages += self._client.consume(num_messages - 1, 0)
             if any(map(rd.Message.error, messages)):
                 messages = self._handle_events(messages)
         if self._restart_offset_by_partition:

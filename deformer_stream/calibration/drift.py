@@ -304,7 +304,7 @@ class DriftMonitor:
         partitions: Sequence[int],
         record_ids: Sequence[str],
         scores: Floats,
-        get_readings: Callable[[int], RecordReadings] | None = None,
+        get_readings: Callable[[Sequence[int]], Sequence[RecordReadings]] | None = None,
     ) -> None:
         """Add R closed records to the evidence of drift of their partitions.
 
@@ -315,7 +315,7 @@ class DriftMonitor:
             partitions: The partition of each record, in the order in which the records were closed.
             record_ids: The id of each record.
             scores: (R,) the statistic of each record: its largest anomaly score over all prefixes.
-            get_readings: Returns the readings of the record with a given index, 0 … R − 1. They are kept, so that a
+            get_readings: Returns the readings of the records with given indexes, 0 … R − 1. They are kept, so that a
                 notice of drift can name the features that have shifted. It is only called for the last
                 `NUM_RECENT_RECORDS` records of each partition, and only if alarms are possible. It can be None if
                 `collect_notices` is never called.
@@ -325,7 +325,7 @@ class DriftMonitor:
         if get_readings is not None and math.isfinite(self.level):
             for partition, indexes in group_indexes_by_key(partitions).items():
                 recent = self._recent_readings.setdefault(partition, deque(maxlen=NUM_RECENT_RECORDS))
-                recent.extend(map(get_readings, indexes[-NUM_RECENT_RECORDS:]))
+                recent.extend(get_readings(indexes[-NUM_RECENT_RECORDS:]))
         # Each record has two random numbers: one breaks ties between statistics, one places it within its bin.
         uniforms = [self._draw_uniforms(record) for record in record_ids]
         # The calibration group of each record, and the bin of its rank among the calibration records of this group.

@@ -198,7 +198,7 @@ def _connect(
             list(models.schema_by_name.values()),
             ReadOptions(
                 field_names=factory.get_field_names(settings),
-                batch_events=settings.max_poll_records,
+                batch_events=settings.poll_messages,
                 max_message_bytes=settings.max_message_bytes,
                 window_assigner=factory.make_window_assigner(next(iter(models.schema_by_name.values())), settings),
                 model_column=None if models.choice is None else models.choice.field,
@@ -414,7 +414,7 @@ def _connect_to_kafka(
             topic,
             settings.group,
             settings.from_,
-            max_poll_records=settings.max_poll_records,
+            max_poll_records=settings.poll_messages,
             session_seconds=settings.session_timeout,
             delivery=delivery,
             state=StateTopic(cluster, topics.state, limits[topics.state], verify),

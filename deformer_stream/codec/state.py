@@ -37,6 +37,7 @@ import json
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
+from functools import lru_cache
 from typing import Any, TypeAlias, get_args
 
 import numpy as np
@@ -726,7 +727,7 @@ def _encode(kind: bytes, columns: Columns, types: Mapping[str, pa.DataType]) -> 
     """
     # A table with one row, in which each column is a list, can store columns of different lengths.
     lists = [
-        pa.LargeListArray.from_arrays([0, len(column)], _to_arrow(column, types[name]))
+        pa.LargeListArray.from_arrays(_make_offsets(len(column)), _to_arrow(column, types[name]))
         for name, column in columns.items()
     ]
     batch = pa.RecordBatch.from_arrays(lists, list(columns))
@@ -742,6 +743,12 @@ def _encode(kind: bytes, columns: Columns, types: Mapping[str, pa.DataType]) -> 
     version = max((added_in for added_in, names in _COLUMNS_ADDED_IN_VERSION.items() if names & columns.keys()))
     header: bytes = HEADER.pack(MAGIC, kind, version, hashlib.sha256(body).digest())
     return header + body
+
+
+@lru_cache(256)
+def _make_offsets(length: int) -> pa.Array:
+    """Return the offsets of a column of one list. Creating them takes longer than the rest of a short column."""
+    return pa.array([0, length], pa.int64())
 
 
 def _to_arrow(column: Column, column_type: pa.DataType) -> pa.Array:

@@ -13,6 +13,7 @@ from deformer_stream.engine.events import ClosedRecords, CloseReason
 from deformer_stream.engine.last_context import find_last_context
 from deformer_stream.engine.model_versions import ModelVersions
 from deformer_stream.engine.records import RecordTable
+from deformer_stream.ragged import ragged_indices
 
 Ints = NDArray[np.int64]
 
@@ -79,25 +80,41 @@ def observe_drift(
     is_current_model = records.model_version[record_index] == current_version
     observed = (is_unforced & (closed.num_readings > 0) & is_current_model).nonzero()[0]
     observed = observed[closed.partitions[observed].argsort(kind="stable")]  # by partition, then in closing order
-    table_rows = record_index[observed].tolist()
+    table_rows = record_index[observed]
     monitor.observe(
         closed.partitions[observed].tolist(),
         [closed.record_ids[i] for i in observed.tolist()],
         closed.score[observed],
         # The monitor requests the readings of only a few of the observed records, so they are not all copied.
-        get_readings=lambda i: _get_last_readings(records, table_rows[i]),
+        get_readings=lambda indexes: _get_last_readings(records, table_rows[indexes]),
     )
 
 
-def _get_last_readings(records: RecordTable, record_index: int) -> RecordReadings:
-    """Return the readings of a record; if they are irregular, those of the last block with their context.
+def _get_last_readings(records: RecordTable, record_index: Ints) -> list[RecordReadings]:
+    """Return the readings of R records; if they are irregular, those of the last block with their context.
+
+    Args:
+        records: The record table.
+        record_index: (R,) rows of the records in the table.
+    """
+    if records.is_irregular:
+        return [_get_last_block(records, index) for index in record_index.tolist()]
+    num_readings = records.num_readings[record_index]
+    ends = num_readings.cumsum().tolist()
+    row, place = ragged_indices(num_readings)
+    codes, values = records.log.gather(record_index[row], place)
+    # Copies, because a part of a larger array would keep the readings of all records in memory.
+    starts = [0, *ends[:-1]]
+    return [RecordReadings(codes[i:j].copy(), values[i:j].copy()) for i, j in zip(starts, ends, strict=True)]
+
+
+def _get_last_block(records: RecordTable, record_index: int) -> RecordReadings:
+    """Return the irregular readings of the last block of a record with their context.
 
     Args:
         records: The record table.
         record_index: Row of the record in the table.
     """
-    if not records.is_irregular:
-        return RecordReadings(*records.readings_of(record_index))
     num_readings = int(records.num_readings[record_index])
     places, num_context = find_last_context(records, record_index, num_readings)
     rows = np.full(len(places), record_index)

@@ -194,6 +194,9 @@ class ModelSetSettings(_AlertSettings):
 
 _MQTT_SCHEMES = ("mqtt://", "mqtts://")
 
+MESSAGES_PER_POLL, MESSAGES_PER_POLL_OF_MODELS = 8192, 32_768
+"""The largest number of messages in one poll by default, with one model and with several."""
+
 NEEDS_MQTT = "an MQTT source, such as --source mqtt://HOST/plant/#"
 """What options require that have no meaning without an MQTT source, for messages."""
 
@@ -276,8 +279,12 @@ class ConsumeSettings(ModelSetSettings, KafkaSettings, RegistrySettings, PlantSo
         "time. They are scored earlier if a later reading arrives or the record ends.",
     )
     max_wait: Timeout = text_default("200ms", description="Longest time to wait for events in one poll.")
-    max_poll_records: int = Field(
-        8192, ge=1, description="Largest number of messages in one poll. A poll returns fewer if they are large."
+    max_poll_records: int | None = Field(
+        None,
+        ge=1,
+        description="Largest number of messages in one poll; by default 8192, and 32768 with --models, because a poll "
+        "is divided among the models. A poll returns fewer if they are large. More than 8192 are only requested if "
+        "they take less than a second.",
     )
     delivery: Literal["exactly-once", "at-least-once"] = Field(
         "exactly-once",
@@ -386,6 +393,12 @@ class ConsumeSettings(ModelSetSettings, KafkaSettings, RegistrySettings, PlantSo
         has_broker = self.source is None or self.source.startswith(("kafka://", *_MQTT_SCHEMES))
         is_default = self.max_ahead is None and has_broker and has_windows
         return get_limit_micros(parse_duration(DEFAULT_MAX_AHEAD) if is_default else self.max_ahead)
+
+    @property
+    def poll_messages(self) -> int:
+        """The largest number of messages in one poll: that of --max-poll-records, or the default."""
+        default = MESSAGES_PER_POLL if self.models is None else MESSAGES_PER_POLL_OF_MODELS
+        return self.max_poll_records or default
 
     @property
     def mqtt_address(self) -> SourceAddress | None:
