@@ -404,6 +404,8 @@ def test_sizes_are_parsed(clean_environment: pytest.MonkeyPatch, text: str, size
 def test_polls_are_larger_with_several_models(clean_environment: pytest.MonkeyPatch) -> None:
     for flags, expected in (({"model": "m"}, 8192), ({"models": "folder"}, 32_768)):
         assert load_settings(ConsumeSettings, {"topic": "t", **flags}, None, "consume").poll_messages == expected
+        of_file = load_settings(ConsumeSettings, {"source": "-", **flags}, None, "consume")
+        assert of_file.poll_messages == 8192
         chosen = load_settings(ConsumeSettings, {"topic": "t", "max_poll_records": "7", **flags}, None, "consume")
         assert chosen.poll_messages == 7
 

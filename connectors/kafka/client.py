@@ -1,4 +1,4 @@
-"""Choose the client library, check a broker before it connects, and the errors that both libraries share."""
+"""Choose the client library, check a broker before the library connects, and the errors that both libraries share."""
 
 from __future__ import annotations
 
@@ -50,11 +50,13 @@ METADATA_SECONDS = 60.0
 """Seconds after which the list of partitions of a topic is requested again, so that new partitions are taken up."""
 
 POLL_BYTES = 2**20
-"""About how many bytes the values of a poll of `USUAL_POLL_MESSAGES` have at most, unless a single message is larger. A
-message may hold thousands of readings, so a number of messages alone would not limit the time and memory of a poll."""
+"""About how many bytes the values of a poll have at most, unless a single message is larger, or larger polls are
+processed within `POLL_SECONDS`. A message may hold thousands of readings, so a number of messages alone would not limit
+the time and memory of a poll."""
 
 USUAL_POLL_MESSAGES = ConsumerOptions().max_messages
-"""A larger poll is requested only if its messages are expected to be processed within `POLL_SECONDS`."""
+"""More messages than this, or more bytes than `POLL_BYTES`, are requested only if they are expected to be processed
+within `POLL_SECONDS`."""
 
 POLL_SECONDS = 1.0
 """Seconds in which the messages of a large poll are to be processed, because alerts wait for the end of a poll."""
@@ -75,8 +77,8 @@ _LENGTH_BYTES = 5
 class PollSize:
     """Chooses how many messages the next poll requests, by their bytes and by the time that they take to process.
 
-    Neither client library limits a poll by bytes. The mean size of the messages of the last poll is taken for the next,
-    and the time until the next poll for the time to process them.
+    Neither client library limits a poll by bytes. The messages of the next poll are expected to have the mean size of
+    those of the last one. The time between two polls counts as the time to process the messages of the first.
 
     Args:
         limit: Largest number of messages that one poll may return. If it exceeds `USUAL_POLL_MESSAGES`, the bytes that
@@ -87,7 +89,7 @@ class PollSize:
     def __init__(self, limit: int, now: Callable[[], float] = time.monotonic) -> None:
         self._limit, self._now = limit, now
         self._max_bytes = POLL_BYTES * max(limit, USUAL_POLL_MESSAGES) // USUAL_POLL_MESSAGES
-        self._num_by_bytes = min(limit, FIRST_POLL_MESSAGES)
+        self._num_by_bytes = self._num_usual = min(limit, FIRST_POLL_MESSAGES)
         self._num_by_seconds = limit
         self._num_last, self._returned_at = 0, 0.0  # of the last poll
 
@@ -95,15 +97,17 @@ class PollSize:
         """Return the number of messages that the poll which now begins requests, at least 1."""
         if self._num_last and self._limit > USUAL_POLL_MESSAGES:
             seconds = max(self._now() - self._returned_at, 1e-9)
-            self._num_by_seconds = max(USUAL_POLL_MESSAGES, int(min(POLL_SECONDS * self._num_last / seconds, 2**31)))
+            self._num_by_seconds = max(self._num_usual, int(min(POLL_SECONDS * self._num_last / seconds, 2**31)))
         self._num_last = 0
         return min(self._num_by_bytes, self._num_by_seconds)
 
     def observe(self, num_messages: int, num_bytes: int) -> None:
-        """Learn how many messages a poll has returned, and the bytes of their values, at the end of the poll."""
+        """Record how many messages a poll has returned, and the bytes of their values, at the end of the poll."""
         self._num_last, self._returned_at = num_messages, self._now()
         if num_messages:
-            self._num_by_bytes = min(self._limit, max(1, self._max_bytes * num_messages // max(1, num_bytes)))
+            mean_bytes = max(1, num_bytes) / num_messages
+            self._num_by_bytes = min(self._limit, max(1, int(self._max_bytes / mean_bytes)))
+            self._num_usual = min(self._limit, USUAL_POLL_MESSAGES, max(1, int(POLL_BYTES / mean_bytes)))
 
 
 def choose_library(choice: ClientChoice) -> ClientLibrary:
@@ -258,6 +262,7 @@ def check_reachable(cluster: KafkaCluster, refusal_seconds: float = 0.0) -> None
     """
     context = create_ssl_context(cluster.security)
     cause = ""  # why the last address did not respond
+    refusal: ConfigError | None = None  # of the first broker that has closed the connection
     for server in map(str.strip, cluster.servers.split(",")):
         host, _, port = server.rpartition(":")
         if not (host and port.isdecimal() and int(port) < 2**16):
@@ -273,14 +278,21 @@ def check_reachable(cluster: KafkaCluster, refusal_seconds: float = 0.0) -> None
                     cause = error.strerror or str(error)
                     break
                 if is_last_attempt:
-                    raise ConfigError(
+                    refusal = refusal or ConfigError(
                         f"Kafka at {server} closed the connection during the TLS handshake: check --security-protocol "
                         "(the broker may not use TLS) and --bootstrap-servers"
-                    ) from error
+                    )
+                    break
                 time.sleep(REFUSAL_SECONDS)  # the broker may be restarting
+            except UnicodeError:
+                raise ConfigError(
+                    f"--bootstrap-servers {cluster.servers!r}: {host!r} is not a valid host name: correct it"
+                ) from None
             except OSError as error:
                 cause = "no response in time" if isinstance(error, TimeoutError) else error.strerror or str(error)
                 break  # try the next address
+    if refusal is not None:
+        raise refusal
     raise Unavailable(
         f"Kafka at {cluster.servers} cannot be reached ({cause}): start the broker or check --bootstrap-servers"
     )
@@ -315,12 +327,12 @@ def _check_tls(connection: socket.socket, server: str, context: ssl.SSLContext, 
         if "ALERT" not in (error.reason or ""):  # without an alert of the TLS protocol, the server does not use TLS
             raise
         raise ConfigError(
-            f"Kafka at {server} refuses our client certificate ({describe_os_error(error)}): check --ssl-certfile and "
+            f"Kafka at {server} refuses our client certificate ({_describe_os_error(error)}): check --ssl-certfile and "
             "--ssl-keyfile"
         ) from None
 
 
-def uses_tls(server: str) -> bool:
+def _uses_tls(server: str) -> bool:
     """Return whether a server that was given as host:port makes a TLS handshake; used to explain a failed connection.
 
     The certificate is not verified, and nothing is sent over the connection.
@@ -367,7 +379,7 @@ def explain_failed_connection(cluster: KafkaCluster) -> DeformerError:
             f"Kafka at {cluster.servers} does not accept this client: it refuses the login or supports another "
             f"mechanism: check {name_login_options(mechanism)}, --sasl-mechanism and --security-protocol"
         )
-    if not is_encrypted and uses_tls(first_server):
+    if not is_encrypted and _uses_tls(first_server):
         return ConfigError(
             f"Kafka at {cluster.servers} does not accept this client: it requires TLS: check --security-protocol"
         )
@@ -402,7 +414,7 @@ def create_ssl_context(security: Mapping[str, Any]) -> ssl.SSLContext | None:
             context.load_verify_locations(authorities)
     except OSError as error:
         raise ConfigError(
-            f"--ssl-cafile {authorities} holds no certificate ({describe_os_error(error)}): give a PEM file with the "
+            f"--ssl-cafile {authorities} holds no certificate ({_describe_os_error(error)}): give a PEM file with the "
             "certificates of trusted authorities"
         ) from None
     try:
@@ -411,13 +423,13 @@ def create_ssl_context(security: Mapping[str, Any]) -> ssl.SSLContext | None:
             context.load_cert_chain(certificate, security.get("ssl_keyfile"), lambda: security.get("ssl_password", ""))
     except OSError as error:
         raise ConfigError(
-            f"--ssl-certfile {certificate} cannot be used with its key ({describe_os_error(error)}): check that both "
+            f"--ssl-certfile {certificate} cannot be used with its key ({_describe_os_error(error)}): check that both "
             "are PEM files that belong together, and --ssl-password-file if the key has a passphrase"
         ) from None
     return context
 
 
-def describe_os_error(error: OSError) -> str:
+def _describe_os_error(error: OSError) -> str:
     """Return a short reason for a TLS or network error, for example "tlsv13 alert certificate required"."""
     tls_reason = getattr(error, "reason", None)  # OpenSSL's name of the error, such as "NO_START_LINE"
     return tls_reason.replace("_", " ").lower() if tls_reason else error.strerror or type(error).__name__

@@ -320,7 +320,16 @@ class CommitManager:
         for tp, message_index in payload.snapshot_starts:
             references[tp] = replace(references[tp], first_offset=message_offsets[message_index])
         # An offset is committed if it has changed or if there is new state. With `confirm_unchanged` all are committed,
-        # so that the broker checks that this process is still a member of the group.
+        # so that the broker checks that this process is still a member of the group. All are committed, too, if there
+        # are messages and no offset whose metadata names the attempt: if the response is lost, the attempt would not be
+        # recognised, and its messages would be sent again.
+        changed = {
+            tp
+            for tp, position in positions.items()
+            if self._committed_positions.get(tp) != position or tp.partition in states
+        }
+        has_messages = self._delivery is not None and self._delivery.has_uncommitted_messages
+        commits_all = confirm_unchanged or (has_messages and changed.isdisjoint(references))
         offsets = {
             tp: CommittedOffset(
                 position,
@@ -329,7 +338,7 @@ class CommitManager:
                 else make_model_metadata(self.model, self.num_partitions),
             )
             for tp, position in positions.items()
-            if confirm_unchanged or self._committed_positions.get(tp) != position or tp.partition in states
+            if commits_all or tp in changed
         }
         return CommitAttempt(offsets, references, states)
 

@@ -109,7 +109,7 @@ def connect(client: Client, options: MqttOptions, session_seconds: int) -> None:
 
     Raises:
         Unavailable: The broker cannot be reached.
-        ConfigError: Its certificate is not accepted.
+        ConfigError: Its certificate is not accepted, or its host name is malformed.
     """
     from paho.mqtt.packettypes import PacketTypes
     from paho.mqtt.properties import Properties
@@ -124,6 +124,8 @@ def connect(client: Client, options: MqttOptions, session_seconds: int) -> None:
             f"the certificate of the MQTT broker at {options.address} is not accepted ({error.verify_message}): "
             "check --source-cafile and the host name in --source"
         ) from None
+    except UnicodeError:
+        raise ConfigError(f"--source: {options.host!r} is not a valid host name: correct it") from None
     except OSError as error:
         raise Unavailable(
             f"the MQTT broker at {options.address} cannot be reached ({error}): check --source and that the broker "

@@ -36,7 +36,11 @@ CLOSE_SECONDS = 2.0
 """Longest time in seconds to send the acknowledgements that are left when the source is closed."""
 
 MAX_PENDING_BYTES = 64 * 2**20
-"""Beyond this size of the messages without acknowledgement, nothing is read until some are acknowledged."""
+"""Beyond this size of the messages without acknowledgement, nothing is read until some are acknowledged.
+
+Then responses to keepalive messages are not read either. So if this takes more than a minute, paho-mqtt closes the
+connection. The broker then delivers the messages again over the next one.
+"""
 
 SESSION_TAKEN_OVER = 142
 """Reason code with which a broker disconnects a client if another one with the same id has connected."""
@@ -64,6 +68,7 @@ class MqttSource:
         self._lost_reason = ""
         self._is_subscribed = False
         self._num_connections = 0
+        self._connection_index = 0  # of the present attempt to connect, whether or not the broker has accepted it
         self._away_since: float | None = None
         self._retry_at = 0.0
         self._client = create_client(options, options.client_id, manual_ack=True)
@@ -105,9 +110,9 @@ class MqttSource:
         else:
             self._turn(timeout)
         messages, self._messages = self._messages, []
-        # Messages arrive before the confirmation of the subscription if the session is resumed. Nothing is read, and so
-        # no confirmation, while too much is not acknowledged.
-        is_silent = not messages and self._pending_bytes <= MAX_PENDING_BYTES
+        # Messages arrive before the confirmation of the subscription if the session is resumed. While too much is not
+        # acknowledged, nothing is read but the answer to a connection, and so no such confirmation.
+        is_silent = not messages and not self._is_full
         if is_silent and self._away_since and time.monotonic() - self._away_since > self._options.patience:
             raise self._make_unavailable()
         return messages
@@ -123,11 +128,10 @@ class MqttSource:
     def acknowledge(self, messages: Sequence[BridgeMessage]) -> None:
         """Acknowledge messages. Those of an earlier connection are left out, because the broker sends them again."""
         for message in messages:
-            connection, mid, qos = message.ticket
-            if connection == self._num_connections:
-                self._pending_bytes -= len(message.payload)
-                if qos and self._client.socket() is not None:
-                    self._client.ack(mid, qos)
+            connection_index, mid, qos = message.ticket
+            self._pending_bytes -= len(message.payload)
+            if qos and connection_index == self._connection_index and self._client.socket() is not None:
+                self._client.ack(mid, qos)
 
     def publish(self, topic: str, payload: bytes) -> None:
         """Publish a message with QoS 0. It is lost if there is no connection."""
@@ -152,6 +156,7 @@ class MqttSource:
             ConfigError: Its certificate is not accepted.
         """
         self._lost_reason = ""
+        self._connection_index += 1
         connect(self._client, self._options, self._options.session_seconds)
 
     def _reconnect(self, timeout: float) -> None:
@@ -182,7 +187,7 @@ class MqttSource:
         """
         client = self._client
         connection: Any = client.socket()
-        is_full = self._pending_bytes > MAX_PENDING_BYTES
+        is_full = self._is_full
         has_decrypted = isinstance(connection, ssl.SSLSocket) and connection.pending() > 0
         readable, writable, _ = select.select(
             [] if is_full else [connection],
@@ -194,13 +199,18 @@ class MqttSource:
             client.loop_write()
         if readable or (has_decrypted and not is_full):
             num_before = -1
-            while num_before < len(self._messages) < RECEIVE_MAXIMUM and self._pending_bytes <= MAX_PENDING_BYTES:
+            while num_before < len(self._messages) < RECEIVE_MAXIMUM and not self._is_full:
                 num_before = len(self._messages)
                 if client.loop_read() != 0:
                     break
         client.loop_misc()
         if self._refusal is not None:
             raise self._refusal
+
+    @property
+    def _is_full(self) -> bool:
+        """Whether nothing may be read. The broker's answer to a connection is read in any case."""
+        return self._pending_bytes > MAX_PENDING_BYTES and self._client.is_connected()
 
     def _on_connect(self, client: Client, _userdata: Any, flags: Any, reason: Any, _properties: Any) -> None:
         """Subscribe after the broker has accepted the connection."""
@@ -212,8 +222,6 @@ class MqttSource:
                 self._refusal = make_refusal(self._options, reason)
             return
         self._num_connections += 1
-        self._pending_bytes = 0  # the broker sends again what was not acknowledged
-        self._messages = []
         log.get_logger("mqtt").info(
             "connected", broker=self._options.address, filter=self._options.filter, resumed=bool(flags.session_present)
         )
@@ -252,5 +260,5 @@ class MqttSource:
             topic = "�"
         payload = bytes(message.payload)
         self._pending_bytes += len(payload)
-        ticket = (self._num_connections, message.mid, message.qos)
+        ticket = (self._connection_index, message.mid, message.qos)
         self._messages.append(BridgeMessage(topic, payload, time.time_ns() // 1000, bool(message.dup), ticket))

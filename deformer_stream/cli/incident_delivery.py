@@ -72,21 +72,23 @@ def start_notifier(
     def create_worker(receiver: Receiver) -> ReceiverWorker:
         """Return the worker of a receiver, with its connections. It is called in the thread that uses them."""
         group = f"{settings.group}-{settings.topic}-{receiver.identity}"
-        return ReceiverWorker(
-            receiver,
-            KafkaDeliveryLog(cluster, incidents_topic, group, settings.session_timeout, read_value),
-            KafkaFeedbackLog(cluster, feedback_topic),
-            delivery_metrics,
-            settings.external_url,
-        )
+        with ExitStack() as opened:  # an open consumer would keep the partitions of the group
+            incidents = KafkaDeliveryLog(cluster, incidents_topic, group, settings.session_timeout, read_value)
+            opened.callback(incidents.close)
+            labels = KafkaFeedbackLog(cluster, feedback_topic)
+            opened.callback(labels.close)
+            worker = ReceiverWorker(receiver, incidents, labels, delivery_metrics, settings.external_url)
+            opened.pop_all()
+        return worker
 
     def create_counter() -> OpenIncidentCounter:
         """Return the counter of open incidents, with its connections."""
-        return OpenIncidentCounter(
-            KafkaIncidentLog(cluster, incidents_topic, read_value),
-            KafkaFeedbackLog(cluster, feedback_topic),
-            open_metrics,
-        )
+        with ExitStack() as opened:
+            incidents = KafkaIncidentLog(cluster, incidents_topic, read_value)
+            opened.callback(incidents.close)
+            counter = OpenIncidentCounter(incidents, KafkaFeedbackLog(cluster, feedback_topic), open_metrics)
+            opened.pop_all()
+        return counter
 
     def start(attempt: ExitStack) -> None:
         """Start the threads; none runs if that fails."""

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from connectors.mqtt import MqttOptions
     from deformer_stream.cli.factory import ServedModels
     from deformer_stream.codec.bridge_messages import TopicPattern
+    from deformer_stream.model.schema import Schema
     from deformer_stream.runtime.metrics import Metrics
     from deformer_stream.runtime.ports import EventSource, Sink
     from deformer_stream.settings import ConsumeSettings
@@ -149,16 +150,24 @@ def connect_to_mqtt(
     return source, [sink]
 
 
-def _check_records(settings: ConsumeSettings, models: ServedModels) -> None:
-    """Raise `ConfigError` if messages of MQTT, which name a device and no record, cannot be divided into records."""
+def check_windows(settings: ConsumeSettings, schema: Schema) -> None:
+    """Raise `ConfigError` if a model does not divide the readings of devices into windows of time."""
     from deformer_stream.cli import factory
     from deformer_stream.errors import ConfigError
 
-    if any(factory.make_window_assigner(schema, settings) is None for schema in models.schema_by_name.values()):
+    if factory.make_window_assigner(schema, settings) is None:
         raise ConfigError(
             "messages of MQTT name a device and no record, so records must be windows of time: add --window, or train "
             "a model with one"
         )
+
+
+def _check_records(settings: ConsumeSettings, models: ServedModels) -> None:
+    """Raise `ConfigError` if messages of MQTT, which name a device and no record, cannot be divided into records."""
+    from deformer_stream.errors import ConfigError
+
+    for schema in models.schema_by_name.values():
+        check_windows(settings, schema)
     if models.choice is not None and settings.model_pattern is None:
         raise ConfigError(
             "messages of MQTT name a device and no model: find the model in the device with --model-pattern"

@@ -104,6 +104,8 @@ def build_consume() -> click.Command:
             def make_codec(model: Artifact) -> Codec:
                 """Return the codec for a model, whose units of features are replaced first."""
                 factory.replace_units(model, settings)
+                if is_mqtt:  # a model that replaces another one must have windows, too
+                    mqtt.check_windows(settings, model.schema)
                 if choice is not None:  # the codecs of several models share the translator
                     return factory.make_codec(model, decoding, order="arrival", model_field=choice.field)
                 return factory.make_codec(model, decoding, order="arrival", translator=translator)
@@ -250,15 +252,20 @@ def _find_kafka_topic(settings: ConsumeSettings) -> tuple[str, str | None]:
     Raises:
         ConfigError: The kafka:// URL of `--source` does not name a broker and exactly one topic.
     """
-    from urllib.parse import urlsplit
+    from urllib.parse import SplitResult, urlsplit
 
     url = settings.source
     if url is None or not url.startswith("kafka://"):
         # The settings permit only one of --source and --topic, so the topic is None if --source is something else.
         return settings.bootstrap_servers, settings.topic
     # In kafka://HOST:PORT/TOPIC the topic is the path of the URL.
-    servers, topic = urlsplit(url).netloc, urlsplit(url).path.strip("/")
-    if not servers or not topic or "/" in topic:  # a name of a topic contains no slash
+    try:
+        parts = urlsplit(url)
+    except ValueError:  # such as an unclosed bracket
+        parts = SplitResult("", "", "", "", "")
+    servers, topic = parts.netloc, parts.path.strip("/")
+    # A name of a topic contains no slash.
+    if not servers or not topic or "/" in topic or parts.query or parts.fragment:
         raise ConfigError(f"--source {url!r} does not name a broker and one topic; write kafka://HOST:PORT/TOPIC")
     return servers, topic
 

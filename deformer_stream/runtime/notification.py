@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -28,6 +29,7 @@ from deformer_stream.runtime.incident_ports import (
     DeliveryProgress,
     FeedbackLog,
     IncidentLog,
+    LoggedIncident,
     Notification,
     PermanentFailure,
     Receiver,
@@ -96,6 +98,7 @@ class ReceiverWorker:
         self._overlay = Overlay()
         self._generation = incidents.generation
         self._backlog: Backlog | None = None  # None until partitions are assigned and their progress is loaded
+        self._unadded: deque[LoggedIncident] = deque()  # messages that were polled and are not in the backlog yet
         self._has_started = False  # whether the backlog has everything that the logs held at the start
         self._num_failures = 0  # of the receiver, in sequence
         self._paused_until = float("-inf")
@@ -116,19 +119,12 @@ class ReceiverWorker:
             # Other partitions were assigned: load their progress, and read the log from its beginning.
             self._generation = self._incidents.generation
             self._backlog, self._has_started = None, False
+            self._unadded.clear()
+        self._unadded.extend(messages)
         if self._backlog is None:
-            self._stored = dict(self._incidents.load_progress())
-            self._backlog = Backlog(
-                self._receiver.wants_updates,
-                self._stored,
-                self._incidents.first_positions,
-                self._overlay,
-                self._url,
-                self._receiver.resend_seconds,
-            )
-            self._store_first_positions()
-        for message in messages:
-            self._backlog.add(message, self._now())
+            self._backlog = self._load_backlog()
+        while self._unadded:
+            self._backlog.add(self._unadded.popleft(), self._now())
         for label in () if self._labels is None else self._labels.poll(0.0):
             self._backlog.add_label(label, self._now())
         if not self._has_started:
@@ -143,6 +139,24 @@ class ReceiverWorker:
                 break
         if self._now() - self._stored_at >= COMMIT_SECONDS:
             self._store_progress(self._backlog)
+
+    def _load_backlog(self) -> Backlog:
+        """Return the backlog with the progress of an earlier run; what was polled meanwhile is not in it yet.
+
+        Raises:
+            Unavailable: The progress cannot be loaded, or that of a first start cannot be stored.
+        """
+        self._stored = dict(self._incidents.load_progress())
+        backlog = Backlog(
+            self._receiver.wants_updates,
+            self._stored,
+            self._incidents.first_positions,
+            self._overlay,
+            self._url,
+            self._receiver.resend_seconds,
+        )
+        self._store_first_positions()
+        return backlog
 
     def close(self) -> None:
         """Store the progress and close the logs and the receiver.
@@ -191,7 +205,12 @@ class ReceiverWorker:
             # progress must say that the receiver may have been notified.
             for entry in uncertain:
                 backlog.mark_uncertain(entry)
-            self._store_progress(backlog)
+            try:
+                self._store_progress(backlog)
+            except Exception:  # nothing was sent, and the next attempt must store it again
+                for entry in uncertain:
+                    entry.is_uncertain = False
+                raise
         try:
             if len(sent) > 1 and isinstance(self._receiver, BatchReceiver):
                 self._receiver.send_batch([notification for _, notification, _ in sent])
@@ -294,9 +313,11 @@ class OpenIncidentCounter:
             Unavailable: A log cannot be read. A later call continues.
         """
         incidents = self._incidents.poll(POLL_SECONDS)
+        if incidents:
+            self._metrics.update(incidents, ())  # before the labels are read, which can fail
         labels = () if self._labels is None else self._labels.poll(0.0)
-        if incidents or labels:
-            self._metrics.update(incidents, labels)
+        if labels:
+            self._metrics.update((), labels)
 
     def close(self) -> None:
         """Close the logs."""

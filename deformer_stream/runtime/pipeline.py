@@ -73,7 +73,7 @@ RANKING_PAUSE = 4.0
 stream therefore spends about a fifth of its time on rankings at most, however many records are suspicious."""
 BEHIND_MESSAGES = 8192
 """The pipeline is behind (throughput then has priority over latency) if more messages than this are not yet read. It is
-about the number of messages that one poll returns."""
+about the number of messages of a usual poll."""
 
 
 @dataclass(slots=True)
@@ -523,14 +523,18 @@ class Pipeline:
         # labels, or handles equal event times differently.
         policy = self.open_records
         if not is_new:
-            policy = engine.change_model(
-                artifact.scoring_model,
-                artifact.calibration,
-                artifact.fingerprint,
-                policy,
-                at_once=False,
-                fault_classifier=artifact.fault_classifier,
-            )
+            try:
+                policy = engine.change_model(
+                    artifact.scoring_model,
+                    artifact.calibration,
+                    artifact.fingerprint,
+                    policy,
+                    at_once=False,
+                    fault_classifier=artifact.fault_classifier,
+                )
+            except ConfigError as error:  # raised before anything has changed
+                logger.warning("model_rejected", model=artifact.fingerprint, error=str(error), **named)
+                return
         if self._group_source is None:
             self.recovery.advance(self.codec, self._now())  # no partition can wait
         self._set_waiting_partitions()
@@ -586,7 +590,7 @@ class Pipeline:
         return fingerprint_by_name[ONLY_MODEL]
 
     def _is_behind(self) -> bool:
-        """Return whether more than `BEHIND_MESSAGES` messages (about as many as one poll returns) are unread."""
+        """Return whether more than `BEHIND_MESSAGES` messages (about as many as a usual poll returns) are unread."""
         source = self._partitioned_source
         return source is not None and sum(source.get_lag().values()) > BEHIND_MESSAGES
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -190,6 +190,11 @@ class Recovery:
             if partition not in unready:
                 self._finish_restore(partition)
         later_messages, self._later_messages = self._later_messages, []
+        if self._restoring:
+            # Partitions that wait for `rescore` again keep their messages.
+            kept = _leave_out(later_messages, self.restored_partitions)
+            later_messages = _leave_out(later_messages, self.restoring_partitions)
+            self._later_messages = kept
         for messages in later_messages:
             self._mark_changed(messages)
         return later_messages
@@ -430,7 +435,7 @@ def _describe(kind: str, restored: RestoredPartition) -> str:
     return f"saved {kind} of partition {restored.partition} at offset {restored.committed_offset}"
 
 
-def _leave_out(parts: Iterable[Messages], partitions: set[int]) -> list[Messages]:
+def _leave_out(parts: Iterable[Messages], partitions: Collection[int]) -> list[Messages]:
     """Return messages without those of some partitions."""
     kept = [part.take(np.flatnonzero(~np.isin(part.partitions, list(partitions)))) for part in parts]
     return [part for part in kept if len(part)]

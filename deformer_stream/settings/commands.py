@@ -283,8 +283,8 @@ class ConsumeSettings(ModelSetSettings, KafkaSettings, RegistrySettings, PlantSo
         None,
         ge=1,
         description="Largest number of messages in one poll; by default 8192, and 32768 with --models, because a poll "
-        "is divided among the models. A poll returns fewer if they are large. More than 8192 are only requested if "
-        "they take less than a second.",
+        "is divided among the models. A poll returns fewer if they are large. From Kafka, more than 8192 are "
+        "requested only if processing them is expected to take less than a second.",
     )
     delivery: Literal["exactly-once", "at-least-once"] = Field(
         "exactly-once",
@@ -396,8 +396,12 @@ class ConsumeSettings(ModelSetSettings, KafkaSettings, RegistrySettings, PlantSo
 
     @property
     def poll_messages(self) -> int:
-        """The largest number of messages in one poll: that of --max-poll-records, or the default."""
-        default = MESSAGES_PER_POLL if self.models is None else MESSAGES_PER_POLL_OF_MODELS
+        """The largest number of messages in one poll: that of --max-poll-records, or the default.
+
+        Only polls of a Kafka topic are larger with several models, because their size is limited by time as well.
+        """
+        has_kafka = self.source is None or self.source.startswith("kafka://")
+        default = MESSAGES_PER_POLL_OF_MODELS if self.models is not None and has_kafka else MESSAGES_PER_POLL
         return self.max_poll_records or default
 
     @property

@@ -317,6 +317,8 @@ def test_unreachable_broker_is_reported(cli: RunCommand, model_dir: Path) -> Non
     [
         (["--source", "kafka://host:9092"], "kafka://HOST:PORT/TOPIC"),
         (["--source", "kafka:///topic"], "kafka://HOST:PORT/TOPIC"),
+        (["--source", "kafka://[::1:9092/topic"], "kafka://HOST:PORT/TOPIC"),
+        (["--source", "kafka://host:9092/topic?from=latest"], "kafka://HOST:PORT/TOPIC"),
         (["--topic", "t", "--alerts-topic", "t"], "must differ"),
         (["--topic", "t", "--dead-letter-topic", "t-alerts"], "must differ"),
         (["--topic", "t", "--source", "-"], "exactly one option"),

@@ -347,6 +347,25 @@ def test_commit_whose_response_is_lost_takes_effect_once(
 
 
 @pytest.mark.parametrize("takes_effect", [True, False], ids=["committed", "not-committed"])
+def test_messages_without_new_offsets_are_sent_once(
+    group: Callable[..., Group], takes_effect: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as a notice about alerts that were held back, when no further message has arrived."""
+    world = group(2)
+    world.produce(40)
+    member = world.add_member()
+    member.read(40)
+    member.commit()
+    failure = LostResponse(member, monkeypatch, takes_effect)
+    member.delivery.put(OutgoingMessage(None, world.alerts_topic, b"notice", b"0", []))
+    member.commit()
+    assert failure.times <= 0
+    member.commit()
+    assert [record.key for record in read_topic(world.bootstrap, world.alerts_topic)].count(b"notice") == 1
+    member.close()
+
+
+@pytest.mark.parametrize("takes_effect", [True, False], ids=["committed", "not-committed"])
 def test_revoked_partitions_whose_commit_has_no_response(
     group: Callable[..., Group], takes_effect: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -70,6 +70,13 @@ def test_malformed_address_is_reported(servers: str) -> None:
     check_one_line(caught.value)
 
 
+@pytest.mark.parametrize("host", ["kafka..local", "a" * 70 + ".local"])
+def test_malformed_host_is_reported(host: str) -> None:
+    with pytest.raises(ConfigError, match="is not a valid host name: correct it") as caught:
+        KafkaSource(KafkaCluster(f"{host}:9092"), "t", "g")
+    check_one_line(caught.value)
+
+
 @pytest.fixture
 def short_attempts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shorten the time after which a server without a response counts as unreachable."""
@@ -148,6 +155,12 @@ def test_server_without_tls_is_reported() -> None:
         produce_one_message(broker.address, {"security_protocol": "SSL"})
     assert broker.visits == 2
     check_one_line(caught.value)
+
+
+def test_the_next_address_is_tried_after_a_server_without_tls() -> None:
+    with FakeServer() as first, FakeServer() as second, pytest.raises(ConfigError, match=first.address):
+        produce_one_message(f"{first.address},{second.address}", {"security_protocol": "SSL"})
+    assert (first.visits, second.visits) == (2, 2)
 
 
 @pytest.mark.usefixtures("short_attempts")

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -172,6 +172,87 @@ def test_a_broker_that_never_accepts_the_connection_again(
         poll_until_it_raises(opened)
 
 
+PUBLISH = bytes.fromhex("320d0007706c616e742f61000700") + b"1"
+"""The message "1" of the topic plant/a with QoS 1 and the packet id 7."""
+
+
+class ReconnectedBroker:
+    """A broker that delivers a message, closes the connection when it is told to, and accepts a second one.
+
+    Attributes:
+        port: Its port.
+        received: What it has received over the second connection.
+    """
+
+    def __init__(self, *answers: bytes) -> None:
+        self._server = socket.create_server(("127.0.0.1", 0))
+        self.port = self._server.getsockname()[1]
+        self.received = b""
+        self._answers, self._may_close = answers, threading.Event()
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def close_connection(self) -> None:
+        """Close the first connection."""
+        self._may_close.set()
+
+    def _serve(self) -> None:
+        """Serve both connections."""
+        first, _ = self._server.accept()
+        with first:
+            for answer in (CONNACK, SUBACK + PUBLISH):
+                first.recv(4096)
+                first.sendall(answer)
+            self._may_close.wait(PATIENCE_SECONDS)
+        second, _ = self._server.accept()
+        with second:
+            answers = list(self._answers)
+            while data := second.recv(4096):
+                self.received += data
+                if answers:
+                    second.sendall(answers.pop(0))
+
+
+def poll_until(opened: MqttSource, is_done: Callable[[], bool]) -> None:
+    """Poll a source until a condition holds."""
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not is_done():
+        assert time.monotonic() < deadline
+        opened.poll(0.05)
+
+
+def test_an_acknowledgement_is_not_sent_before_the_next_connection_is_accepted() -> None:
+    broker = ReconnectedBroker()
+    opened = MqttSource(make_options(broker.port))
+    messages = receive(opened, 1)
+    assert [message.payload for message in messages] == [b"1"]
+    broker.close_connection()
+    poll_until(opened, lambda: bool(broker.received))
+    connect_packet = broker.received
+    opened.acknowledge(messages)
+    for _ in range(5):
+        opened.poll(0.05)
+    assert broker.received == connect_packet
+    assert connect_packet[0] == 0x10
+    opened.close()
+
+
+def test_a_connection_is_accepted_while_too_much_is_not_acknowledged(monkeypatch: pytest.MonkeyPatch) -> None:
+    broker = ReconnectedBroker(CONNACK, bytes.fromhex("900400020001"))
+    opened = MqttSource(make_options(broker.port))
+    messages = receive(opened, 1)
+    monkeypatch.setattr(source, "RETRY_SECONDS", 0.1)
+    broker.close_connection()
+    poll_until(opened, lambda: not opened.is_connected)
+    monkeypatch.setattr(source, "MAX_PENDING_BYTES", 0)
+    poll_until(opened, lambda: opened.num_connections == 2)
+    for _ in range(5):
+        opened.poll(0.05)
+    assert not opened.is_connected  # its other packets are not read, so the subscription is not confirmed yet
+    opened.acknowledge(messages)
+    poll_until(opened, lambda: opened.is_connected)
+    opened.close()
+
+
 class LimitedBroker:
     """A broker that only receives messages, and acknowledges them when no further ones arrive.
 
@@ -269,6 +350,11 @@ def test_an_alert_that_is_too_large_for_the_broker(capsys: pytest.CaptureFixture
 def test_alerts_that_are_refused_for_the_time_being_are_published_again() -> None:
     accepted = LimitedBroker(b"", num_refused=2).publish([make_alert(f"p@{i}", 0) for i in range(3)])
     assert sorted(alert["record"] for alert in accepted) == ["p@0", "p@1", "p@2"]
+
+
+def test_a_malformed_host() -> None:
+    with pytest.raises(ConfigError, match=r"--source: 'broker\.\.local' is not a valid host name: correct it"):
+        MqttSource(replace(make_options(1883), host="broker..local"))
 
 
 def test_a_broker_that_does_not_run(mosquitto: Mosquitto, monkeypatch: pytest.MonkeyPatch) -> None:

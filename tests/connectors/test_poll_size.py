@@ -55,6 +55,17 @@ def test_a_poll_beyond_the_usual_size_is_processed_within_a_second() -> None:
     assert polls.take(0.0) == LARGE  # as soon as they are fast again
 
 
+def test_large_slow_messages_do_not_make_polls_of_several_models_longer() -> None:
+    sizes_by_limit = {}
+    for limit in (USUAL_POLL_MESSAGES, LARGE):
+        polls = Polls(limit)
+        sizes_by_limit[limit] = [polls.take(0.05, message_bytes=100_000) for _ in range(4)]
+    assert sizes_by_limit[USUAL_POLL_MESSAGES][1:] == [POLL_BYTES // 100_000] * 3
+    assert sizes_by_limit[LARGE][2:] == [20, 20]  # as many as take a second
+    slower = Polls(LARGE)
+    assert [slower.take(1.0, message_bytes=100_000) for _ in range(4)][2:] == [POLL_BYTES // 100_000] * 2
+
+
 def test_polls_of_the_usual_size_do_not_depend_on_time() -> None:
     polls = Polls(USUAL_POLL_MESSAGES)
     polls.take(0.0)

@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry
 
 from deformer_stream.codec.encode_incidents import decode_incident
 from deformer_stream.codec.feedback_messages import make_label
-from deformer_stream.errors import Unavailable
+from deformer_stream.errors import ConfigError, Unavailable
 from deformer_stream.incidents.events import FeedbackLabel, Incident
 from deformer_stream.incidents.overlay import Overlay
 from deformer_stream.runtime.backlog import MAX_NOTED_INCIDENTS, Backlog, Entry
@@ -543,6 +543,59 @@ def test_unavailable_log_loses_nothing() -> None:
     assert delivery.receiver.list_actions() == ["open"]
 
 
+@pytest.mark.parametrize("method", ["load_progress", "store_progress"])
+def test_messages_that_were_read_before_the_progress_are_sent(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The log is read first, and whoever stores the progress of the group can be away at that moment."""
+    delivery = Delivery()
+    delivery.topic.append(make_states()[0])
+    answers = [Unavailable("away"), Unavailable("away")]
+    original = getattr(delivery.reader, method)
+
+    def answer(*arguments: Any) -> Any:
+        if answers:
+            raise answers.pop()
+        return original(*arguments)
+
+    monkeypatch.setattr(delivery.reader, method, answer)
+    for _ in range(2):
+        with pytest.raises(Unavailable):
+            delivery.worker.run_once()
+    delivery.run(2.0)
+    assert delivery.receiver.list_actions() == ["open"]
+    assert delivery.topic.progress[0].first_position == 0  # nothing was there when the receiver started
+
+
+@pytest.mark.parametrize("failure", [Unavailable("away"), ConfigError("not permitted")])
+def test_a_request_is_noted_before_it_is_sent_also_after_a_failure(
+    failure: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    delivery = Delivery()
+    delivery.run()
+    noted: list[Any] = []
+    send = delivery.receiver.send
+
+    def note_and_send(notification: Any) -> None:
+        noted.append(dict(delivery.topic.progress[0].knowledge_by_id))
+        send(notification)
+
+    monkeypatch.setattr(delivery.receiver, "send", note_and_send)
+    delivery.topic.append(make_states()[0])
+    store = delivery.reader.store_progress
+    failures = [failure]
+
+    def store_later(progress: Any) -> None:
+        if failures:
+            raise failures.pop()
+        store(progress)
+
+    monkeypatch.setattr(delivery.reader, "store_progress", store_later)
+    with pytest.raises(type(failure)):
+        delivery.run()
+    assert noted == []
+    delivery.run()
+    assert [list(knowledge) for knowledge in noted] == [[make_states()[0].id]]
+
+
 STEPS = st.lists(
     st.one_of(
         st.tuples(st.just("message"), st.integers(0, 3), st.sampled_from(["next", "resolve"])),
@@ -776,3 +829,16 @@ def test_numbers_of_open_and_silenced_incidents() -> None:
     assert [measure("incidents_open", severity=str(severity)) for severity in (1, 2, 3)] == [1, 2, 0]
     assert measure("incidents_silenced", reason="false-alarm") == 1
     assert measure("incidents_silenced", reason="maintenance") == 0
+
+
+def test_incidents_are_counted_if_labels_cannot_be_read() -> None:
+    class AbsentLabels(MemoryFeedbackLog):
+        def poll(self, timeout: float) -> Any:
+            raise Unavailable("away")
+
+    registry = CollectorRegistry()
+    incidents = MemoryIncidentLog(make_states()[:1])
+    counter = OpenIncidentCounter(incidents, AbsentLabels(), OpenIncidentMetrics(registry))
+    with pytest.raises(Unavailable):
+        counter.run_once()
+    assert registry.get_sample_value("deformer_incidents_open", {"severity": str(make_states()[0].severity)}) == 1

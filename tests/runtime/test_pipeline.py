@@ -25,8 +25,9 @@ from deformer_stream.runtime.pipeline import Pipeline
 from deformer_stream.runtime.ports import NO_STATE, CollectState, PartitionState, PollResult
 from deformer_stream.runtime.timing import CommitSchedule, EventClock, WallClock
 from deformer_stream.testing import ManualClock, MemorySink, MemorySource
+from tests.irregular_tables import write_irregular_model
 from tests.models import TRAINING_SUMMARY
-from tests.runtime.pipelines import RECORDS, make_engine, make_record_messages
+from tests.runtime.pipelines import ALPHA, RECORDS, make_engine, make_record_messages
 
 
 class RevokingSource(MemorySource):
@@ -203,6 +204,27 @@ def test_model_with_other_windows_is_rejected(loaded: Artifact, tmp_path: Path) 
     assert not found
     assert engine.fingerprint == loaded.fingerprint
     assert {alert.model for alert in sink.alerts} == {loaded.fingerprint}
+
+
+def test_model_that_cannot_hold_ties_is_rejected(loaded: Artifact, tmp_path: Path) -> None:
+    """The run holds readings of the same time, and readings of the new model are irregular."""
+    found = [model_store.read(write_irregular_model(tmp_path / "m"))]
+    engine = Engine(loaded.model, loaded.calibration, loaded.fingerprint, ALPHA, ties="hold")
+    with capture_logs() as logs:
+        Pipeline(
+            MemorySource(make_record_messages(loaded), chunk=16),
+            Codec(loaded.schema),
+            engine,
+            [MemorySink()],
+            WallClock(),
+            Metrics(),
+            True,
+            take_new_model=lambda: found.pop() if found else None,
+            make_codec=lambda artifact: Codec(artifact.schema),
+        ).run(threading.Event())
+    assert not found
+    assert engine.fingerprint == loaded.fingerprint
+    assert [line["event"] for line in logs].count("model_rejected") == 1
 
 
 def test_event_clock_follows_the_latest_event() -> None:

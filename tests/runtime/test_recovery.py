@@ -4,6 +4,7 @@ run.
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections import Counter
 from typing import Any
@@ -18,7 +19,8 @@ from deformer_stream.codec import Codec
 from deformer_stream.codec.payloads import Messages
 from deformer_stream.codec.state import decode_snapshot
 from deformer_stream.engine.engine import Engine, Limits
-from deformer_stream.engine.events import NO_TIME, EventBatch, Rejection
+from deformer_stream.engine.engine_set import EngineSet
+from deformer_stream.engine.events import NO_TIME, ONLY_MODEL, EventBatch, Rejection
 from deformer_stream.errors import StateError, StoppedWaiting
 from deformer_stream.model_store import Artifact
 from deformer_stream.runtime import pipeline as pipeline_module
@@ -269,3 +271,37 @@ def test_decisions_are_saved_only_after_a_committed_snapshot(loaded: Artifact, m
     handle(lines[len(lines) // 2 :])
     assert recovery.collect_state(0)[0].decisions is not None
     assert len(releases) == 2
+
+
+def test_partitions_that_wait_again_keep_their_messages(loaded: Artifact) -> None:
+    """A new model is loaded between two steps, and one partition is scored again before the other one."""
+    waiting: list[int] = []
+    engine = Engine(loaded.model, loaded.calibration, loaded.fingerprint, ALPHA, Limits())
+
+    class RescoredEngines(EngineSet):
+        @property
+        def partitions_to_rescore(self) -> frozenset[int]:
+            return frozenset(waiting)
+
+        def rescore(self, max_readings: int) -> None:
+            waiting.pop(0)
+
+    seconds = itertools.count()
+    recovery = Recovery(RescoredEngines({ONLY_MODEL: engine}), Metrics(), now=lambda: float(next(seconds)))
+    codec, lines = Codec(loaded.schema), make_cluster(loaded, 1).events[0]
+    for partition in (0, 1):
+        recovery.start_restore(RestoredPartition(partition, 5))
+    recovery.advance(codec, 0)
+    for partition, offsets in ((1, (4, 5)), (0, (3, 4))):
+        times, partitions = np.full(2, NO_TIME), np.full(2, partition, np.int32)
+        recovery.enqueue(Messages("t", [None, None], lines[:2], times, partitions, np.array(offsets)))
+        recovery.mark_caught_up(partition)
+    returned: list[int] = []
+    changes = {1: [0, 1]}
+    for step in range(12):
+        waiting.extend(changes.get(step, ()))
+        for messages in recovery.advance(codec, 0, seconds=0):
+            assert recovery.restoring_partitions.isdisjoint(messages.partitions.tolist())
+            returned += messages.offsets.tolist()
+    assert returned == [5]
+    assert recovery.restored_partitions == {0, 1}
