@@ -36,6 +36,7 @@ from deformer_stream import __version__
 from deformer_stream.calibration.conformal import Calibration
 from deformer_stream.calibration.fault_classifier import FaultClassifier
 from deformer_stream.calibration.seen_records import RecordSet, SeenRecords
+from deformer_stream.counts import format_count
 from deformer_stream.engine.fault_inputs import count_inputs
 from deformer_stream.errors import ArtifactError, ConfigError, map_write_errors
 from deformer_stream.extras import is_installed
@@ -43,6 +44,7 @@ from deformer_stream.incident_store import INCIDENTS_FILE
 from deformer_stream.kernels.cpu import is_supported
 from deformer_stream.kernels.library import load_library
 from deformer_stream.model.config import ModelConfig
+from deformer_stream.model.exemplars import find_merged_labels
 from deformer_stream.model.load_network import load_network, require_torch
 from deformer_stream.model.parameters import Array, Model, ModelParameters, check_parameters, count_state_values
 from deformer_stream.model.schema import Schema
@@ -547,16 +549,22 @@ def resolve_device(name: str) -> torch.device:
         name: `cpu`, `cuda` or another name of a torch device; `auto` means a GPU if there is one, else the CPU.
 
     Raises:
-        ConfigError: The name is `cuda`, but there is no usable GPU. Or PyTorch is not installed.
+        ConfigError: There is no such device, or no usable GPU of this number. Or PyTorch is not installed.
     """
     require_torch(f"--device {name}")
     import torch
 
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("--device cuda cannot be used, because there is no usable GPU: use --device cpu or auto")
-    return torch.device(name)
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ConfigError(f"--device {name}: PyTorch knows no such device; use --device cpu, cuda or auto") from None
+    if device.type == "cuda" and (not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count()):
+        num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        found = f"there is only {format_count(num_gpus, 'usable GPU')}" if num_gpus else "there is no usable GPU"
+        raise ConfigError(f"--device {name} cannot be used, because {found}: use --device cpu or auto")
+    return device
 
 
 def _is_cpu(device: str) -> bool:
@@ -654,11 +662,18 @@ def _parse_model(manifest: dict[str, Any], weights: bytes, directory: Path) -> t
         _check_manifest(manifest, schema, directory)
         _check_arrays(arrays, schema, config, directory)
         parameters = ModelParameters(schema, config, check_parameters(schema, config, arrays))
-        return parameters, Calibration.from_json(manifest["calibration"])
+        calibration = Calibration.from_json(manifest["calibration"])
     except _INCONSISTENCY_ERRORS as error:
         raise ArtifactError(
             f"the model directory {directory} is damaged ({_to_printable_line(error)}): {REMEDY}"
         ) from None
+    merged = find_merged_labels(parameters)
+    if merged is not None:
+        raise ArtifactError(
+            f"{directory}: an earlier release has stored one position for all labels of the feature {merged!r}, which "
+            "are large numbers, so they cannot be distinguished: train the model again"
+        )
+    return parameters, calibration
 
 
 def _to_printable_line(error: Exception) -> str:

@@ -25,11 +25,13 @@ from deformer_stream.durable_file import replace_file
 from deformer_stream.errors import ArtifactError, ConfigError, Unavailable
 from deformer_stream.model.alert_distance import AlertDistance
 from deformer_stream.model.alert_prior import AlertPrior
-from deformer_stream.model.deformer import DEformer
+from deformer_stream.model.deformer import DEformer, ModelConfig
 from deformer_stream.model.exemplars import Exemplars
 from deformer_stream.model.parameters import check_parameters
+from deformer_stream.model.positions import MAX_POSITION
+from deformer_stream.model.ranking import Ranking
 from deformer_stream.model.reading_times import ReadingTimes
-from deformer_stream.model.schema import Schema
+from deformer_stream.model.schema import Feature, Schema
 from tests.engine.random_models import draw_records, make_model, normalise_values
 from tests.model_folders import Manifest, assert_read_fails, directory, forge_manifest
 from tests.models import CONFIG, SCHEMA, TRAINING_SUMMARY, make_calibration, make_small_model, write_model
@@ -581,3 +583,23 @@ def test_numbers_that_are_not_finite_become_null_in_the_training_summary(tmp_pat
     manifest = json.loads(manifest_text, parse_constant=reject_constant)
     assert manifest["training"] == {"best": None, "curve": [1.0, None], "nested": {"x": None}}
     model_store.read(tmp_path / "model")
+
+
+@pytest.mark.parametrize("device", ["gpu", "cuda:x", "cuda:99"])
+def test_devices_that_do_not_exist_are_refused(device: str) -> None:
+    with pytest.raises(ConfigError, match=f"--device {device}.*use --device cpu") as caught:
+        model_store.resolve_device(device)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_model_that_cannot_distinguish_its_labels_is_refused(tmp_path: Path) -> None:
+    """An earlier release has trained it, and stored one position for all labels that are large numbers."""
+    schema = Schema((Feature("x", "continuous"), Feature("product", "discrete", labels=("1000234", "2000017"))))
+    model = DEformer(schema, ModelConfig(d_model=16, layers=1, heads=2, feedforward=32, mixtures=4, hidden=(16,)))
+    positions = np.array([[0.5, MAX_POSITION], [0.1, MAX_POSITION]], np.float32)
+    exemplars = Exemplars(schema, positions, np.ones((2, 2), bool), np.ones(2, np.float32), np.tile([0.0, 1.0], (2, 1)))
+    model.ranking = Ranking.from_exemplars(exemplars)
+    model.config = replace(model.config, exemplars=2)
+    with pytest.raises(ArtifactError, match=r": an earlier release .*'product'.*train the model again"):
+        # It reads what it has written.
+        model_store.write(tmp_path / "m", model, Calibration.from_statistics(np.arange(50.0), "random"), {}, "")

@@ -236,8 +236,7 @@ class FaultClassifier:
                 for model in range(len(self.weights))
             ]
         )
-        logits -= logits.max(-1, keepdims=True)
-        return np.asarray(logits - np.log(np.exp(logits).sum(-1, keepdims=True)))
+        return log_softmax(logits)
 
     def _standardise(self, inputs: Floats, model: int) -> Floats:
         """Return the inputs of N records as one of the K models uses them."""
@@ -249,7 +248,7 @@ class FaultClassifier:
 
     def compute_probabilities(self, inputs: Floats) -> Floats:
         """Return the probability of each fault, the mean over the K models, (N, C)."""
-        return np.asarray(np.exp(self.compute_log_probabilities(inputs)).mean(0))
+        return _average_models(self.compute_log_probabilities(inputs))
 
     def compute_scores(self, inputs: Floats) -> Floats:
         """Return the nonconformity score of each record for each fault under each of the K models, (K, N, C).
@@ -257,10 +256,19 @@ class FaultClassifier:
         Args:
             inputs: (N, D) the inputs of N records.
         """
+        return self._add_misfits(-self.compute_log_probabilities(inputs), inputs)
+
+    def _add_misfits(self, scores: Floats, inputs: Floats) -> Floats:
+        """Return nonconformity scores, (K, N, C).
+
+        Args:
+            scores: (K, N, C) −ln of the probabilities of the faults.
+            inputs: (N, D) the inputs of N records.
+        """
         num_features = self.num_features
         residuals, has_reading = inputs[:, : 2 * num_features], inputs[:, 3 * num_features : 4 * num_features]
         is_used = np.tile(has_reading, 2)
-        scores = -self.compute_log_probabilities(inputs)
+        scores = scores.copy()
         for model, (means, precisions) in enumerate(zip(self.means, self.precisions, strict=True)):
             for fault in range(len(self.names)):
                 misfit = (residuals - means[fault]) ** 2 * precisions[fault] * is_used
@@ -274,12 +282,20 @@ class FaultClassifier:
             inputs: (N, D) the inputs of N records.
             num_readings: (N,) the number of readings of each record.
         """
-        scores = self.compute_scores(inputs)
+        return self._compare_scores(self.compute_scores(inputs), num_readings)
+
+    def _compare_scores(self, scores: Floats, num_readings: Ints) -> Floats:
+        """Return the p-value of each fault, (N, C), the share of labelled records with scores as large.
+
+        Args:
+            scores: (K, N, C) the nonconformity scores of N records.
+            num_readings: (N,) the number of readings of each record.
+        """
         length_index = np.abs(self.lengths - num_readings[:, None]).argmin(1)
         p_values = np.empty(scores.shape[1:])
         for fault in range(len(self.names)):
             is_fault = self.fault_indexes == fault
-            num_as_large = np.zeros(len(inputs))
+            num_as_large = np.zeros(len(num_readings))
             for fold in range(len(self.weights)):
                 labelled = self.scores[is_fault & (self.folds == fold)].astype(np.float64)  # (l, G, P)
                 score = scores[fold, :, fault, None]
@@ -288,19 +304,17 @@ class FaultClassifier:
             p_values[:, fault] = (1 + num_as_large) / (1 + is_fault.sum())
         return p_values
 
-    def name_faults(self, inputs: Floats, num_readings: Ints) -> list[FaultName]:
-        """Return which known fault each of N records looks like.
+    def classify(self, inputs: Floats, num_readings: Ints) -> tuple[list[FaultName], Floats]:
+        """Return which known fault each of N records looks like, and the rounded probabilities of the C faults, (N, C).
 
         Args:
             inputs: (N, D) the inputs of the records.
             num_readings: (N,) the number of readings of each record.
         """
-        return self.classify(inputs, num_readings)[0]
-
-    def classify(self, inputs: Floats, num_readings: Ints) -> tuple[list[FaultName], Floats]:
-        """Return what `name_faults` returns, and the rounded probabilities of the C faults, (N, C)."""
-        probabilities = self.compute_probabilities(inputs).round(PROBABILITY_DECIMALS)
-        p_values = self.compute_p_values(inputs, num_readings).round(PROBABILITY_DECIMALS)
+        log_probabilities = self.compute_log_probabilities(inputs)
+        probabilities = _average_models(log_probabilities).round(PROBABILITY_DECIMALS)
+        scores = self._add_misfits(-log_probabilities, inputs)
+        p_values = self._compare_scores(scores, num_readings).round(PROBABILITY_DECIMALS)
         in_sets = p_values > round(1 - self.level, PROBABILITY_DECIMALS)
         can_exclude = np.array(list(self.num_records_by_fault.values())) >= self.min_records
         names = [
@@ -328,3 +342,18 @@ class FaultClassifier:
         named = (index for index in ranked if in_set[index] and (can_exclude[index] or index == ranked[0]))
         name = next((self.names[index] for index in named), UNKNOWN)
         return FaultName(name, self.level, candidates)
+
+
+def log_softmax(logits: Floats) -> Floats:
+    """Return ln of the probabilities of the last dimension."""
+    shifted = logits - logits.max(-1, keepdims=True)
+    return np.asarray(shifted - np.log(np.exp(shifted).sum(-1, keepdims=True)))
+
+
+def _average_models(log_probabilities: Floats) -> Floats:
+    """Return the probability of each fault, the mean over the K models, (N, C).
+
+    Args:
+        log_probabilities: (K, N, C) ln of the probabilities.
+    """
+    return np.asarray(np.exp(log_probabilities).mean(0))

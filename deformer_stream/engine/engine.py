@@ -549,6 +549,9 @@ class Engine:
             What happens to the open records. It is "rescore" in spite of `open_records="finish"` if the models have
             different features, labels, tie policies, or rules for several readings of a time slot. The same holds if
             readings are irregular in only one of them.
+
+        Raises:
+            ConfigError: The new model does not fit this engine, or PyTorch is missing. The engine is unchanged.
         """
         has_same_vocabulary = Vocabulary.from_schema(self.schema) == Vocabulary.from_schema(model.schema)
         has_same_vocabulary &= (self.schema.reading_times is None) == (model.schema.reading_times is None)

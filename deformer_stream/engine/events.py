@@ -346,7 +346,8 @@ class AlertCause:
         kind: "improbable" if the model finds readings of the sensor improbable; "offset" if readings of the sensor
             differ from what other sensors imply; "repeated" if the sensor repeats its last value more often than the
             model expects; "extreme" if a single reading is very improbable; "level" if readings of the sensor are
-            unusual among all normal ones; "record" if readings of several sensors are improbable.
+            unusual among all normal ones; "step" if it changes by unusual steps; "record" if readings of several
+            sensors are improbable.
         sensor: Name of the sensor, which is that of the reading that raised the alert. None for "record".
     """
 

@@ -294,7 +294,8 @@ class _TreeOutput:
         num_orders = len(self.tree.paths) - self.tree.num_extra
         paths, last_nodes = self.tree.paths[:num_orders], self.tree.leaves[:num_orders]
         is_node = paths >= 0  # short orders are padded with −1
-        totals = np.where(is_node, self.surprisal[:, paths], 0.0).sum(-1)  # (A, num_orders)
+        # `take` returns an array in C order. So the order of sums does not depend on how many records are explained.
+        totals = np.where(is_node, self.surprisal.take(paths, 1), 0.0).sum(-1)  # (A, num_orders)
         totals_without_last = totals - self.surprisal[:, last_nodes]
         # Orders 0 … n − 1 end with items 0 … n − 1, and so do the next n orders if there are two per item.
         by_item = totals_without_last.reshape(len(totals), -1, self.tree.num_items)
@@ -846,7 +847,9 @@ def _store_attributions(findings: _Findings, group: _RecordGroup, output: _TreeO
         output: The network's output for P orders of all W readings. Each candidate is last in two of them.
     """
     tree, candidates = output.tree, group.candidate_positions
-    terms_by_depth = output.surprisal[:, tree.paths]  # (A, P, W): the terms of each order from first to last
+    # (A, P, W): the terms of each order from first to last. `take` returns an array in C order. So the order of sums
+    # does not depend on how many records are explained.
+    terms_by_depth = output.surprisal.take(tree.paths, 1)
     # (P, W): the depth at which each order has reading 0, 1, …, so that the terms can be sorted by reading.
     depth_by_reading = np.argsort(tree.reading_index[tree.paths], 1)
     terms_by_reading = np.take_along_axis(terms_by_depth, depth_by_reading[None], 2)

@@ -15,8 +15,8 @@ from deformer_stream.engine.conditionals import compute_conditionals
 from deformer_stream.engine.order_trees import build_order_tree
 from deformer_stream.engine.single_readings import check_single_readings
 from deformer_stream.kernels.cpu import CpuKernels
-from deformer_stream.model.exemplars import compute_positions
 from deformer_stream.model.parameters import Model
+from deformer_stream.model.positions import compute_positions
 from deformer_stream.model.schema import Schema
 
 Ints = NDArray[np.int64]

@@ -535,7 +535,7 @@ def arrange_by_next_reading(
         seen[rows, codes] = values[rows, codes]
         terms = None
         if distance is not None:
-            terms = distance.convert(*distance.sum_differences(_normalise(model, seen)))[:, None]
+            terms = distance.compute_terms_of_sums(*distance.sum_differences(_normalise(model, seen)))[:, None]
         prior = _pair_with_lines(lines, log_p_prior[:, None], is_scored[:, None])
         running, state = advance_prefix_state(state, log_p[:, None], is_scored[:, None], None, terms, prior)
         p_values = calibration.compute_p_values(running, lambda: record_ids)[:, 0]

@@ -237,16 +237,21 @@ def _score_in_passes(kernels: CpuKernels, features: Ints, values: Floats) -> Ite
     """
     num_records, max_readings = features.shape
     records_per_pass = max(1, READINGS_PER_PASS // max(max_readings, 1))
+    distance, alert_prior = AlertDistance.from_model(kernels.parameters), AlertPrior.from_model(kernels.parameters)
     for start in range(0, num_records, records_per_pass):
         records = slice(start, start + records_per_pass)
-        yield _score_pass(kernels, features[records], values[records])
+        yield _score_pass(kernels, distance, alert_prior, features[records], values[records])
 
 
-def _score_pass(kernels: CpuKernels, features: Ints, values: Floats) -> ScoredRecords:
+def _score_pass(
+    kernels: CpuKernels, distance: AlertDistance | None, alert_prior: AlertPrior | None, features: Ints, values: Floats
+) -> ScoredRecords:
     """Return the scores of N records, computed in one call of the compiled kernels.
 
     Args:
         kernels: The model's compiled kernels.
+        distance: The distance to training records in the alert, None if it is no term.
+        alert_prior: The p-values under the prior in the alert, None if they are no term.
         features: (N, L) feature codes of N records with at most L readings, in order of arrival. -1 is padding at the
             end of a row.
         values: (N, L) values in normalised units; label codes of discrete features.
@@ -256,18 +261,15 @@ def _score_pass(kernels: CpuKernels, features: Ints, values: Floats) -> ScoredRe
     codes, num_records = features[is_reading], len(features)
     offsets = np.append(0, np.cumsum(is_reading.sum(1)))  # index of each record's first reading, followed by M
     is_scored = ~kernels.parameters.schema.is_context[codes]
-    distance, distance_terms = AlertDistance.from_model(kernels.parameters), None
+    distance_terms = None
     if distance is not None:
         measure = choose_distance_function(kernels.library)
         distance_terms = distance.compute_terms(features, values, measure)[is_reading]
     running = np.full(num_records, INITIAL_RUNNING, RUNNING_DTYPE)
-    alert_prior = AlertPrior.from_model(kernels.parameters)
     # Rows: ln p, ln of the p-value, centered NLL (−ln p minus its expectation), ln of the p-value under the prior alone
     terms = np.zeros((4, len(codes)))
     if len(codes):
-        # A KV cache of exactly the required size: record i has the pages in row i, and no reading is cached yet.
-        cache = kernels.create_cache(num_records * kernels.bytes_per_record)
-        pages = np.arange(num_records * cache.pages_per_record).reshape(num_records, -1)
+        cache, pages = kernels.create_cache_of_records(num_records, features.shape[1])
         num_cached = np.zeros(num_records, np.int64)
         batch = RaggedBatch(codes, values[is_reading].astype(np.float32), offsets, num_cached, pages)
         scored = kernels.score(cache, batch, alert_prior is not None)

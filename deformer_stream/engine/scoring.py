@@ -661,7 +661,7 @@ class ModelVersion:
         prefixes = Prefixes(codes, positions, offsets, num_before, bounds=distance.find_bounds(counts))
         distances = self._measure_distances(distance, prefixes)
         is_new = position >= num_before[row]
-        return distance.weight_distances(distances[is_new], counts[is_new])
+        return distance.compute_terms_of_distances(distances[is_new], counts[is_new])
 
     def _describe_cusums(
         self,

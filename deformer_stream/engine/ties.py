@@ -82,7 +82,7 @@ def draw_orders(record_id: str, codes: Ints, num_context: int) -> Ints:
     elif num_permuted == 2:
         orders = np.array([[1, 0]])
     else:
-        # A fixed byte order gives the same seed on every machine. A record id from JSON can contain one half of a
+        # A fixed byte order gives the same seed on every machine. A record id of a program can contain one half of a
         # surrogate pair, which UTF-8 encodes only with "surrogatepass".
         seed_text = record_id.encode("utf-8", "surrogatepass") + b"\0" + codes.astype(">i8").tobytes()
         seed = int.from_bytes(hashlib.blake2b(seed_text, digest_size=8).digest())

@@ -17,6 +17,7 @@ compiled kernels read. The modules are:
     gaussian_prior, mixture                        the prior as a mixture of Gaussians: in PyTorch, as NumPy arrays
     gaussian_process, process_conditionals         the prior as a Gaussian process
     ranking, exemplars   the ranking of complete records: in PyTorch, as NumPy arrays
+    positions            the numbers by which readings are compared in distances
     marginal_density     the density of single readings, a term of the ranking
     alert_prior          p-values of readings under the Gaussian prior alone, a term of the alert
     prefix_lines         terms of the alert that are straight lines in a number of a prefix

@@ -4,18 +4,18 @@ The distance of a prefix (the first k readings of a record) to a stored record i
 their readings, each divided by the typical difference of its feature. d is its mean over the `NUM_NEIGHBORS` nearest
 stored records. The term is
 
-    w · max((k/L)^a · −ln S_k(d) − c, 0)
+    w · max((k/K)^a · −ln S_k(d) − c, 0)
 
 where S_k(d) is the share of training records whose first k readings, in the order of arrival, are at least as far from
-the other stored records, and L is the number of features that are scored. w is `WEIGHT` or `WEIGHT_WITH_PRIOR`, a is
+the other stored records, and K is the number of features that are scored. w is `WEIGHT` or `WEIGHT_WITH_PRIOR`, a is
 `EXPONENT`, and c is `MIN_NATS`. S_k is an exponential tail, so the term is a straight line in d, above a distance that
 few normal records reach.
 
 The stored records are training records only. So the statistic is a fixed function of the record, and the guarantee of
 the alert rule holds as without the term. No state is kept: the term is computed from all readings of the prefix.
 
-Shapes use these letters: R is the number of records, F the number of features, L the number of readings, E the number
-of stored records.
+Shapes use these letters: R is the number of records, F the number of features, K the number of those that are scored, L
+the number of readings, E the number of stored records.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from deformer_stream.model.exemplars import MAX_POSITION, NUM_NEIGHBORS, compute_label_positions, has_unordered_labels
+from deformer_stream.model.exemplars import NUM_NEIGHBORS
 from deformer_stream.model.parameters import Model
+from deformer_stream.model.positions import Positions, has_unordered_labels
 from deformer_stream.model.prefix_lines import compute_line_terms
 from deformer_stream.model.schema import Schema
 
@@ -68,14 +69,11 @@ class AlertDistance:
         positions: (F, E) positions of the readings of the stored records, divided by `deviations`; NaN where a record
             lacks a feature.
         deviations: (F,) the typical difference of each feature.
-        starts: (L,) for prefixes of 1, 2, …, L readings the mean distance from which the term is positive.
-        slopes: (L,) by how much the term rises with the distance from there on; not negative.
+        starts: (K,) for prefixes of 1, 2, …, K readings the mean distance from which the term is positive.
+        slopes: (K,) by how much the term rises with the distance from there on; not negative.
         kinds: (F,) the kind of each feature.
         extents: (F,) difference of two labels, or length of the cycle, divided by `deviations`; 0 for numbers.
-        locations: (F,) the raw value at position 0 of each feature.
-        scales: (F,) the raw difference of positions that differ by 1.
-        label_positions: (F, K) positions of the labels of each feature, for K labels at most; the last one of a feature
-            is repeated. (F, 0) if all features are numbers.
+        position_table: Computes the positions of readings.
     """
 
     schema: Schema
@@ -85,9 +83,7 @@ class AlertDistance:
     slopes: Floats
     kinds: Codes
     extents: Singles
-    locations: Floats
-    scales: Floats
-    label_positions: Floats
+    position_table: Positions
 
     @staticmethod
     def create(
@@ -109,9 +105,7 @@ class AlertDistance:
             np.ascontiguousarray(slopes, np.float64),
             kinds,
             extents,
-            np.array([feature.location for feature in schema.features], np.float64),
-            np.array([feature.scale for feature in schema.features], np.float64),
-            _make_label_table(schema),
+            Positions(schema),
         )
 
     @staticmethod
@@ -126,13 +120,13 @@ class AlertDistance:
 
     @property
     def num_counted_features(self) -> int:
-        """The number L of features that are scored."""
+        """The number K of features that are scored."""
         return len(self.slopes)
 
     def compute_positions(self, codes: Ints, values: Floats) -> Singles:
         """Return the position of each reading, divided by the deviation of its feature; of the shape of `codes`.
 
-        It is that of `exemplars.compute_positions`.
+        It is that of `positions.compute_positions`.
 
         Args:
             codes: The features of the readings, of any shape; −1 for padding, whose positions are meaningless.
@@ -143,13 +137,7 @@ class AlertDistance:
     def compute_positions_of_raw(self, codes: Ints, values: Floats) -> Singles:
         """Return the positions of readings as `compute_positions` does, from raw values or label codes."""
         known = np.maximum(codes, 0)
-        positions = (values - self.locations[known]) / self.scales[known]
-        num_labels = self.label_positions.shape[1]
-        if num_labels:
-            label_codes = np.clip(values, 0, num_labels - 1).astype(np.int64)
-            positions = np.where(self.schema.is_discrete[known], self.label_positions[known, label_codes], positions)
-        clipped = np.clip(positions, -MAX_POSITION, MAX_POSITION).astype(np.float32)
-        return np.asarray(clipped / self.deviations[known])
+        return np.asarray(self.position_table.compute(known, values) / self.deviations[known])
 
     def compute_differences(self, codes: Ints, positions: Singles) -> Singles:
         """Return the difference of each of M readings to each stored record, (M, E).
@@ -170,7 +158,7 @@ class AlertDistance:
         differences = np.where(np.isnan(differences), np.float32(MISSING_DIFFERENCE), differences)
         return np.where(kinds == IGNORED, np.float32(0.0), differences).astype(np.float32, copy=False)
 
-    def weight_distances(self, distances: Floats, num_counted: Ints) -> Floats:
+    def compute_terms_of_distances(self, distances: Floats, num_counted: Ints) -> Floats:
         """Return the term of the statistic of M prefixes, (M,), from their mean distances to the nearest records.
 
         Args:
@@ -201,7 +189,7 @@ class AlertDistance:
         prefixes = Prefixes(flat_codes, positions, offsets, bounds=self.find_bounds(counts))
         distances = (measure or measure_distances)(self, prefixes)
         terms = np.zeros(codes.shape)
-        terms[is_reading] = self.weight_distances(distances, counts)
+        terms[is_reading] = self.compute_terms_of_distances(distances, counts)
         return terms
 
     def find_bounds(self, num_counted: Ints) -> Floats:
@@ -245,27 +233,18 @@ class AlertDistance:
             values: (M,) their normalised values or label codes.
         """
         differences = self.compute_differences(codes, self.compute_positions(codes, values))
-        return self.convert(sums[record] + differences, num_counted[record] + (self.kinds[codes] != IGNORED))
+        return self.compute_terms_of_sums(
+            sums[record] + differences, num_counted[record] + (self.kinds[codes] != IGNORED)
+        )
 
-    def convert(self, sums: Singles, num_counted: Ints) -> Floats:
+    def compute_terms_of_sums(self, sums: Singles, num_counted: Ints) -> Floats:
         """Return the term of the statistic of M prefixes, (M,).
 
         Args:
             sums: (M, E) sums of differences of each prefix to each stored record.
             num_counted: (M,) number of readings of each prefix, without those of context features.
         """
-        return self.weight_distances(average_nearest(sums), num_counted)
-
-
-def _make_label_table(schema: Schema) -> Floats:
-    """Return the positions of the labels of each feature (`AlertDistance.label_positions`)."""
-    positions = [compute_label_positions(feature) for feature in schema.features]
-    width = max((len(row) for row in positions if row is not None), default=0)
-    table = np.zeros((len(schema), width))
-    for code, row in enumerate(positions):
-        if row is not None:
-            table[code] = np.pad(row, (0, width - len(row)), mode="edge")
-    return table
+        return self.compute_terms_of_distances(average_nearest(sums), num_counted)
 
 
 @dataclass(frozen=True, slots=True)

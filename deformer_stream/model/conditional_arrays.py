@@ -31,6 +31,8 @@ MAX_GAMMA_SHAPE = 50.0
 """The largest shape parameter of the Gamma distributions that approximate the distribution of the surprisal."""
 CODE_TOLERANCE = 1e-6
 """The tolerance of sums and comparisons of the probabilities of labels, which rounding errors must not change."""
+ROWS_PER_PRODUCT = 64
+"""The number of rows of the matrix products of the output head."""
 _LOG_SQRT_2PI = 0.5 * math.log(2 * math.pi)
 _without_warnings = np.errstate(all="ignore")
 """A damaged model computes numbers that are not finite. As in PyTorch, this is no reason for warnings."""
@@ -357,10 +359,14 @@ def _to_double(linear: tuple[NDArray[Any], NDArray[Any]]) -> tuple[Floats, Float
 def _apply_linear(linear: tuple[Floats, Floats], x: Floats) -> Floats:
     """Return the outputs of a linear map for inputs (M, inputs).
 
-    The result of an input does not depend on the other inputs beyond rounding errors of float64.
+    The result of an input does not depend on the other inputs, to the last bit. Libraries add in another order if a
+    product has another number of rows, so all products have `ROWS_PER_PRODUCT` rows.
     """
     weight, bias = linear
-    return np.asarray(x @ weight.T + bias)
+    num_rows, num_inputs = x.shape
+    blocks = np.zeros((-(-num_rows // ROWS_PER_PRODUCT), ROWS_PER_PRODUCT, num_inputs))
+    blocks.reshape(-1, num_inputs)[:num_rows] = x
+    return np.asarray((blocks @ weight.T).reshape(-1, len(weight))[:num_rows] + bias)
 
 
 def _log_sum_exp(x: Floats) -> Floats:

@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 from deformer_stream.model.marginal_density import MarginalDensity
 from deformer_stream.model.mixture import Mixture
 from deformer_stream.model.parameters import ModelParameters
-from deformer_stream.model.schema import Feature, Schema
+from deformer_stream.model.positions import compute_label_positions, compute_positions, has_unordered_labels
+from deformer_stream.model.schema import Schema
 
 Floats = NDArray[np.float64]
 Singles = NDArray[np.float32]
@@ -32,8 +33,6 @@ CENTERED_NLL_WEIGHT = 0.25
 
 The weight of the distance to the nearest exemplars is 1.
 """
-MAX_POSITION = 1e6
-"""The limit to which the positions of readings are clipped, so that sums of their differences are finite in float32."""
 MAX_DIFFERENCES = 65_536
 """The largest number of differences between readings of one feature that are computed at once."""
 
@@ -263,66 +262,19 @@ def estimate_marginals(schema: Schema, positions: Singles, known: Bools, deviati
     return MarginalDensity.estimate(positions, known, scaled)
 
 
-def compute_positions(schema: Schema, values: Floats) -> Singles:
-    """Return the number that represents each reading (its position) when records are compared.
+def find_merged_labels(parameters: ModelParameters) -> str | None:
+    """Return the name of a feature whose labels all have the same stored position, None if there is none.
 
-    The position of a number is (number − location) / scale, with the location and the scale of its feature. This is
-    the normalised value without the logarithm that `Schema.normalise` applies to large values. If all labels of a
-    feature are texts of numbers, the position of a label is its number, otherwise its code. All labels that did not
-    occur in training have one position, which is greater than those of the known labels.
-
-    Args:
-        schema: The F features.
-        values: (R, F), for each of R records the normalised values or label codes of the F features; any value for
-            a missing reading.
-
-    Returns:
-        (R, F) float32 positions, not yet divided by the deviations of the features.
+    Earlier releases took labels such as "1000234" for numbers, and all of them had the position `MAX_POSITION` or its
+    negative. The stored positions of labels without an order are their codes now.
     """
-    codes = np.arange(len(schema))
-    # Go back to raw values to remove the logarithm.
-    raw_values = schema.denormalise(np.broadcast_to(codes, values.shape), values)
-    positions = np.empty_like(raw_values)
-    for code, feature in enumerate(schema.features):
-        label_positions = compute_label_positions(feature)
-        if label_positions is None:
-            positions[:, code] = (raw_values[:, code] - feature.location) / feature.scale
-        else:
-            # The last position is for all codes after the known labels. A missing reading can have any value.
-            label_codes = np.clip(values[:, code], 0, len(label_positions) - 1).astype(np.int64)
-            positions[:, code] = label_positions[label_codes]
-    # The limits keep the sums of differences finite in float32.
-    return np.clip(positions, -MAX_POSITION, MAX_POSITION).astype(np.float32)
-
-
-def compute_label_positions(feature: Feature) -> Floats | None:
-    """Return the number that represents each label of a feature (its position) when readings are compared.
-
-    If all labels are texts of numbers, their positions are these numbers. Otherwise they are the label codes.
-
-    Returns:
-        An array with one position for each label, in the order of the label codes. One more position at the end is for
-        all labels that did not occur in training. None for a continuous feature.
-    """
-    if feature.kind == "continuous":
+    if "ranking.positions" not in parameters.arrays:
         return None
-    if not _has_numeric_labels(feature):
-        return np.arange(len(feature.labels) + 1, dtype=np.float64)
-    numbers = np.array([float(label) for label in feature.labels])
-    # The position of labels that did not occur in training is greater than all others. Its distance from the greatest
-    # label is the range of the labels, but at least 1.
-    unseen_position = numbers.max() + max(float(np.ptp(numbers)), 1.0)
-    return np.append(numbers, unseen_position)
-
-
-def has_unordered_labels(feature: Feature) -> bool:
-    """Return whether a feature has labels without an order, which are only compared for equality."""
-    return feature.kind == "discrete" and not _has_numeric_labels(feature)
-
-
-def _has_numeric_labels(feature: Feature) -> bool:
-    """Return whether all labels of a discrete feature are texts of finite numbers, such as "2" or "0.5"."""
-    try:
-        return all(np.isfinite(float(label)) for label in feature.labels)
-    except ValueError:
-        return False
+    positions, known, deviations = (
+        parameters.arrays[f"ranking.{name}"] for name in ("positions", "known", "deviations")
+    )
+    largest = np.where(known, np.abs(np.nan_to_num(positions)), 0).max(0, initial=0) * deviations
+    for feature, position in zip(parameters.schema.features, largest.tolist(), strict=True):
+        if has_unordered_labels(feature) and position > len(feature.labels) + 0.5:
+            return feature.name
+    return None

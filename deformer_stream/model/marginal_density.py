@@ -63,7 +63,7 @@ class MarginalDensity:
         """Return the densities of the readings of M exemplars.
 
         Args:
-            positions: (M, F) the positions of the readings (`exemplars.compute_positions`), divided by deviations.
+            positions: (M, F) the positions of the readings (`positions.compute_positions`), divided by deviations.
             known: (M, F) false where an exemplar has no reading.
             position_by_label: For each feature the positions of its labels by code, one more for unknown labels,
                 divided by the same deviations; None for numbers.

@@ -72,7 +72,7 @@ def test_p_values_count_the_labelled_records_that_fit_no_better() -> None:
     residuals = np.sqrt(np.array([0.0, 4.0, 100.0]) / 0.3)
     p_values = classifier.compute_p_values(make_inputs(*residuals.tolist()), np.array([1, 1, 1]))
     assert p_values[:, 0].tolist() == [1.0, pytest.approx(0.6), pytest.approx(0.1)]
-    assert [name.name for name in classifier.name_faults(make_inputs(*residuals.tolist()), np.array([1, 1, 1]))] == [
+    assert [name.name for name in classifier.classify(make_inputs(*residuals.tolist()), np.array([1, 1, 1]))[0]] == [
         "A",
         "A",
         UNKNOWN,
@@ -85,17 +85,17 @@ def test_faults_are_excluded_from_the_smallest_number_of_records_on(level: float
     assert least == round(1 / (1 - level)) - 1
     for num_records, name in ((least - 1, "A"), (least, UNKNOWN)):
         classifier = make_classifier([1.0], [num_records], np.zeros(num_records), level)
-        assert classifier.name_faults(make_inputs(9.0), ONE)[0].name == name
+        assert classifier.classify(make_inputs(9.0), ONE)[0][0].name == name
 
 
 def test_a_fault_that_cannot_be_excluded_takes_no_place_of_a_more_probable_one() -> None:
     # A fits no better than any of its 20 records, so it is excluded; three records of B can never exclude B.
     excludes_a = np.concatenate([np.zeros(20), np.zeros(3)])
-    found = make_classifier([0.7, 0.3], [20, 3], excludes_a).name_faults(make_inputs(9.0), ONE)[0]
+    found = make_classifier([0.7, 0.3], [20, 3], excludes_a).classify(make_inputs(9.0), ONE)[0][0]
     assert found.name == UNKNOWN
     assert found.probability is None
     assert [(candidate.name, candidate.in_set) for candidate in found.candidates] == [("A", False), ("B", True)]
     # As the most probable one it is named, and so is a less probable fault that could have been excluded.
-    assert make_classifier([0.3, 0.7], [20, 3], excludes_a).name_faults(make_inputs(9.0), ONE)[0].name == "B"
+    assert make_classifier([0.3, 0.7], [20, 3], excludes_a).classify(make_inputs(9.0), ONE)[0][0].name == "B"
     fits_c = np.concatenate([np.zeros(20), np.zeros(3), np.full(20, 99.0)])
-    assert make_classifier([0.6, 0.3, 0.1], [20, 3, 20], fits_c).name_faults(make_inputs(9.0), ONE)[0].name == "C"
+    assert make_classifier([0.6, 0.3, 0.1], [20, 3, 20], fits_c).classify(make_inputs(9.0), ONE)[0][0].name == "C"

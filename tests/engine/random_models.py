@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from deformer_stream.model.deformer import AlertDistanceTensors, DEformer, ModelConfig
-from deformer_stream.model.exemplars import compute_positions
+from deformer_stream.model.positions import compute_positions
 from deformer_stream.model.schema import Feature, Schema
 from deformer_stream.model.time_slots import expand_time_slots
 from deformer_stream.model.windows import Window

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from deformer_stream.model.deformer import ModelConfig
-from deformer_stream.model.exemplars import Exemplars, compute_positions
+from deformer_stream.model.exemplars import Exemplars
+from deformer_stream.model.positions import compute_positions
 from deformer_stream.model.schema import SECONDS_PER_DAY, Feature, Schema
 from deformer_stream.model.time_slots import expand_time_slots
 from deformer_stream.model.windows import Window

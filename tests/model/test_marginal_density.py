@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deformer_stream.model.exemplars import Exemplars, compute_positions, estimate_marginals
+from deformer_stream.model.exemplars import Exemplars, estimate_marginals
 from deformer_stream.model.marginal_density import BROAD_SHARE, LABEL_COUNT, MAX_CENTERS, MarginalDensity
+from deformer_stream.model.positions import compute_positions
 from deformer_stream.model.schema import Feature, Schema
 from tests.effort import num_examples
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -9,8 +10,10 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from deformer_stream.model.exemplars import CENTERED_NLL_WEIGHT, NUM_NEIGHBORS, Exemplars, compute_positions
+from deformer_stream.model.deformer import DEformer, ModelConfig
+from deformer_stream.model.exemplars import CENTERED_NLL_WEIGHT, NUM_NEIGHBORS, Exemplars, find_merged_labels
 from deformer_stream.model.mixture import Mixture
+from deformer_stream.model.positions import MAX_POSITION, compute_positions
 from deformer_stream.model.ranking import Ranking
 from deformer_stream.model.schema import Feature, Schema
 
@@ -22,6 +25,7 @@ SCHEMA = Schema(
         Feature("colour", "discrete", labels=("blue", "red")),
     )
 )
+SMALL = ModelConfig(d_model=16, layers=1, heads=2, feedforward=32, mixtures=4, hidden=(16,))
 EXEMPLARS = np.array([[0.0, 0.0, 0, 0], [1.0, 0.0, 1, 0], [0.0, 2.0, 2, 1]])
 """Three records: normalised values of x and y, label codes of level and colour."""
 
@@ -100,6 +104,32 @@ def test_unseen_label_is_farther_than_every_seen_label() -> None:
     assert unseen_level > seen_level
     seen_colour, unseen_colour = score(exemplars, {3: 0.0}, {3: 2.0})
     assert unseen_colour > seen_colour
+
+
+@pytest.mark.parametrize("labels", [("1000234", "2000017"), ("1", "1e300"), ("2", "nan"), ("2", "-inf")])
+def test_labels_that_are_large_numbers_are_distinguished(labels: tuple[str, ...]) -> None:
+    schema = Schema((Feature("product", "discrete", labels=labels),))
+    assert compute_positions(schema, np.array([[0.0], [1.0], [2.0]]))[:, 0].tolist() == [0.0, 1.0, 2.0]
+    exemplars = Exemplars(schema, np.zeros((3, 1), np.float32), np.ones((3, 1), bool), np.ones(1), np.eye(2))
+    positions, known = np.array([[0.0], [1.0], [2.0]], np.float32), np.ones((3, 1), bool)
+    assert exemplars.compute_distances(positions, known).tolist() == [0.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize("labels", [("1000234", "2000017"), ("-1500000", "-2000000"), ("2", "1e300")])
+def test_models_that_have_stored_one_position_for_all_large_numbers_are_found(labels: tuple[str, ...]) -> None:
+    """Earlier releases took such labels for numbers, and limited their positions."""
+    schema = Schema((Feature("x", "continuous"), Feature("product", "discrete", labels=labels)))
+    model = DEformer(schema, SMALL)
+    assert find_merged_labels(model.extract_parameters()) is None  # without a ranking
+    limit = math.copysign(MAX_POSITION, float(labels[1]))
+    for position, is_known, found in ((2.0, True, None), (limit, True, "product"), (limit, False, None)):
+        positions = np.array([[0.5, position], [0.1, 0.0]], np.float32) / np.float32(0.25)
+        known = np.array([[True, is_known], [True, True]])
+        deviations = np.full(2, 0.25, np.float32)
+        model.ranking = Ranking.from_exemplars(
+            Exemplars(schema, positions, known, deviations, np.tile([0.0, 1.0], (2, 1)))
+        )
+        assert find_merged_labels(model.extract_parameters()) == found
 
 
 def test_large_numbers_are_compared_without_the_logarithm_of_normalisation() -> None:
