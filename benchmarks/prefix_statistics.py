@@ -62,7 +62,8 @@ from benchmarks.tables import (
     split_table,
 )
 from deformer_stream.errors import InputError
-from deformer_stream.model.exemplars import NUM_NEIGHBORS, compute_positions, has_unordered_labels
+from deformer_stream.model.exemplars import NUM_NEIGHBORS
+from deformer_stream.model.positions import compute_positions, has_unordered_labels
 from deformer_stream.model.schema import LINEAR_LIMIT, Schema
 from trainer.data import Split, assign_split
 

@@ -19,6 +19,8 @@ from deformer_stream import model_store
 from deformer_stream.api import Detector
 from deformer_stream.calibration.conformal import Calibration
 from deformer_stream.errors import ConfigError, InputError
+from deformer_stream.library.frames import read_array
+from deformer_stream.library.training import run_training
 from tests.models import SCHEMA, draw_linear_records, draw_rows, train_linear_model
 
 ALPHA = 0.3
@@ -422,6 +424,21 @@ def test_training_without_a_directory_leaves_no_files(tmp_path: Path, monkeypatc
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # short trainings are reported as such
+def test_options_of_reading_hold_for_tables_in_memory() -> None:
+    values = draw_linear_records(120, 1)
+    table = pa.table({"x": values[:, 0], "y": values[:, 1], "site": ["A", "B"] * 60})
+    schema = pa.schema([pa.field("x", pa.float64(), metadata={"unit": "bar"}), *list(table.schema)[1:]])
+    options = {"preset": "tiny", "epochs": 1, "where": "site = 'A'"}
+    _, output = run_training(table.cast(schema), None, options)
+    assert len(output.data.split) == 60
+    assert output.data.schema.features[0].unit == "bar"
+    texts = table.append_column("time", pa.array([f"2025-03-{1 + i // 24:02} {i % 24:02}:00:00" for i in range(120)]))
+    windows = {"preset": "tiny", "epochs": 1, "window": "6h", "timezone": "Europe/Berlin"}
+    _, output = run_training(texts.append_column("device", pa.array(["d"] * 120)), None, windows)
+    assert len(output.data.split) == 21  # hours of Berlin: the first window begins an hour before midnight of UTC
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # short trainings are reported as such
 def test_training_writes_the_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     values = draw_linear_records(60, 1)
     detector = deformer_stream.train(values, tmp_path / "model", preset="tiny", epochs=1, exclude=["x2"], verbose=True)
@@ -456,3 +473,13 @@ def test_warnings_of_training_are_warnings_of_python(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(job, "train", train_badly)
     with pytest.warns(UserWarning, match="the model has hardly learned"):
         deformer_stream.train(draw_linear_records(60, 1), preset="tiny", epochs=1)
+
+
+def test_texts_that_replace_others_are_not_cut() -> None:
+    matrix = read_array(np.array([["run", "1.0"], ["", "2.0"]]), ("state", "x"))
+    assert matrix is not None
+    replaced = matrix.replace_columns({"state": pa.array(["run", "standby"]), "x": pa.array([1.25, 12.34567])})
+    assert replaced.tolist() == [["run", "1.25"], ["standby", "12.34567"]]
+    rows = read_array(np.array([("run", 1.0), ("", 2.0)], [("state", "U3"), ("x", "f8")]), None)
+    assert rows is not None
+    assert rows.replace_columns({"state": pa.array(["run", "standby"])})["state"].tolist() == ["run", "standby"]

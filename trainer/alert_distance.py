@@ -30,7 +30,7 @@ from deformer_stream.model.alert_distance import (
     Prefixes,
 )
 from deformer_stream.model.deformer import AlertDistanceTensors, DEformer
-from deformer_stream.model.exemplars import compute_positions
+from deformer_stream.model.positions import compute_positions
 from trainer.calibrate import Order, order_records
 from trainer.data import PreparedTable, Split
 from trainer.exemplars import compute_deviations

@@ -284,15 +284,13 @@ def _score_with_kernels(kernels: CpuKernels, batch: BlockBatch) -> Floats:
     is_reading = batch.features.numpy() >= 0
     # The readings of a block follow those of its context, which only condition them.
     is_before_targets = is_reading & (np.cumsum(batch.weights.numpy() > 0, 1) == 0)
-    cache = kernels.create_cache(len(is_reading) * kernels.bytes_per_record)
-    # The cache has exactly the required size: each block has the pages of one row.
-    pages = np.arange(len(is_reading) * cache.pages_per_record)
+    cache, pages = kernels.create_cache_of_records(*is_reading.shape)
     ragged = RaggedBatch(
         features=batch.features.numpy()[is_reading],
         values=batch.values.numpy()[is_reading].astype(np.float32),
         offsets=np.append(0, np.cumsum(is_reading.sum(1))),
         num_cached=np.zeros(len(is_reading), np.int64),
-        page_table=pages.reshape(len(is_reading), -1),
+        page_table=pages,
         num_prefill_only=is_before_targets.sum(1),
         ages=batch.ages.numpy()[is_reading],
     )

@@ -20,10 +20,12 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from deformer_stream.calibration.conformal import TiePolicy, choose_num_calibration
+from deformer_stream.codec.columns import are_numbers
+from deformer_stream.codec.number_texts import is_no_value
 from deformer_stream.counts import format_count
 from deformer_stream.engine.events import NO_TIME
 from deformer_stream.errors import ConfigError, InputError, map_write_errors
-from deformer_stream.model.schema import Feature, FeatureKind, Schema
+from deformer_stream.model.schema import SECONDS_PER_DAY, Feature, FeatureKind, Schema
 from deformer_stream.model.time_slots import collapse_time_slots, expand_time_slots
 from deformer_stream.model.windows import Window, format_duration
 from deformer_stream.runtime.repeated_readings import compute_max_slots
@@ -56,6 +58,7 @@ from trainer.tables import (
     Layout,
     TableSource,
     TooFewRecordsError,
+    ValueForm,
     classify_type,
     encode_labels,
     index_records,
@@ -124,7 +127,8 @@ class DataOptions:
             choose it (`irregular_table.choose_reading_order`).
         part_sizes: Numbers of records of consecutive parts of the input, such as one part for each type of machine.
             Each part is split by itself, as it is split if it is the whole input. So a model of one part can be adapted
-            from a model of all parts, and its calibration records are new to both. Empty to split all records together.
+            from a model of all parts, and its calibration records are new to both. One element stands for all records,
+            which are then split before a sample is drawn. Empty to split the records that are used.
     """
 
     layout: Layout | None = None
@@ -496,13 +500,16 @@ def _split_parts(tables: InputTables, options: DataOptions) -> NDArray[np.uint8]
     Raises:
         InputError: The input has another number of records than the parts, as a record belongs to several of them.
     """
-    if sum(options.part_sizes) != tables.num_records:
+    sizes = options.part_sizes if len(options.part_sizes) > 1 else (tables.num_records,)
+    if sum(sizes) != tables.num_records:
         raise InputError(
-            f"{tables.description}: the rows of one record have different values in the column --per, so the model of "
-            "the record is not clear; correct the column, or choose one with the same value in all rows of a record"
+            f"{tables.description}: a model of all values of the column --per cannot be trained; either rows of one "
+            "record have different values in the column, or records have readings only of columns that other values "
+            "lack: correct the column --per, or leave the columns out with --exclude"
         )
-    tables.part_by_record = np.repeat(np.arange(len(options.part_sizes)), options.part_sizes)
-    return np.concatenate([assign_split(size, options.calibration_share, options.seed) for size in options.part_sizes])
+    if len(sizes) > 1:
+        tables.part_by_record = np.repeat(np.arange(len(sizes)), sizes)
+    return np.concatenate([assign_split(size, options.calibration_share, options.seed) for size in sizes])
 
 
 def count_records(sources: Sequence[TableSource], options: DataOptions) -> int:
@@ -661,7 +668,13 @@ def collect_statistics(
     """
     # A row that is a record has one column for each feature. In other tables the features are found as they appear.
     has_readings = tables.layout == "long" or tables.window is not None
-    statistics = {} if has_readings else {name: ColumnStatistics(name) for name in tables.feature_columns}
+    statistics: dict[str, ColumnStatistics] = {}
+    if not has_readings:
+        # If a cell of a column of times of day is none, a part of the column is text.
+        fields = [field for table in tables.tables for field in table.schema]
+        clocks = {field.name for field in fields if classify_type(field.type) == "clock"}
+        forms: dict[str, ValueForm] = dict.fromkeys(clocks, "clock")
+        statistics = {name: ColumnStatistics(name, forms.get(name, "number")) for name in tables.feature_columns}
     for readings in tables.iterate_readings():
         name = readings.feature_name
         if name in excluded_features:
@@ -921,8 +934,9 @@ def _encode_readings_table(
         slot_counts.num_readings += len(encoded)
         rule = schema.per_slot_by_sensor[readings.feature_name]
         if rule != "first" and aggregator is not None and readings.times is not None:
-            is_continuous = schema.features[first_code].kind == "continuous"
-            raw = parse_numbers(readings.values)[0] if is_continuous else np.full(len(encoded), np.nan)
+            feature, raw = schema.features[first_code], np.full(len(encoded), np.nan)
+            if feature.kind == "continuous":
+                raw, _ = parse_numbers(readings.values, feature.period == SECONDS_PER_DAY)
             slot_counts.num_repeated += aggregator.add(
                 rule, readings.rows, feature_codes, raw, encoded, readings.event_indexes, readings.times
             )
@@ -964,9 +978,10 @@ def _find_rejected_readings(
         readings: The M readings.
         encoded: (M,) the normalised readings, NaN if missing.
     """
-    if schema.features[feature_code].kind == "discrete" or not np.isnan(encoded).any():
+    feature = schema.features[feature_code]
+    if feature.kind == "discrete" or not np.isnan(encoded).any():
         return np.zeros(len(encoded), bool)
-    numbers, is_other_text = parse_numbers(readings.values)
+    numbers, is_other_text = parse_numbers(readings.values, feature.period == SECONDS_PER_DAY)
     return is_other_text | np.isinf(numbers)
 
 
@@ -999,17 +1014,19 @@ def parse_readings(schema: Schema, feature_code: int, readings: FeatureReadings)
     """
     feature = schema.features[feature_code]
     if feature.kind == "continuous":
-        numbers, _ = parse_numbers(readings.values)
+        numbers, _ = parse_numbers(readings.values, feature.period == SECONDS_PER_DAY)
         numbers[np.isinf(numbers)] = np.nan  # infinite readings are treated as missing
         return numbers
     # `labels` are the distinct labels of these readings, and `label_indexes` the index of each reading's label in them.
     label_indexes, labels = encode_labels(readings.values)
     code_by_label, unseen_code = schema.code_by_label[feature_code], len(feature.labels)
+    labels_are_numbers = are_numbers(feature.labels)
     codes: list[float] = []  # the feature's code of each distinct label
     for label in labels:
         # "1.0" is the label "1", unless it is a label itself.
         code = code_by_label.get(label, code_by_label.get(normalize_number_text(label)))
-        if code is None and label in ("inf", "-inf"):  # an infinite number, which is treated as missing
+        # An infinite number is treated as missing, and so is a text for "no value" among numbers.
+        if code is None and (label in ("inf", "-inf") or (labels_are_numbers and is_no_value(label))):
             codes.append(np.nan)
         else:
             codes.append(unseen_code if code is None else code)

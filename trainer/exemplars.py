@@ -19,7 +19,8 @@ from deformer_stream.calibration.conformal import trim_largest
 from deformer_stream.engine.record_scores import sum_centered_nll
 from deformer_stream.kernels.cpu import attached_kernels
 from deformer_stream.model.deformer import DEformer
-from deformer_stream.model.exemplars import Exemplars, compute_positions, estimate_marginals, has_unordered_labels
+from deformer_stream.model.exemplars import Exemplars, estimate_marginals
+from deformer_stream.model.positions import compute_positions, has_unordered_labels
 from deformer_stream.model.ranking import Ranking
 from deformer_stream.model.schema import LINEAR_LIMIT, Schema
 from trainer.budget import MIN_CLEAR_RATIO, measure_seconds_per_record
@@ -105,12 +106,12 @@ def add_ranking(
         The same model, which was changed in place.
     """
     rng = np.random.default_rng([seed, RANKING_SEED])
-    exemplars = _create_exemplars(model, data, max_exemplars, rng, calibration_exemplars)
+    exemplar_rows = _choose_exemplar_rows(data, max_exemplars, rng, calibration_exemplars)
+    exemplars = _create_exemplars(model, data, exemplar_rows, max_exemplars, rng)
     if exemplars is None:
         model.ranking = None
         return model
     # The exemplars of an old model (`--init-from`) come first. The typical distance is computed from new ones only.
-    exemplar_rows = choose_exemplar_rows(data, max_exemplars, seed, calibration_exemplars)
     num_new = len(exemplar_rows)
     num_exemplars = len(exemplars.positions)
     new_indexes = np.arange(num_exemplars - num_new, num_exemplars)
@@ -275,10 +276,11 @@ def measure_distance_seconds(
         clock: A function that returns the current time in seconds.
         priors: The Gaussian prior of the model with its variants, None if the weight is not estimated.
     """
-    exemplars = _create_exemplars(model, data, max_exemplars, np.random.default_rng([seed, RANKING_SEED]), True)
+    rng = np.random.default_rng([seed, RANKING_SEED])
+    exemplar_rows = _choose_exemplar_rows(data, max_exemplars, rng, calibration_exemplars=True)
+    exemplars = _create_exemplars(model, data, exemplar_rows, max_exemplars, rng)
     if exemplars is None:
         return 0.0
-    exemplar_rows = choose_exemplar_rows(data, max_exemplars, seed, True)
     num_old = len(exemplars.positions) - len(exemplar_rows)
     prior = None if priors is None else extract_mixture(priors.full)
     estimator = None if priors is None else PriorWeightEstimator(exemplars, data, exemplar_rows, priors, seed)
@@ -316,7 +318,7 @@ def _choose_exemplar_rows(
 
 
 def _create_exemplars(
-    model: DEformer, data: PreparedTable, max_exemplars: int, rng: np.random.Generator, calibration_exemplars: bool
+    model: DEformer, data: PreparedTable, rows: NDArray[np.int64], max_exemplars: int, rng: np.random.Generator
 ) -> Exemplars | None:
     """Return exemplars, which score complete records by their distances to them.
 
@@ -324,15 +326,14 @@ def _create_exemplars(
 
     Args:
         model: The model. If it has a ranking (of the model that is adapted), its exemplars are kept.
-        data: The prepared table from which exemplars are drawn.
-        max_exemplars: Largest number of exemplars.
-        rng: The source of the random choice.
-        calibration_exemplars: Whether calibration records may become exemplars.
+        data: The prepared table.
+        rows: Row numbers of the records that become exemplars.
+        max_exemplars: Largest number of exemplars, with those of the model that is adapted.
+        rng: The source of the random choice among the latter.
 
     Returns:
         The exemplars; None if `max_exemplars` is 0 or the table has fewer than two usable records.
     """
-    rows = _choose_exemplar_rows(data, max_exemplars, rng, calibration_exemplars)
     if not max_exemplars or len(rows) < 2:
         return None
     values = np.asarray(data.values[rows], np.float64)
@@ -371,7 +372,10 @@ def _prepend_old_exemplars(
     num_new_features = positions.shape[1] - old.positions.shape[1]
     padding = (0, 0), (0, num_new_features)  # zeros (False) in the columns of new features
     # Stored positions are divided by the old deviations; the caller divides all positions by new deviations.
-    old_positions = np.pad((old.positions * old.deviations)[kept_indexes], padding)
+    old_positions = old.positions * old.deviations
+    # Labels without an order are compared for equality, so their codes must be exact.
+    old_positions[:, old.is_text_label] = np.rint(old_positions[:, old.is_text_label])
+    old_positions = np.pad(old_positions[kept_indexes], padding)
     old_known = np.pad(old.known[kept_indexes], padding)
     return np.concatenate([old_positions, positions]), np.concatenate([old_known, known])
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from deformer_stream.calibration.fault_classifier import FaultClassifier, standardise_inputs
+from deformer_stream.calibration.fault_classifier import FaultClassifier, log_softmax, standardise_inputs
 from deformer_stream.engine.fault_inputs import compute_fault_inputs
 from deformer_stream.engine.order_trees import build_order_tree
 from deformer_stream.kernels.cpu import CpuKernels
@@ -319,13 +319,7 @@ def _choose_temperature(logits: Floats, fault_indexes: Ints) -> tuple[float, flo
     """
     weights = 1 / np.bincount(fault_indexes)[fault_indexes]
     losses = [
-        -(np.take_along_axis(_log_softmax(logits / t), fault_indexes[:, None, None], 2).mean((1, 2)) * weights).sum()
+        -(np.take_along_axis(log_softmax(logits / t), fault_indexes[:, None, None], 2).mean((1, 2)) * weights).sum()
         for t in TEMPERATURES
     ]
     return min(losses), float(TEMPERATURES[int(np.argmin(losses))])
-
-
-def _log_softmax(logits: Floats) -> Floats:
-    """Return ln of the probabilities of the last dimension."""
-    shifted = logits - logits.max(-1, keepdims=True)
-    return np.asarray(shifted - np.log(np.exp(shifted).sum(-1, keepdims=True)))

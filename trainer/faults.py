@@ -226,12 +226,14 @@ def read_labelled_records(
         "with several labels": int((is_labelled & has_several).sum()),
         "without a reading of a feature": int((is_labelled & ~has_several & ~has_readings).sum()),
     }
-    names, fault_indexes = np.unique([labels[index] for index in label_indexes[is_used]], return_inverse=True)
+    used_indexes, positions = np.unique(label_indexes[is_used], return_inverse=True)
+    names = [labels[index] for index in used_indexes.tolist()]
+    ranks = np.argsort(sorted(range(len(names)), key=names.__getitem__))  # of the names in alphabetical order
     return LabelledRecords(
         np.asarray(matrix[is_used], np.float64),
         None if arrival_ranks is None else np.asarray(arrival_ranks[is_used], np.int64),
-        fault_indexes.astype(np.int64),
-        tuple(map(str, names)),
+        ranks[positions].astype(np.int64),
+        tuple(sorted(names)),
         {reason: count for reason, count in num_left_out.items() if count},
     )
 

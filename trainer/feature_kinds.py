@@ -19,6 +19,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from deformer_stream.codec.columns import format_cell, to_python_values
 from deformer_stream.codec.number_texts import BAD_VALUE_TEXTS
 from deformer_stream.codec.tables import mix_bits
 from deformer_stream.errors import ConfigError
@@ -98,12 +99,38 @@ _DATE = re.compile(r"\s*(?:\d{4}([-/.])\d{1,2}\1\d{1,2}|\d{1,2}([-/.])\d{1,2}\2(
 """A date, perhaps followed by a time, in any order of day, month and year."""
 
 
+@dataclass(frozen=True)
+class _Sample:
+    """A random sample of numbers: those with the smallest hashes, at most `MAX_SAMPLE`.
+
+    Attributes:
+        hashes: (K,) the hash of each number.
+        numbers: (K,) the numbers.
+    """
+
+    hashes: NDArray[np.uint64] = field(default_factory=lambda: np.empty(0, np.uint64))
+    numbers: NDArray[np.float64] = field(default_factory=lambda: np.empty(0))
+
+    def add(self, hashes: NDArray[np.uint64], numbers: NDArray[np.float64]) -> _Sample:
+        """Return the sample of these numbers and M further ones."""
+        if len(self.hashes) == MAX_SAMPLE:
+            # A number with a larger hash than all of the full sample cannot replace any of them.
+            is_candidate = hashes < self.hashes.max()
+            hashes, numbers = hashes[is_candidate], numbers[is_candidate]
+        hashes, numbers = np.concatenate([self.hashes, hashes]), np.concatenate([self.numbers, numbers])
+        if len(hashes) > MAX_SAMPLE:
+            indexes_of_smallest = np.argpartition(hashes, MAX_SAMPLE - 1)[:MAX_SAMPLE]
+            hashes, numbers = hashes[indexes_of_smallest], numbers[indexes_of_smallest]
+        return _Sample(hashes, numbers)
+
+
 @dataclass
 class ColumnStatistics:
     """Statistics of the values of one column or feature, collected batch by batch in one pass over the table.
 
-    They contain a random sample of the numbers: the `MAX_SAMPLE` readings whose row numbers have the smallest hashes.
-    Therefore the sample depends neither on the table's layout nor on the size of the batches.
+    They contain random samples of the numbers. One has the `MAX_SAMPLE` readings whose row numbers have the smallest
+    hashes, so it depends neither on the table's layout nor on the size of the batches. If records have several
+    readings, it has all readings of few records. A second sample of single readings then represents the numbers.
 
     Attributes:
         name: Name of the column or feature.
@@ -144,8 +171,9 @@ class ColumnStatistics:
     order: OrderStatistics = field(default_factory=OrderStatistics)
     num_label_runs: int = 0
     _last_label: str | None = None
-    _row_hashes: NDArray[np.uint64] = field(default_factory=lambda: np.empty(0, np.uint64))
-    _sample: NDArray[np.float64] = field(default_factory=lambda: np.empty(0))
+    _by_record: _Sample = field(default_factory=_Sample)
+    _by_reading: _Sample | None = None  # begins when a record may have a second reading
+    _largest_row: int = -1
 
     def add(
         self, values: pa.Array, rows: NDArray[np.int64], is_training: NDArray[np.bool_], file_index: int = 0
@@ -169,11 +197,12 @@ class ColumnStatistics:
         # numbers and labels.
         are_numbers_counted = form in ("number", "clock", "text")
         if are_numbers_counted:
-            numbers, is_other_text = parse_numbers(values)
+            numbers, is_other_text = parse_numbers(values, "clock" in (form, self.form))
             if form == "text":
                 self._add_texts(values, is_other_text, is_training)
             self._add_numbers(numbers, rows, is_training, int(is_other_text.sum()), file_index)
-        self.form = form
+        # A part of a CSV column of times of day is text if one of its cells is no time.
+        self.form = "clock" if "clock" in (form, self.form) and form == "text" else form
         if form not in ("number", "clock"):
             self._add_labels(values, is_training, count_missing=not are_numbers_counted)
 
@@ -189,10 +218,11 @@ class ColumnStatistics:
         self.num_leading_zeros += int((has_leading_zeros(values) & is_training).sum())
         self.num_other_texts += int(is_other_text.sum())
         if is_other_text.any():
-            for entry in values.filter(pa.array(is_other_text)).value_counts():
-                text = str(entry["values"])
+            counted = values.filter(pa.array(is_other_text)).value_counts()
+            texts, counts = to_python_values(counted.field("values")), counted.field("counts").to_pylist()
+            for text, count in zip(map(format_cell, texts), counts, strict=True):
                 if text in self.count_by_other_text or len(self.count_by_other_text) < MAX_OTHER_TEXTS:
-                    self.count_by_other_text[text] = self.count_by_other_text.get(text, 0) + entry["counts"].as_py()
+                    self.count_by_other_text[text] = self.count_by_other_text.get(text, 0) + count
 
     def _add_numbers(
         self,
@@ -231,28 +261,24 @@ class ColumnStatistics:
                 if len(self.count_by_number) > MAX_LABELS:
                     self.count_by_number = None
                     break
-        self._add_to_sample(numbers, rows)
+        self._add_to_samples(numbers, rows)
 
-    def _add_to_sample(self, numbers: NDArray[np.float64], rows: NDArray[np.int64]) -> None:
-        """Merge M readings into the random sample of the column's readings.
-
-        The sample keeps the `MAX_SAMPLE` readings whose row numbers have the smallest hashes.
+    def _add_to_samples(self, numbers: NDArray[np.float64], rows: NDArray[np.int64]) -> None:
+        """Merge M readings into the random samples of the column's readings.
 
         Args:
-            numbers: (M,) finite numbers.
+            numbers: (M,) finite numbers, which `num_readings` counts already.
             rows: (M,) number of the record to which each number belongs.
         """
-        hashes = hash_rows(rows)
-        if len(self._row_hashes) == MAX_SAMPLE:
-            # A reading with a larger hash than all of the full sample cannot replace any of them.
-            is_candidate = hashes < self._row_hashes.max()
-            hashes, numbers = hashes[is_candidate], numbers[is_candidate]
-        hashes = np.concatenate([self._row_hashes, hashes])
-        numbers = np.concatenate([self._sample, numbers])
-        if len(hashes) > MAX_SAMPLE:
-            indexes_of_smallest = np.argpartition(hashes, MAX_SAMPLE - 1)[:MAX_SAMPLE]
-            hashes, numbers = hashes[indexes_of_smallest], numbers[indexes_of_smallest]
-        self._row_hashes, self._sample = hashes, numbers
+        has_new_records = rows[0] > self._largest_row and bool((np.diff(rows) > 0).all())
+        self._largest_row = max(self._largest_row, int(rows.max()))
+        if not has_new_records and self._by_reading is None:
+            self._by_reading = self._by_record  # until now, each record has one reading
+        self._by_record = self._by_record.add(hash_rows(rows), numbers)
+        if self._by_reading is not None:
+            # `~`, so that no reading has the hash of a record.
+            places = ~np.arange(self.num_readings - len(numbers), self.num_readings)
+            self._by_reading = self._by_reading.add(hash_rows(places), numbers)
 
     def _add_labels(self, values: pa.Array, is_training: NDArray[np.bool_], count_missing: bool) -> None:
         """Update the statistics of labels with a batch of M values.
@@ -327,14 +353,22 @@ class ColumnStatistics:
         Returns:
             (hashes, means), at most `MAX_LEVEL_READINGS` of each.
         """
-        hashes, index = np.unique(self._row_hashes, return_inverse=True)
-        sums = np.bincount(index, self._sample, len(hashes))
+        hashes, index = np.unique(self._by_record.hashes, return_inverse=True)
+        sums = np.bincount(index, self._by_record.numbers, len(hashes))
         return hashes[:MAX_LEVEL_READINGS], (sums / np.bincount(index, minlength=len(hashes)))[:MAX_LEVEL_READINGS]
+
+    @property
+    def levels_of_records(self) -> NDArray[np.float64]:
+        """The distinct numbers in the records of `record_sample`, in ascending order."""
+        return np.unique(self._by_record.numbers)
 
     @property
     def sorted_sample(self) -> NDArray[np.float64]:
         """A random sample of the numbers in training records, in ascending order."""
-        return np.sort(self._sample)
+        hashes = self._by_record.hashes
+        has_repeated_records = len(np.unique(hashes)) < len(hashes)
+        sample = self._by_reading if has_repeated_records and self._by_reading is not None else self._by_record
+        return np.sort(sample.numbers)
 
 
 def has_few_integers(column: ColumnStatistics) -> bool:
@@ -360,7 +394,7 @@ def has_ordered_levels(column: ColumnStatistics, others: Iterable[ColumnStatisti
         others: The statistics of numeric columns of the table. The column itself is ignored.
     """
     hashes, own = column.record_sample
-    levels = np.unique(column.sorted_sample)
+    levels = column.levels_of_records
     if not MIN_GRID_LEVELS <= len(levels) <= MAX_DISCRETE_NUMBERS or not np.isin(own, levels).all():
         return False
     rng = np.random.default_rng(0)
@@ -596,7 +630,8 @@ def infer_feature(
             )
         is_time = column.form == "time"
         return ExcludedColumn(column.name, "times are no features" if is_time else "neither numbers nor labels")
-    if not column.num_readings and not column.count_by_label:
+    has_labels = column.count_by_label is None or bool(column.count_by_label)  # None: too many to count
+    if not column.num_readings and (column.form == "clock" or not has_labels):
         return ExcludedColumn(column.name, "no values in the training rows")
     if column.form == "clock":
         if chosen_kind == "discrete":

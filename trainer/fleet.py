@@ -10,6 +10,7 @@ records of an adapted model are new to the fleet model as well, and its false-al
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 from collections.abc import Callable, Sequence
@@ -370,6 +371,10 @@ class _FleetTrainer:
             fixed = TrainConfig.model_fields.keys() & {"gaussians", *SHAPE_HYPERPARAMETERS}
             changes = {**dict.fromkeys(fixed), "init_from": settings.out / fleet_folder}
         run_job: Callable[..., JobOutput] = train_irregular if settings.irregular else train
+        if fleet_folder is not None and member.num_records is not None:
+            # The split of the fleet model's training, also if only a sample of the records is used: its calibration
+            # records are those that the fleet model has not seen.
+            run_job = functools.partial(run_job, part_sizes=[member.num_records])
         output = run_job(
             member.tables,
             self._make_settings(directory, changes),

@@ -23,20 +23,23 @@ from trainer.data import PreparedTable, Split
 
 Floats = NDArray[np.float64]
 
-NUM_REFERENCES, MIN_REFERENCES = 500, 50
-"""Number of random records to which the distances of each record are computed, and the smallest such number.
+NUM_REFERENCES = 500
+"""Number of random records to which the distances of each record are computed."""
 
-The smaller number is used if a time limit is short. The median of 50 distances is less precise than that of 500.
-"""
+MIN_REFERENCES = 50
+"""Smallest such number, if a time limit is short. The median of 50 distances is less precise than that of 500."""
 
 MIN_SEARCH_REFERENCES = 125
 """Smallest such number for `find_suspects`. With fewer, too few members of a group are among the compared records."""
 
-MEASURED_RECORDS, FIRST_MEASURED_RECORDS, MEASURING_SHARE = 2000, 250, 0.02
-"""Number of records on which the time of a search is measured, for `plan_search` the largest one.
+MEASURED_RECORDS = 2000
+"""Number of records on which the time of a search is measured; for `plan_search` the largest number."""
 
-It begins with the second number, and takes four times as many as long as this takes less than the share of the time.
-"""
+FIRST_MEASURED_RECORDS = 250
+"""Number of records with which `plan_search` begins to measure."""
+
+MEASURING_SHARE = 0.02
+"""`plan_search` measures four times as many records as before until measuring takes this share of the time limit."""
 
 COST_FACTOR = 1.6
 """Factor by which the time that `plan_search` measures is multiplied.
@@ -108,7 +111,7 @@ class Suspects:
 
     Attributes:
         is_grouped: (N,) whether the record belongs to a group of unusual records that is apart from the others.
-        is_isolated: (N,) whether the record is far from all usual records, and in no such group.
+        is_isolated: (N,) whether the record is far from all ordinary records, and in no such group.
         num_examined: Number of records among which suspects were searched, 0 if there are too few for a search.
         num_by_feature: For the features that are the most unusual ones of the most suspects, the number of suspects.
     """
@@ -300,19 +303,19 @@ class _Search:
         )
         self.gaussian = _TrimmedGaussian.fit(self._convert(rows[self.fitted]), distances[self.fitted])
         deviations = _compute_in_chunks(lambda chunk: self.gaussian.measure(self._convert(chunk)), self.data, rows)
-        # The rank of a record is the better one of its two scores, so that each score contributes records.
+        # The rank of a record is that of the more unusual one of its two scores, so that each contributes records.
         ranks = np.maximum(np.argsort(np.argsort(distances)), np.argsort(np.argsort(deviations)))
         by_rank = np.argsort(ranks, kind="stable")
         for step, share in enumerate(UNUSUAL_SHARES, 1):
             is_unusual = np.zeros(len(rows), bool)
             is_unusual[by_rank[len(rows) - round(share * len(rows)) :]] = True
-            is_grouped, is_isolated = self._judge(is_unusual, functools.partial(report, step))
+            is_grouped, is_isolated = self._find_suspects_among(is_unusual, functools.partial(report, step))
             if (is_grouped | is_isolated).mean() <= MAX_SUSPECTED_SHARE:
                 break
         on_progress(num_before + len(rows))
         return is_grouped, is_isolated
 
-    def _judge(
+    def _find_suspects_among(
         self, is_unusual: NDArray[np.bool_], on_progress: Callable[[float], object]
     ) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
         """Return which of the N records are in groups apart, and which are isolated, each (N,).
@@ -437,7 +440,7 @@ def leave_out(data: PreparedTable, suspects: Suspects) -> PreparedTable:
 
 
 def restore_left_out(data: PreparedTable) -> PreparedTable:
-    """Return the table with the records that `leave_out` has moved to `Split.LEFT_OUT` as training records again."""
+    """Return the table with all records of `Split.LEFT_OUT` as training records, also former validation records."""
     return replace(data, split=np.where(data.split == Split.LEFT_OUT, Split.TRAIN, data.split).astype(np.uint8))
 
 

@@ -14,7 +14,8 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from deformer_stream.model.exemplars import Exemplars, compute_positions
+from deformer_stream.model.exemplars import Exemplars
+from deformer_stream.model.positions import compute_positions
 from deformer_stream.model.schema import Schema
 from trainer.data import PreparedTable, Split
 from trainer.gaussian_prior import CrossFittedPriors

@@ -11,6 +11,7 @@ of each row are in memory as well.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -22,8 +23,15 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from deformer_stream.codec import columns
-from deformer_stream.codec.columns import convert_times_of_day, is_time_of_day
+from deformer_stream.codec.columns import (
+    convert_times_of_day,
+    encode_distinct,
+    format_cell,
+    is_time_of_day,
+    to_python_values,
+)
 from deformer_stream.codec.number_texts import parse_number_texts
+from deformer_stream.codec.timestamps import parse_time_of_day
 from deformer_stream.counts import format_count
 from deformer_stream.engine.events import NO_TIME
 from deformer_stream.errors import ConfigError, InputError
@@ -552,18 +560,10 @@ def encode_labels(values: pa.Array) -> tuple[NDArray[np.int64], list[str]]:
         (indexes, labels). `indexes` has shape (N,) and contains −1 for null and NaN. `labels` are texts. Equal numbers
         have the same text, such as "1" for 1 and 1.0. Some labels may not occur in `values`.
     """
-    encoded = values if pa.types.is_dictionary(values.type) else values.dictionary_encode()
-    is_numeric = classify_type(encoded.dictionary.type) == "number"
-    if is_numeric and not pa.types.is_null(encoded.dictionary.type):
-        # As floats, integers and decimals get the same spelling.
-        labels = [format_label(float(value)) for value in encoded.dictionary.to_pylist()]
-    else:
-        labels = [format_label(value.as_py()) for value in encoded.dictionary]
-    indexes = encoded.indices.fill_null(-1).to_numpy(zero_copy_only=False).astype(np.int64)
-    if is_numeric and "nan" in labels:  # NaN is a missing value like null
-        is_nan = np.array([label == "nan" for label in labels] + [False])  # the index −1 selects the last element
-        indexes = np.where(is_nan[indexes], -1, indexes)
-    return indexes, labels
+    cell_indexes, cells = encode_distinct(values)
+    # NaN is a missing value like null, which has the index after the last cell.
+    indexes = [-1 if isinstance(cell, float) and math.isnan(cell) else index for index, cell in enumerate(cells)]
+    return np.array([*indexes, -1], np.int64)[cell_indexes], [format_cell(cell) for cell in cells]
 
 
 def parse_times(values: pa.Array, where: str, row_numbers: NDArray[np.int64] | None = None) -> NDArray[np.int64]:
@@ -836,7 +836,7 @@ def _number_named_records(batch: pa.RecordBatch, number_by_key: dict[RecordKey, 
         (N,) record numbers from 0, −1 if the reading has no record id.
     """
     encoded = batch.column(RECORD).cast(pa.string()).dictionary_encode()
-    record_ids = encoded.dictionary.to_pylist()
+    record_ids = map(format_cell, to_python_values(encoded.dictionary))
     # `setdefault` returns the number of a known record, and adds a new one with the number of records so far.
     number_by_code = [number_by_key.setdefault(record_id, len(number_by_key)) for record_id in record_ids]
     codes = encoded.indices.fill_null(-1).to_numpy(zero_copy_only=False)
@@ -861,7 +861,9 @@ def _number_windows(
         (N,) record numbers from 0, −1 if the reading has no device or no time.
     """
     encoded = devices.cast(pa.string()).dictionary_encode()
-    names = encoded.dictionary.to_pylist()  # the distinct devices of this batch; a code is an index into them
+    names = list(
+        map(format_cell, to_python_values(encoded.dictionary))
+    )  # the distinct devices of this batch; a code is an index into them
     device_codes = encoded.indices.fill_null(-1).to_numpy(zero_copy_only=False).astype(np.int64)
     usable_indexes = np.flatnonzero((device_codes >= 0) & (times != NO_TIME))
     window_starts = floor_to_window(times[usable_indexes], window.width)
@@ -972,7 +974,7 @@ def _iterate_long_readings(tables: InputTables) -> Iterator[FeatureReadings]:
         # Sort the readings by feature. Those of feature k are then order[bounds[k]] to order[bounds[k + 1] - 1].
         order = np.argsort(feature_codes, kind="stable")
         bounds = np.searchsorted(feature_codes[order], np.arange(len(encoded.dictionary) + 1))
-        for code, name in enumerate(encoded.dictionary.to_pylist()):
+        for code, name in enumerate(map(format_cell, to_python_values(encoded.dictionary))):
             selected = order[bounds[code] : bounds[code + 1]]
             if len(selected):
                 yield FeatureReadings(
@@ -986,11 +988,13 @@ def _iterate_long_readings(tables: InputTables) -> Iterator[FeatureReadings]:
                 )
 
 
-def parse_numbers(values: pa.Array) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+def parse_numbers(values: pa.Array, has_times_of_day: bool = False) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
     """Convert N numbers, texts or times of day to floats.
 
     Args:
         values: N numbers, texts that may represent numbers, or times of day (converted to seconds since midnight).
+        has_times_of_day: Whether texts such as "13:45" represent times of day. A part of a CSV column of times of day
+            is text if one of its cells is no time.
 
     Returns:
         (numbers, is_other_text), both of shape (N,). A number is NaN if the value is null, stands for "no value" such
@@ -1000,7 +1004,14 @@ def parse_numbers(values: pa.Array) -> tuple[NDArray[np.float64], NDArray[np.boo
         return _convert_to_floats(values), np.zeros(len(values), bool)
     if pa.types.is_dictionary(values.type):
         values = values.dictionary_decode()
-    return parse_number_texts(values.cast(pa.string()))
+    numbers, is_other_text = parse_number_texts(values.cast(pa.string()))
+    if has_times_of_day and is_other_text.any():
+        indexes, texts = encode_distinct(values.filter(pa.array(is_other_text)))
+        seconds = [parse_time_of_day(format_cell(text).strip()) for text in texts]
+        found = np.array([np.nan if second is None else second for second in seconds])[indexes]
+        numbers[is_other_text] = found
+        is_other_text[is_other_text] = np.isnan(found)
+    return numbers, is_other_text
 
 
 def has_leading_zeros(values: pa.Array) -> NDArray[np.bool_]:

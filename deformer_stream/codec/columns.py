@@ -8,7 +8,7 @@ once per row.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from math import inf, isfinite, isinf, isnan, nan
 from typing import Any
 
@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from deformer_stream.codec.number_texts import parse_number, parse_number_texts
+from deformer_stream.codec.number_texts import is_no_value, parse_number, parse_number_texts
 from deformer_stream.codec.timestamps import (
     MAX_SECOND,
     MIN_SECOND,
@@ -48,7 +48,8 @@ def parse_labels(
         name: The feature name, for error messages.
 
     Returns:
-        (N,) label codes: NaN for null and NaN, the number of labels for an unseen label, infinity for a rejected cell.
+        (N,) label codes: NaN for null, NaN, and texts such as "No Data" if the labels are numbers; the number of labels
+        for an unseen label; infinity for a rejected cell.
         A dictionary by row index: the text of an unseen label (a label that did not occur in training), or the error of
         a cell that is rejected.
     """
@@ -63,6 +64,8 @@ def parse_labels(
             continue
         try:
             label = _choose_label(value, code_by_label)
+            if label not in code_by_label and is_no_value(label) and are_numbers(code_by_label):
+                continue  # as null
             codes[index], unseen_label = encode_label(label, code_by_label, name)
         except RejectionError as error:
             codes[index], issues[index] = inf, error
@@ -283,7 +286,9 @@ def encode_distinct(column: pa.Array) -> tuple[NDArray[np.int64], list[Any]]:
     """
     if pa.types.is_null(column.type):
         return np.zeros(len(column), np.int64), []  # D is 0, so each index is D
-    if pa.types.is_dictionary(column.type) and column.dictionary.null_count:
+    if pa.types.is_dictionary(column.type) and (
+        column.dictionary.null_count or pa.types.is_decimal(column.type.value_type)
+    ):
         column = column.dictionary_decode()  # encoding it again leaves nulls out of the distinct values
     # So that the decimal 3.0 is the label 3. Arrow before version 26 cannot encode numbers of 16 bits.
     if pa.types.is_decimal(column.type) or pa.types.is_float16(column.type):
@@ -305,6 +310,19 @@ def to_python_values(column: pa.Array) -> list[Any]:
     except UnicodeDecodeError:
         encoded_texts = column.cast(pa.large_binary()).to_pylist()
         return [None if text is None else text.decode("utf-8", "surrogateescape") for text in encoded_texts]
+
+
+def format_cell(value: object) -> str:
+    """Return a value as a label in valid UTF-8; bytes of a text that are not UTF-8 become U+FFFD."""
+    return format_label(value).encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+
+
+def are_numbers(labels: Collection[str]) -> bool:
+    """Return whether there are labels, and all of them are texts of numbers.
+
+    In such a column a text for "no value", such as "No Data", is a missing reading and no further label.
+    """
+    return bool(labels) and all(parse_number(label) is not None for label in labels)
 
 
 def spread_errors(indices: NDArray[np.int64], errors: Sequence[RejectionError | None]) -> dict[int, RejectionError]:

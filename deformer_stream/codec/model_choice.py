@@ -154,7 +154,7 @@ class ModelCodecs:
             of events and rejections refer to `data`.
 
         Raises:
-            InputError: As `Codec.decode`; or a table has no column with the field that determines the model.
+            InputError: As `Codec.decode`.
         """
         parts: Mapping[str, tuple[Payload, Ints]]
         if isinstance(data, Messages):
@@ -217,12 +217,12 @@ class ModelCodecs:
         streams_by_model: dict[str, list[tuple[int, bytes]]] = {}
         rejections: list[Rejection] = []
         parse_value, known = self._parse_value, self.codec_by_model
-        is_name = self.choice.choose if self.choice.has_pattern else None
+        choose_name = self.choice.choose if self.choice.has_pattern else None
         for i, payload in enumerate(data.payloads):
             try:
                 if len(payload) <= self._max_bytes:  # type: ignore[arg-type]  # a tombstone raises TypeError
                     value = parse_value(payload).value
-                    name = value if is_name is None else is_name(value)
+                    name = value if choose_name is None else choose_name(value)
                     if name in known:
                         indices_by_model.setdefault(name, []).append(i)
                         continue
@@ -271,7 +271,7 @@ class ModelCodecs:
             The rows of each model with their indices in `data`; and the rows that belong to no model.
 
         Raises:
-            InputError: The column is missing, or has a type that no value of the field can have.
+            InputError: The column has a type that no value of the field can have.
         """
         field = self.choice.field
         if field in data.table.schema.names:
@@ -296,17 +296,19 @@ class ModelCodecs:
             except RejectionError as error:
                 names.append(error)
         rejections: list[Rejection] = []
-        rows_by_model: dict[str, list[Ints]] = {}
-        for index in np.unique(value_index).tolist():
-            rows, name = np.flatnonzero(value_index == index), names[index]
-            if isinstance(name, RejectionError):
-                rejections += [Rejection(row, name.reason, name.detail) for row in rows.tolist()]
-            else:
-                rows_by_model.setdefault(name, []).append(rows)
+        models = sorted({name for name in names if isinstance(name, str)})
+        number_by_model = {name: number for number, name in enumerate(models)}
+        model_of_value = np.array([number_by_model[name] if isinstance(name, str) else -1 for name in names])
+        model_of_row = model_of_value[value_index]
+        for row in np.flatnonzero(model_of_row < 0).tolist():
+            refusal = names[value_index[row]]
+            if isinstance(refusal, RejectionError):
+                rejections.append(Rejection(row, refusal.reason, refusal.detail))
         parts: dict[str, tuple[LongRows | WideRows, Ints]] = {}
-        for name, groups in rows_by_model.items():
-            rows = np.sort(np.concatenate(groups))
-            parts[name] = data.take(rows), rows
+        for number, name in enumerate(models):
+            rows = np.flatnonzero(model_of_row == number)
+            if len(rows):
+                parts[name] = data.take(rows), rows
         return parts, rejections
 
 

@@ -161,11 +161,28 @@ class ArrayRecords(TabularRecords):
             rows: Indexes of the rows to copy; None for all.
         """
         array = self._array.copy() if rows is None else self._array[rows]
+        cells_by_name = {
+            name: columns[name].to_numpy(zero_copy_only=False) for name in self.column_names if name in columns
+        }
+        array = array.astype(self._widen_texts(array.dtype, cells_by_name), copy=False)
         for index, name in enumerate(self.column_names):
-            if name in columns:
+            if name in cells_by_name:
                 target = array[name] if self._is_structured else array[:, index]
-                target[:] = columns[name].to_numpy(zero_copy_only=False)
+                target[:] = cells_by_name[name]
         return array
+
+    def _widen_texts(self, dtype: np.dtype[Any], cells_by_name: Mapping[str, NDArray[Any]]) -> np.dtype[Any]:
+        """Return a data type that is wide enough for the texts of the new cells; NumPy would truncate them silently."""
+
+        def widen(old: np.dtype[Any], cells: Iterable[Any]) -> np.dtype[Any]:
+            if old.kind != "U":
+                return old
+            return np.promote_types(old, f"U{max((len(str(cell)) for cell in cells), default=0)}")
+
+        if not self._is_structured:
+            return widen(dtype, (cell for cells in cells_by_name.values() for cell in cells))
+        fields = [(name, dtype[name]) for name in self.column_names]
+        return np.dtype([(name, widen(old, cells_by_name.get(name, ()))) for name, old in fields])
 
 
 def read_tabular(records: object, schema: Schema, columns: Sequence[str] | None = None) -> TabularRecords | None:

@@ -15,7 +15,7 @@ from deformer_stream.errors import ConfigError, InputError
 from deformer_stream.library.detector import Detector, TemporaryFolder
 from deformer_stream.library.frames import TabularRecords, convert_cells, read_array, read_frame, warn
 from deformer_stream.model.load_network import require_torch
-from deformer_stream.tables.table import Table
+from deformer_stream.tables.table import Table, TableOptions
 
 if TYPE_CHECKING:
     from trainer.job_output import JobOutput
@@ -94,7 +94,9 @@ def run_training(
         raise ConfigError("the option per makes several models, but train() returns one: use deformer-train --per")
     sources: Sequence[Path | Table] | None = _list_paths(records)
     if sources is None:
-        sources = [Table.from_arrow(_to_training_table(records, columns), "the training table")]
+        kept = [name for name in (settings.label, settings.time_column, settings.device_column) if name is not None]
+        table_options = TableOptions.from_settings(settings, kept)
+        sources = [Table.from_arrow(_to_training_table(records, columns), "the training table", table_options)]
     run_job = irregular_job.train_irregular if settings.irregular else job.train
     if verbose:
         output = run_job(sources, settings, on_prepared=print_features, on_message=print)
@@ -131,7 +133,12 @@ def _to_training_table(records: Any, columns: Sequence[str] | None) -> pa.Table:
     else:
         table = read_frame(records)
     if table is not None:
-        return pa.table({name: table.get_column(name) for name in table.column_names})
+        arrays = {name: table.get_column(name) for name in table.column_names}
+        # Metadata of a field states the unit of its values.
+        has_metadata = isinstance(records, pa.Table | pa.RecordBatch)
+        metadata = {field.name: field.metadata for field in records.schema} if has_metadata else {}
+        fields = [pa.field(name, array.type, metadata=metadata.get(name)) for name, array in arrays.items()]
+        return pa.table(list(arrays.values()), pa.schema(fields))
     if not isinstance(records, Sequence) or not all(isinstance(record, Mapping) for record in records):
         raise InputError(
             f"a training table of type {type(records).__name__} cannot be read: give a data frame, an Arrow table, a "

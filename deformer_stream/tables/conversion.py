@@ -39,7 +39,7 @@ UTC_MICROSECONDS = pa.timestamp("us", "UTC")
 """The type of converted times."""
 
 MAX_BAD_SHARE = 0.2
-"""Largest share of cells without a number in a column that is meant to hold numbers, if the texts are unknown."""
+"""Largest share of other cells in a column that is meant to hold numbers or times of day, if the texts are unknown."""
 
 _BOOLEANS = ("true", "True", "TRUE", "false", "False", "FALSE")
 _DAY_FIRST = r"^\s*(\d{2})\.(\d{2})\.(\d{4})(?:[ T]+(.*?))?\s*$"  # 31.12.2025 23:59:59
@@ -74,9 +74,14 @@ def convert_integers(column: pa.Array, decimal: Decimal | None) -> pa.Array:
 
 
 def convert_booleans(column: pa.Array) -> pa.Array:
-    """Return a column of texts as booleans, or unchanged if a cell is neither true nor false."""
-    is_boolean = pc.is_in(column, pa.array(_BOOLEANS, column.type)).to_numpy(zero_copy_only=False)
-    return column.cast(pa.bool_()) if (is_boolean | ~_is_valid(column)).all() else column
+    """Return a column of texts as booleans, or as text if a cell is neither true nor false.
+
+    In the second case "True" and "TRUE" become "true", as booleans are written, and "False" and "FALSE" become "false".
+    """
+    is_boolean = pc.is_in(column, pa.array(_BOOLEANS, column.type))
+    if (is_boolean.to_numpy(zero_copy_only=False) | ~_is_valid(column)).all():
+        return column.cast(pa.bool_())
+    return pc.if_else(is_boolean, pc.ascii_lower(column), column)
 
 
 def convert_dates(column: pa.Array) -> pa.Array:
@@ -216,7 +221,7 @@ def _compute_offset(interval: int, timezone: tzinfo) -> int:
 def infer_type(column: pa.Array, decimal: Decimal | None) -> pa.DataType:
     """Return the type that the cells of a column of texts have: numbers, booleans, dates, times, or text.
 
-    A column of numbers may contain some bad cells. Numbers with leading zeros, such as 007, are text.
+    A column of numbers or times of day may contain some bad cells. Numbers with leading zeros, such as 007, are text.
 
     Args:
         column: The texts.
@@ -232,11 +237,11 @@ def infer_type(column: pa.Array, decimal: Decimal | None) -> pa.DataType:
         return pa.int64() if pa.types.is_integer(convert_integers(texts, decimal).type) else pa.float64()
     if pa.types.is_boolean(convert_booleans(texts).type):
         return pa.bool_()
-    if (
-        pc.all(pc.match_substring_regex(texts, _TIME_OF_DAY)).as_py()
-        and parse_time_of_day(str(texts[0]).strip()) is not None
-    ):
-        return pa.time64("us")
+    is_clock = pc.match_substring_regex(texts, _TIME_OF_DAY)
+    if is_clock.to_numpy(zero_copy_only=False).mean() >= 1.0 - MAX_BAD_SHARE:
+        first_clock = texts.filter(is_clock)[0].as_py()
+        if parse_time_of_day(first_clock.strip()) is not None:
+            return pa.time64("us")
     first_text = str(encode_distinct(texts[:1])[1][0])
     if not is_time_text(first_text):
         return pa.string()

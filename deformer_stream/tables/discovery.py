@@ -9,6 +9,7 @@ are then input files. Other folders of tables are accepted only if each data fil
 from __future__ import annotations
 
 import glob
+import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path, PurePath, PurePosixPath
 from typing import Any
@@ -66,12 +67,20 @@ def find_files(inputs: Sequence[str | Path], endings: Collection[str] = PARQUET 
     """Return the local input files; see `find_data_files`.
 
     Raises:
-        InputError: As for `find_data_files`, or an input is the URL of an object store.
+        InputError: As for `find_data_files`, or an input is the URL of an object store or an Iceberg table.
     """
     url = next((url for entry in inputs if (url := parse_url(entry)) is not None), None)
     if url is not None:
         raise InputError(f"{url}: this command reads local files only; copy the files to this machine, and name them")
-    return [path for path in find_data_files(inputs, endings) if isinstance(path, Path)]
+    files: list[Path] = []
+    for file in find_data_files(inputs, endings):
+        if not isinstance(file, Path):
+            raise InputError(
+                f"{', '.join(map(str, inputs))}: this command does not read Iceberg tables; write the table to Parquet "
+                "files, and name these"
+            )
+        files.append(file)
+    return files
 
 
 def find_data_files(
@@ -235,20 +244,26 @@ def _expand_pattern(pattern: str, endings: Collection[str]) -> list[Path]:
     """Return the data files that a pattern such as `logs/*.parquet` matches, sorted by path.
 
     A folder that the pattern matches stands for the data files in it. With `**`, a folder and the files in it may both
-    match; each file is returned once.
+    match; each file is returned once. Hidden files and folders are skipped, and so are the files that describe Delta
+    Lake and Iceberg tables, unless the part of the pattern before its first wildcard names their folder.
 
     Raises:
         InputError: The pattern matches no data file.
     """
     files: set[Path] = set()
+    # The part of the pattern before the first name with a wildcard.
+    base = Path(*itertools.takewhile(lambda part: not glob.has_magic(part), Path(pattern).parts))
     for match in map(Path, glob.iglob(pattern, recursive=True)):
+        if _is_hidden(match.relative_to(base)):
+            continue
         if match.is_dir():
             files.update(list_data_files(match, endings))
-        elif has_ending(match, endings) and not match.name.startswith("_"):
+        elif has_ending(match, endings) and not _describes_iceberg_table(match, base):
             files.add(match)
     if not files:
         raise InputError(
-            f"{pattern}: no {_name_formats(endings)} file matches this pattern; check the pattern and the folder"
+            f"{pattern}: no {_name_formats(endings)} file matches this pattern; check the pattern and the folder "
+            "(names that begin with a dot or an underscore are skipped)"
         )
     return sorted(files)
 
@@ -338,6 +353,17 @@ def _is_hidden(path: PurePath) -> bool:
     Such names mark hidden and temporary files.
     """
     return any(part.startswith((".", "_")) for part in path.parts)
+
+
+def _describes_iceberg_table(path: Path, base: Path) -> bool:
+    """Return whether a file lies in the metadata folder of an Iceberg table below the folder `base`."""
+    folders = itertools.takewhile(lambda folder: folder != base, path.parents)
+    return any(
+        _is_iceberg_metadata(file)
+        for folder in folders
+        if folder.name == METADATA_FOLDER
+        for file in folder.glob(f"*{METADATA_ENDING}")
+    )
 
 
 def _check_delta_log(log_folder: Path) -> None:

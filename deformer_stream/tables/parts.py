@@ -13,9 +13,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from deformer_stream.codec.columns import encode_distinct
+from deformer_stream.codec.columns import encode_distinct, format_cell
 from deformer_stream.errors import InputError, map_write_errors
-from deformer_stream.model.schema import format_label
 from deformer_stream.tables.table import Table
 
 MAX_PARTS = 500
@@ -88,7 +87,7 @@ def split_table(
     kept = [name for name in table.schema.names if keep_column or name != column]
     if column in table.partition_values:
         value = table.partition_values[column]
-        return ({}, table.num_rows or 0) if value is None else ({_format_value(value): table.select(kept)}, 0)
+        return ({}, table.num_rows or 0) if value is None else ({format_cell(value): table.select(kept)}, 0)
     file_columns = [name for name in table.schema.names if name not in table.partition_values]
     file_by_value: dict[str, _PartFile] = {}
     num_left_out = waiting_bytes = 0
@@ -152,7 +151,7 @@ def encode_values(column: pa.Array) -> tuple[NDArray[np.int64], list[str]]:
         features are: the numbers 1 and 1.0 are both "1".
     """
     indexes, cells = encode_distinct(column)
-    texts = [None if _is_missing(cell) else _format_value(cell) for cell in cells]
+    texts = [None if _is_missing(cell) else format_cell(cell) for cell in cells]
     # Different cells may have the same text.
     distinct = list(dict.fromkeys(text for text in texts if text is not None))
     code_by_text = {text: code for code, text in enumerate(distinct)}
@@ -164,8 +163,3 @@ def encode_values(column: pa.Array) -> tuple[NDArray[np.int64], list[str]]:
 def _is_missing(value: object) -> bool:
     """Return whether a cell has no value: null or NaN."""
     return value is None or (isinstance(value, float) and isnan(value))
-
-
-def _format_value(value: object) -> str:
-    """Return a value as a text in valid UTF-8; bytes of a text that are not UTF-8 become U+FFFD."""
-    return format_label(value).encode("utf-8", "surrogateescape").decode("utf-8", "replace")

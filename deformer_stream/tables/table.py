@@ -10,7 +10,7 @@ import json
 import re
 import zlib
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -346,8 +346,10 @@ class Table:
 
         Returns:
             The tables in the order of the files. Files whose folders state that the condition of the options is true
-            for none of their rows are not opened, and have no table. A file without a column of the condition has no
-            value in it, if another file has the column.
+            for none of their rows are not opened, and have no table. But if an opened file has such a column itself,
+            all files are opened, because a column of a file has precedence. It is not noticed if only files that are
+            left out have the column. A file without a column of the condition has no value in it, if another file has
+            the column.
 
         Raises:
             InputError: A file cannot be read, two of its columns have the same name, or no file can have rows for which
@@ -370,16 +372,18 @@ class Table:
             types = {name: (type_by_column[name], text) for name, text in texts_by_path[path].items()}
             return replace(table, path=path)._add_partitions(types)
 
-        if options.where is not None:
-            paths = _choose_matching(paths, options.where, options.timezone, texts_by_path, type_by_column)
-        # The latency of an object store is longer than the work.
-        num_threads = min(OPENING_THREADS, sum(not isinstance(path, Path) for path in paths))
-        if num_threads < 2:
-            tables = [open_one(path) for path in paths]
+        tested = () if options.where is None else tuple(options.where.columns)
+        if options.where is None:
+            tables = _map_on_threads(open_one, paths)
         else:
-            with ThreadPoolExecutor(num_threads) as pool:
-                tables = list(pool.map(open_one, paths))
-        tested = () if options.where is None else options.where.columns
+            chosen = _choose_matching(paths, options.where, options.timezone, texts_by_path, type_by_column)
+            tables = _map_on_threads(open_one, chosen or paths[:1])
+            # The columns of a file have precedence over those of its path, and decide about each row.
+            of_paths = type_by_column.keys() & tested
+            if len(chosen) < len(paths) and any(table._has_own_column(of_paths) for table in tables):
+                tables = _map_on_threads(open_one, paths)
+            elif paths and not chosen:
+                raise InputError(f"no file can have rows with --where {options.where.text}; check the condition")
         columns = [table.schema.field(name) for table in tables for name in tested if name in table.schema.names]
         types = {column.name: column.type for column in columns}
         return [table._bind_condition(types) for table in tables]
@@ -786,6 +790,10 @@ class Table:
             return {}
         return {name: conversion.decode_texts(batch.column(name)) for name in columns}
 
+    def _has_own_column(self, names: Iterable[str]) -> bool:
+        """Return whether the file itself has one of these columns, and not only its path."""
+        return any(name in self.schema.names and name not in self.partition_values for name in names)
+
     def _add_partitions(self, text_by_column: Mapping[str, tuple[pa.DataType, str | None]]) -> Table:
         """Return the table with the columns of its path as well; a column of the file has precedence.
 
@@ -808,6 +816,15 @@ def _number_batches(batches: Iterable[pa.RecordBatch]) -> Iterator[tuple[int, pa
         first_row += batch.num_rows
 
 
+def _map_on_threads(open_one: Callable[[DataFile], Table], paths: Sequence[DataFile]) -> list[Table]:
+    """Return the tables of files, those of an object store opened at the same time: its latency is most of the work."""
+    num_threads = min(OPENING_THREADS, sum(not isinstance(path, Path) for path in paths))
+    if num_threads < 2:
+        return [open_one(path) for path in paths]
+    with ThreadPoolExecutor(num_threads) as pool:
+        return list(pool.map(open_one, paths))
+
+
 def _choose_matching(
     paths: Sequence[DataFile],
     where: RowFilter,
@@ -823,18 +840,12 @@ def _choose_matching(
         timezone: The zone of times that have none, None for UTC.
         texts_by_path: The columns that the folders of each file state, with their values as texts.
         type_by_column: The types of these columns.
-
-    Raises:
-        InputError: There are no such files.
     """
     try:
         condition = where.bind(type_by_column, timezone)
     except ConfigError:  # the files may have columns of these names and of another type, which have precedence
         return paths
-    matching = [path for path in paths if condition.may_match(_get_path_ranges(texts_by_path[path], type_by_column))]
-    if paths and not matching:
-        raise InputError(f"no file can have rows with --where {where.text}; check the condition")
-    return matching
+    return [path for path in paths if condition.may_match(_get_path_ranges(texts_by_path[path], type_by_column))]
 
 
 def _get_path_ranges(

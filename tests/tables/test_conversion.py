@@ -10,7 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deformer_stream.tables.conversion import UTC_MICROSECONDS, convert_numbers, convert_times, infer_type
+from deformer_stream.tables.conversion import (
+    UTC_MICROSECONDS,
+    convert_booleans,
+    convert_numbers,
+    convert_times,
+    infer_type,
+)
 
 BERLIN = ZoneInfo("Europe/Berlin")
 
@@ -114,6 +120,12 @@ def test_timestamps_without_a_zone_stay_unless_a_zone_is_given() -> None:
 )
 def test_types_of_columns_of_texts(texts: list[str | None], expected: pa.DataType) -> None:
     assert infer_type(pa.array(texts, pa.string()), None) == expected
+
+
+def test_one_bad_cell_leaves_the_other_booleans_in_one_spelling() -> None:
+    assert convert_booleans(pa.array(["True", "FALSE", None])).to_pylist() == [True, False, None]
+    converted = convert_booleans(pa.array(["True", "FALSE", None, "true", "None"]))
+    assert converted.to_pylist() == ["true", "false", None, "true", "None"]
 
 
 def test_one_bad_cell_leaves_the_other_numbers_readable() -> None:

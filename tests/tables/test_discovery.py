@@ -119,6 +119,18 @@ def test_patterns_are_replaced_by_the_files_that_match(tmp_path: Path) -> None:
     assert find_names(tmp_path, "d", "a.csv") == ["d/1.csv", "d/e/2.csv", "a.csv"]
 
 
+def test_patterns_skip_hidden_folders_and_descriptions_of_tables(tmp_path: Path) -> None:
+    write_files(
+        tmp_path, "t/a.parquet", "t/_delta_log/1.checkpoint.parquet", "t/_temporary/0/b.parquet", "t/.x/c.parquet"
+    )
+    write_files(tmp_path, "i/data/a.parquet", "i/metadata/stats.parquet", "no/metadata/a.parquet")
+    write_iceberg_metadata(tmp_path / "i", "append")
+    visible = ["i/data/a.parquet", "no/metadata/a.parquet", "t/a.parquet"]
+    assert find_names(tmp_path, "**/*.parquet") == visible
+    assert find_names(tmp_path, "t/_temporary/*/*.parquet") == ["t/_temporary/0/b.parquet"]  # named explicitly
+    assert find_names(tmp_path, "*/*/*.parquet") == visible[:2]
+
+
 def test_a_file_whose_name_looks_like_a_pattern_is_that_file(tmp_path: Path) -> None:
     write_files(tmp_path, "[1].csv", "1.csv")
     assert find_names(tmp_path, "[1].csv") == ["[1].csv"]

@@ -193,6 +193,14 @@ def test_row_groups_and_files_without_matches_are_not_read(tmp_path: Path) -> No
         read(tmp_path, "site = 'C'", ["x"])
 
 
+def test_the_own_column_of_a_file_decides_in_place_of_its_folder(tmp_path: Path) -> None:
+    """The folder of a file can be named by the day on which it was stored."""
+    write(tmp_path / "day=2025-01-31/t.parquet", x=[1, 2], day=[date(2025, 1, 31), date(2025, 2, 1)])
+    write(tmp_path / "day=2025-02-01/t.parquet", x=[3, 4], day=[date(2025, 2, 1), date(2025, 2, 1)])
+    assert [row["x"] for row in read(tmp_path, "day >= '2025-02-01'", ["x"])] == [2, 3, 4]
+    assert [row["x"] for row in read(tmp_path / "day=2025-01-31", "day >= '2025-02-01'", ["x"])] == [2]
+
+
 def test_missing_values_of_row_groups_are_found(tmp_path: Path) -> None:
     """The statistics of a file do not count NaN."""
     path = write(tmp_path / "t.parquet", x=[*[1.0] * 9, float("nan"), *[2.0] * 10], y=[None] * 10 + [1] * 10)

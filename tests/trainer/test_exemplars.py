@@ -15,7 +15,8 @@ import torch
 from deformer_stream import load, model_store
 from deformer_stream.calibration.conformal import Calibration
 from deformer_stream.model.deformer import DEformer, ModelConfig
-from deformer_stream.model.exemplars import Exemplars, compute_positions
+from deformer_stream.model.exemplars import NUM_NEIGHBORS, Exemplars
+from deformer_stream.model.positions import compute_positions
 from tests.trainer.tables import mixed, prepared
 from trainer.data import PreparedTable, Split
 from trainer.exemplars import MIN_DIFFERENCE_RATE, add_ranking, choose_exemplar_rows, score_complete_records
@@ -44,6 +45,26 @@ def test_deviation_of_each_feature_is_its_own_spread(tmp_path: Path) -> None:
     assert deviations["word"] == pytest.approx(0.5, abs=0.02)
     assert deviations["always"] == pytest.approx(MIN_DIFFERENCE_RATE)
     assert float(model.ranking.positions[:, data.schema.code_by_name["x"]].std()) == pytest.approx(1.0, abs=0.01)
+
+
+def test_an_adapted_model_compares_the_labels_of_old_exemplars_exactly(tmp_path: Path) -> None:
+    """Stored codes are divided by a deviation, and multiplied by it again, which does not give all codes exactly."""
+    labels = [f"label {code:02}" for code in range(12) for _ in range(1 + 10 * code)]
+    model = add_ranking(model_of(data := prepared(tmp_path, {"word": labels})), data, 1000, 0)
+    assert model.ranking is not None
+    old = model.ranking.to_exemplars()
+    codes = old.positions * old.deviations
+    assert (codes != np.rint(codes)).any()
+    (tmp_path / "second").mkdir()
+    data = replace(prepared(tmp_path / "second", {"word": labels[::2]}), schema=data.schema)
+    ranking = add_ranking(model, data, 1000, 0).ranking
+    assert ranking is not None
+    adapted = ranking.to_exemplars()
+    assert len(adapted.positions) > len(old.positions)
+    _, label_indexes, counts = np.unique(adapted.positions[:, 0], return_inverse=True, return_counts=True)
+    assert len(counts) == 12  # as many as there are labels
+    distances = adapted.compute_distances(adapted.positions, adapted.known)
+    assert (distances[counts[label_indexes] >= NUM_NEIGHBORS] == 0).all()
 
 
 def test_a_few_extreme_readings_do_not_hide_a_feature(tmp_path: Path) -> None:

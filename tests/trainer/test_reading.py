@@ -11,11 +11,14 @@ import pyarrow.parquet as pq
 import pytest
 from numpy.typing import NDArray
 
+from deformer_stream.codec.columns import parse_labels
 from deformer_stream.errors import ConfigError, InputError
 from deformer_stream.tables.csv_dialect import CsvOptions
 from deformer_stream.tables.table import Table, TableOptions
 from tests.trainer.tables import mixed, prepared, write
-from trainer.data import DataOptions, PreparedTable, prepare_table
+from trainer.data import DataOptions, PreparedTable, Split, collect_statistics, prepare_table
+from trainer.feature_kinds import MAX_SAMPLE
+from trainer.tables import index_records, open_tables
 
 N = 300
 
@@ -267,3 +270,90 @@ def test_a_table_of_malformed_rows_only_names_them(tmp_path: Path) -> None:
     (tmp_path / "t.csv").write_text("a,b\n" + "1,2,\n" * 100)
     with pytest.raises(InputError, match=r"100 rows were left out because of a wrong number of cells.* line 2 of"):
         prepare_in(tmp_path, tmp_path / "t.csv")
+
+
+@pytest.mark.parametrize("file", ["t.csv", "t.parquet"])
+def test_texts_for_no_value_are_missing_among_labels_that_are_numbers(tmp_path: Path, file: str) -> None:
+    valve = ["0", "1"] * 200 + ["nan", "No Data", "none"]
+    columns = {"valve": valve, "state": ["on", "off", "nan"] * 134 + ["on"], "x": list(np.arange(403) * 0.37 % 5)}
+    source = write_csv(tmp_path / file, columns) if file == "t.csv" else write(tmp_path / file, columns)
+    data = prepare_in(tmp_path, source, discrete=("valve",))
+    assert data.schema.features[data.schema.code_by_name["valve"]].labels == ("0", "1")
+    codes = data.values[:, data.schema.code_by_name["valve"]]
+    assert np.isnan(codes[-3:]).all()
+    assert not np.isnan(codes[:-3]).any()
+    assert data.schema.features[data.schema.code_by_name["state"]].labels == ("nan", "off", "on")
+    streamed, issues = parse_labels(pa.array(["No Data", "1", "2"]), {"0": 0, "1": 1}, "valve")
+    assert np.isnan(streamed[0])
+    assert (streamed[1:].tolist(), issues) == ([1.0, 2.0], {2: "2"})
+
+
+def test_too_many_texts_are_the_reason_why_a_column_is_left_out(tmp_path: Path) -> None:
+    columns = {
+        "station": [f"station {i % 1500}" for i in range(3000)],
+        "x": list(np.random.default_rng(0).normal(size=3000)),
+    }
+    excluded = {column.name: column.reason for column in prepared(tmp_path, columns).excluded_columns}
+    assert excluded["station"].startswith("more than 1000 distinct texts")
+    with pytest.raises(ConfigError, match="more than 1000 distinct texts"):
+        prepared(tmp_path, columns, discrete=("station",))
+
+
+@pytest.mark.parametrize("layout", ["wide", "long"])
+def test_cells_that_are_no_utf8_do_not_end_the_training(tmp_path: Path, layout: str) -> None:
+    """The encoding of a CSV file is guessed from its beginning."""
+    rows = [f"{i % 7}.5,on,{'a' if i % 2 else 'b'}".encode() for i in range(60_000)]
+    header = b"x,state,word"
+    if layout == "long":
+        rows = [b"r%d,%s,%d.5" % (i // 2, (b"x", b"y")[i % 2], i % 7) for i in range(60_000)]
+        header = b"record,feature,value"
+        rows[59_000:59_002] = [b"r\xb0,x,1.5", b"r1,\xb0,2.5"]
+    else:
+        rows[59_000:59_040] = [b"1.5,on,\xb0"] * 40
+    path = tmp_path / "t.csv"
+    path.write_bytes(b"\n".join([header, *rows]) + b"\n")
+    data = prepare_in(tmp_path, path)
+    if layout == "wide":
+        assert data.schema.features[data.schema.code_by_name["word"]].labels == ("a", "b", "\N{REPLACEMENT CHARACTER}")
+    else:
+        assert {"x", "y"} <= set(data.schema.names)
+
+
+@pytest.mark.parametrize(("num_rows", "bad_row"), [(1000, 500), (75_000, 10), (75_000, 40_000), (75_000, 74_000)])
+def test_one_bad_cell_leaves_the_other_times_of_day(tmp_path: Path, num_rows: int, bad_row: int) -> None:
+    """A CSV file is read in parts, and the part with the bad cell is text."""
+    rows = [f"{i // 60 % 24:02}:{i % 60:02}:00,{i % 11}.5" for i in range(num_rows)]
+    rows[bad_row] = "?,1.5"
+    path = tmp_path / "t.csv"
+    path.write_text("clock,x\n" + "\n".join(rows) + "\n")
+    data = prepare_in(tmp_path, path)
+    code = data.schema.code_by_name["clock"]
+    feature = data.schema.features[code]
+    assert (feature.kind, feature.period, feature.context) == ("continuous", 86_400.0, True)
+    assert np.flatnonzero(np.isnan(data.values[:, code])).tolist() == [bad_row]
+    tables = open_tables([path], "wide", None, None)
+    tables.feature_columns = ["clock", "x"]
+    index_records(tables)
+    clock = collect_statistics(tables, np.full(num_rows, int(Split.TRAIN), np.uint8), ())["clock"]
+    assert (clock.num_readings, clock.count_by_other_text) == (num_rows - 1, {"?": 1})
+
+
+def test_scale_of_long_records_is_that_of_all_of_them(tmp_path: Path) -> None:
+    """A record has more readings of a sensor than the sample from which the scale is computed."""
+    rng = np.random.default_rng(0)
+    num_records, num_readings = 6, 25_000
+    levels = np.repeat(10.0 * np.arange(num_records), num_readings)
+    columns = {
+        "record": np.repeat([f"r{i}" for i in range(num_records)], num_readings),
+        "feature": ["flow"] * len(levels),
+        "value": levels + rng.normal(size=len(levels)),
+        "time": pa.array(np.arange(len(levels)) * 1_000_000, pa.timestamp("us", "UTC")),
+    }
+    tables = open_tables([write(tmp_path / "t.parquet", columns)], "long", None, None)
+    index_records(tables)
+    split = np.full(num_records, int(Split.TRAIN), np.uint8)
+    flow = collect_statistics(tables, split, ())["flow"]
+    assert len(flow.sorted_sample) == MAX_SAMPLE
+    assert np.quantile(flow.sorted_sample, [0.0, 1.0]) == pytest.approx([-3.0, 53.0], abs=2.0)
+    shares = np.histogram(flow.sorted_sample, bins=10.0 * np.arange(num_records + 1) - 5.0)[0] / MAX_SAMPLE
+    assert shares == pytest.approx(np.full(num_records, 1 / num_records), abs=0.02)

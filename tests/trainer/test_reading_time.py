@@ -66,6 +66,18 @@ def test_wide_table_is_sampled_if_time_is_short(tmp_path: Path, small_samples: N
     assert parts.tolist() == (row_numbers >= 2000).astype(int).tolist()
 
 
+def test_records_of_a_sample_have_the_split_of_the_whole_table_if_it_is_one_part(tmp_path: Path) -> None:
+    """So the calibration records of a model that is adapted from a fleet model are new to the fleet model as well."""
+    columns = {"x": np.arange(5000.0), "y": np.random.default_rng(0).normal(size=5000)}
+    options: dict[str, Any] = {"continuous": ("x", "y"), "part_sizes": (5000,)}
+    whole = prepare(tmp_path / "a", columns, ReadingMonitor(), **options)
+    sample = prepare(tmp_path / "b", columns, ReadingMonitor(max_records=1000), **options)
+    rows = np.round(sample.schema.denormalise(np.zeros(1000, np.int64), sample.values[:, 0].astype(np.float64))).astype(
+        int
+    )
+    assert sample.split.tolist() == whole.split[rows].tolist()
+
+
 def test_long_table_is_sampled_by_record(tmp_path: Path, small_samples: None) -> None:
     rng = np.random.default_rng(0)
     num_records = 2000
