@@ -560,8 +560,8 @@ def resolve_device(name: str) -> torch.device:
         device = torch.device(name)
     except RuntimeError:
         raise ConfigError(f"--device {name}: PyTorch knows no such device; use --device cpu, cuda or auto") from None
-    if device.type == "cuda" and (not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count()):
-        num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    num_gpus = torch.cuda.device_count() if device.type == "cuda" and torch.cuda.is_available() else 0
+    if device.type == "cuda" and (device.index or 0) >= num_gpus:
         found = f"there is only {format_count(num_gpus, 'usable GPU')}" if num_gpus else "there is no usable GPU"
         raise ConfigError(f"--device {name} cannot be used, because {found}: use --device cpu or auto")
     return device

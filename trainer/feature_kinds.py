@@ -362,12 +362,15 @@ class ColumnStatistics:
         """The distinct numbers in the records of `record_sample`, in ascending order."""
         return np.unique(self._by_record.numbers)
 
-    @property
+    @cached_property
     def sorted_sample(self) -> NDArray[np.float64]:
-        """A random sample of the numbers in training records, in ascending order."""
-        hashes = self._by_record.hashes
-        has_repeated_records = len(np.unique(hashes)) < len(hashes)
-        sample = self._by_reading if has_repeated_records and self._by_reading is not None else self._by_record
+        """A random sample of the numbers in training records, in ascending order.
+
+        It is complete only when all batches have been added.
+        """
+        sample, hashes = self._by_record, self._by_record.hashes
+        if self._by_reading is not None and len(np.unique(hashes)) < len(hashes):  # records have several readings
+            sample = self._by_reading
         return np.sort(sample.numbers)
 
 

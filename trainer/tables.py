@@ -824,6 +824,11 @@ def _parse_row_times(tables: InputTables, rows: _Rows) -> NDArray[np.int64]:
     return parse_times(rows.batch.column(tables.time_column), where, rows.row_numbers)
 
 
+def _list_texts(encoded: pa.DictionaryArray) -> list[str]:
+    """Return the distinct texts of a column in valid UTF-8, in the order of their codes."""
+    return list(map(format_cell, to_python_values(encoded.dictionary)))
+
+
 def _number_named_records(batch: pa.RecordBatch, number_by_key: dict[RecordKey, int]) -> NDArray[np.int64]:
     """Return the record number of each of N readings whose record id is in the column `record`.
 
@@ -836,9 +841,8 @@ def _number_named_records(batch: pa.RecordBatch, number_by_key: dict[RecordKey, 
         (N,) record numbers from 0, −1 if the reading has no record id.
     """
     encoded = batch.column(RECORD).cast(pa.string()).dictionary_encode()
-    record_ids = map(format_cell, to_python_values(encoded.dictionary))
     # `setdefault` returns the number of a known record, and adds a new one with the number of records so far.
-    number_by_code = [number_by_key.setdefault(record_id, len(number_by_key)) for record_id in record_ids]
+    number_by_code = [number_by_key.setdefault(record_id, len(number_by_key)) for record_id in _list_texts(encoded)]
     codes = encoded.indices.fill_null(-1).to_numpy(zero_copy_only=False)
     # The code of a null is −1, which selects the last element.
     numbers: NDArray[np.int64] = np.array([*number_by_code, -1], np.int64)[codes]
@@ -861,9 +865,7 @@ def _number_windows(
         (N,) record numbers from 0, −1 if the reading has no device or no time.
     """
     encoded = devices.cast(pa.string()).dictionary_encode()
-    names = list(
-        map(format_cell, to_python_values(encoded.dictionary))
-    )  # the distinct devices of this batch; a code is an index into them
+    names = _list_texts(encoded)  # the distinct devices of this batch; a code is an index into them
     device_codes = encoded.indices.fill_null(-1).to_numpy(zero_copy_only=False).astype(np.int64)
     usable_indexes = np.flatnonzero((device_codes >= 0) & (times != NO_TIME))
     window_starts = floor_to_window(times[usable_indexes], window.width)
@@ -974,7 +976,7 @@ def _iterate_long_readings(tables: InputTables) -> Iterator[FeatureReadings]:
         # Sort the readings by feature. Those of feature k are then order[bounds[k]] to order[bounds[k + 1] - 1].
         order = np.argsort(feature_codes, kind="stable")
         bounds = np.searchsorted(feature_codes[order], np.arange(len(encoded.dictionary) + 1))
-        for code, name in enumerate(map(format_cell, to_python_values(encoded.dictionary))):
+        for code, name in enumerate(_list_texts(encoded)):
             selected = order[bounds[code] : bounds[code + 1]]
             if len(selected):
                 yield FeatureReadings(

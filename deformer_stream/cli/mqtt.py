@@ -132,7 +132,7 @@ def connect_to_mqtt(
     if address is None or settings.state_dir is None:
         raise InvariantViolated("the options name no MQTT broker or no folder for the state: report this bug")
     check_packages()
-    _check_records(settings, models)
+    _check_choice(settings, models)
     pattern = TopicPattern(settings.pattern)
     options = make_options(settings, address, pattern, settings.patience)
     alert_topic = AlertTopic(settings.alerts_to, options.filter)
@@ -162,12 +162,10 @@ def check_windows(settings: ConsumeSettings, schema: Schema) -> None:
         )
 
 
-def _check_records(settings: ConsumeSettings, models: ServedModels) -> None:
-    """Raise `ConfigError` if messages of MQTT, which name a device and no record, cannot be divided into records."""
+def _check_choice(settings: ConsumeSettings, models: ServedModels) -> None:
+    """Raise `ConfigError` if messages of MQTT, which name nothing but a device, cannot be divided among the models."""
     from deformer_stream.errors import ConfigError
 
-    for schema in models.schema_by_name.values():
-        check_windows(settings, schema)
     if models.choice is not None and settings.model_pattern is None:
         raise ConfigError(
             "messages of MQTT name a device and no model: find the model in the device with --model-pattern"

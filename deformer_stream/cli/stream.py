@@ -104,7 +104,7 @@ def build_consume() -> click.Command:
             def make_codec(model: Artifact) -> Codec:
                 """Return the codec for a model, whose units of features are replaced first."""
                 factory.replace_units(model, settings)
-                if is_mqtt:  # a model that replaces another one must have windows, too
+                if is_mqtt:  # also of a model that replaces another one
                     mqtt.check_windows(settings, model.schema)
                 if choice is not None:  # the codecs of several models share the translator
                     return factory.make_codec(model, decoding, order="arrival", model_field=choice.field)
@@ -252,7 +252,7 @@ def _find_kafka_topic(settings: ConsumeSettings) -> tuple[str, str | None]:
     Raises:
         ConfigError: The kafka:// URL of `--source` does not name a broker and exactly one topic.
     """
-    from urllib.parse import SplitResult, urlsplit
+    from urllib.parse import urlsplit
 
     url = settings.source
     if url is None or not url.startswith("kafka://"):
@@ -262,7 +262,7 @@ def _find_kafka_topic(settings: ConsumeSettings) -> tuple[str, str | None]:
     try:
         parts = urlsplit(url)
     except ValueError:  # such as an unclosed bracket
-        parts = SplitResult("", "", "", "", "")
+        parts = urlsplit("")
     servers, topic = parts.netloc, parts.path.strip("/")
     # A name of a topic contains no slash.
     if not servers or not topic or "/" in topic or parts.query or parts.fragment:

@@ -270,11 +270,11 @@ def find_merged_labels(parameters: ModelParameters) -> str | None:
     """
     if "ranking.positions" not in parameters.arrays:
         return None
-    positions, known, deviations = (
-        parameters.arrays[f"ranking.{name}"] for name in ("positions", "known", "deviations")
-    )
-    largest = np.where(known, np.abs(np.nan_to_num(positions)), 0).max(0, initial=0) * deviations
-    for feature, position in zip(parameters.schema.features, largest.tolist(), strict=True):
-        if has_unordered_labels(feature) and position > len(feature.labels) + 0.5:
-            return feature.name
+    names = "positions", "known", "deviations"
+    positions, known, deviations = (parameters.arrays[f"ranking.{name}"] for name in names)
+    for code, feature in enumerate(parameters.schema.features):
+        if has_unordered_labels(feature):
+            stored = np.abs(positions[known[:, code], code]) * deviations[code]
+            if stored.max(initial=0) > len(feature.labels) + 0.5:
+                return feature.name
     return None

@@ -377,11 +377,15 @@ class Table:
             tables = _map_on_threads(open_one, paths)
         else:
             chosen = _choose_matching(paths, options.where, options.timezone, texts_by_path, type_by_column)
-            tables = _map_on_threads(open_one, chosen or paths[:1])
+            first = chosen or paths[:1]
+            tables = _map_on_threads(open_one, first)
             # The columns of a file have precedence over those of its path, and decide about each row.
             of_paths = type_by_column.keys() & tested
             if len(chosen) < len(paths) and any(table._has_own_column(of_paths) for table in tables):
-                tables = _map_on_threads(open_one, paths)
+                table_by_path = dict(zip(first, tables, strict=True))
+                rest = [path for path in paths if path not in table_by_path]
+                table_by_path |= zip(rest, _map_on_threads(open_one, rest), strict=True)
+                tables = [table_by_path[path] for path in paths]
             elif paths and not chosen:
                 raise InputError(f"no file can have rows with --where {options.where.text}; check the condition")
         columns = [table.schema.field(name) for table in tables for name in tested if name in table.schema.names]
