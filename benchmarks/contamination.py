@@ -12,6 +12,8 @@ records; these anomalies are not tested. These treatments are compared:
     reviewed   the model of auto; of the 100 calibration records with the largest statistics, the anomalies are removed,
                as a person would confirm them (deformer-stream calibrate --review 100 and --anomalous)
 
+--treatments measures some of them only. "trimmed" is measured with "as is", and "reviewed" with "auto".
+
 Isolation Forest and the mean distance to the five nearest neighbours run on the same rows without knowing the share.
 The report shows AUROC and AUPR of complete records, and for each α the shares of normal records and of anomalies that
 raise an alert. Measurements are stored one by one: an interrupted run continues; use --again after code changes.
@@ -60,8 +62,10 @@ Floats = NDArray[np.float64]
 ALPHAS = (0.05, 0.01)
 """False-alarm rates of the alerts."""
 
-TREATMENTS = ("as is", "trimmed", "declared", "auto", "reviewed")
-"""Ways to deal with the anomalies; keys of the JSON lines."""
+TREATMENTS_BY_TRAINING = {"as is": ("as is", "trimmed"), "declared": ("declared",), "auto": ("auto", "reviewed")}
+"""Ways to deal with the anomalies, keys of the JSON lines, by the training run whose model they share."""
+
+TREATMENTS = tuple(treatment for treatments in TREATMENTS_BY_TRAINING.values() for treatment in treatments)
 
 NUM_REVIEWED = 100
 """Number of calibration records that a person looks at."""
@@ -114,58 +118,55 @@ def score_stream(detector: Detector, rows: pa.Table, seed: int) -> tuple[Floats,
     return anomaly_scores, np.concatenate([result.score for result in results])
 
 
-def measure_table(table: pa.Table, share: float, seed: int, max_time: str) -> dict[str, Any]:
-    """Measure all treatments on one table with one share of anomalies and one seed."""
+def measure_table(table: pa.Table, share: float, seed: int, max_time: str, training: str) -> dict[str, Any]:
+    """Measure the treatments of one training run on one table with one share of anomalies and one seed.
+
+    Args:
+        table: The table with its labels.
+        share: Share of anomalies among the training records.
+        seed: Seed of the split, the training run and the orders.
+        max_time: Largest duration of the training run.
+        training: A key of `TREATMENTS_BY_TRAINING`.
+    """
     labels = table["label"].to_numpy()
     parts = contaminate(split_table(labels, seed), share, seed)
     is_anomaly = parts.is_anomaly
     features = table.drop_columns(["label"])
     train, test = features.take(parts.train), features.take(parts.test)
-    actual_share = float((labels[parts.train] != 0).mean())
-    plain_detector = train_detector(train, seed, max_time)[0]
-    calibration = plain_detector.artifact.calibration
-    anomaly_scores, statistics = score_stream(plain_detector, test, seed)
+    is_hidden = labels[parts.train] != 0
+    contamination = {"as is": 0.0, "declared": share, "auto": "auto"}[training]
+    detector, output = train_detector(train, seed, max_time, contamination=contamination)
+    calibration = detector.artifact.calibration
+    anomaly_scores, statistics = score_stream(detector, test, seed)
     metrics = compute_ranking_metrics(anomaly_scores, is_anomaly)
     line: dict[str, Any] = {
         "share": share,
         "seed": seed,
-        "contaminated": round(actual_share, 4),
+        "training": training,
+        "contaminated": round(float(is_hidden.mean()), 4),
         "calibrated": len(calibration.scores),
-        "as is": metrics | measure_alerts(calibration, statistics, is_anomaly),
+        training: metrics | measure_alerts(calibration, statistics, is_anomaly),
     }
-    if share > 0:
+    if training == "as is" and share > 0:
         trimmed = Calibration.from_statistics(trim_largest(calibration.scores, share), calibration.arrival_order)
         line["trimmed"] = metrics | measure_alerts(trimmed, statistics, is_anomaly)
-        informed_detector = train_detector(train, seed, max_time, contamination=share)[0]
-        anomaly_scores, statistics = score_stream(informed_detector, test, seed)
-        alerts = measure_alerts(informed_detector.artifact.calibration, statistics, is_anomaly)
-        line["declared"] = compute_ranking_metrics(anomaly_scores, is_anomaly) | alerts
-    line |= _measure_auto(features, labels, parts, seed, max_time)
-    matrix = np.column_stack([column.to_numpy() for column in features.columns]).astype(np.float64)
-    peer_scores = score_by_peers(matrix[parts.train], matrix[parts.test], seed)
-    return line | {name: compute_ranking_metrics(peer_scores[name], is_anomaly) for name in NAME_BY_PEER}
-
-
-def _measure_auto(
-    features: pa.Table, labels: NDArray[Any], parts: TableSplit, seed: int, max_time: str
-) -> dict[str, Any]:
-    """Measure `--contamination auto`, as it is and with a reviewed calibration, on one table."""
-    train, test = features.take(parts.train), features.take(parts.test)
-    detector, output = train_detector(train, seed, max_time, contamination="auto")
-    is_hidden = labels[parts.train] != 0
-    anomaly_scores, statistics = score_stream(detector, test, seed)
-    metrics = compute_ranking_metrics(anomaly_scores, parts.is_anomaly)
-    calibration = detector.artifact.calibration
-    rows = output.data.select_rows(Split.CALIBRATION)
-    _, calibration_statistics = score_stream(detector, train.take(rows), seed)
-    is_confirmed = confirm_anomalies(calibration_statistics, is_hidden[rows])
-    reviewed = Calibration.from_statistics(calibration_statistics[~is_confirmed], calibration.arrival_order)
-    is_left_out = output.data.split == Split.LEFT_OUT
-    return {
-        "left out": {"anomalies": int(is_left_out[is_hidden].sum()), "normals": int(is_left_out[~is_hidden].sum())},
-        "auto": metrics | measure_alerts(calibration, statistics, parts.is_anomaly),
-        "reviewed": metrics | measure_alerts(reviewed, statistics, parts.is_anomaly),
-    }
+    if training == "auto":
+        rows = output.data.select_rows(Split.CALIBRATION)
+        _, calibration_statistics = score_stream(detector, train.take(rows), seed)
+        is_confirmed = confirm_anomalies(calibration_statistics, is_hidden[rows])
+        reviewed = Calibration.from_statistics(calibration_statistics[~is_confirmed], calibration.arrival_order)
+        line["reviewed"] = metrics | measure_alerts(reviewed, statistics, is_anomaly)
+    if training != "as is":
+        is_left_out = output.data.split == Split.LEFT_OUT
+        line["left out"] = {
+            "anomalies": int(is_left_out[is_hidden].sum()),
+            "normals": int(is_left_out[~is_hidden].sum()),
+        }
+    else:
+        matrix = np.column_stack([column.to_numpy() for column in features.columns]).astype(np.float64)
+        peer_scores = score_by_peers(matrix[parts.train], matrix[parts.test], seed)
+        line |= {name: compute_ranking_metrics(peer_scores[name], is_anomaly) for name in NAME_BY_PEER}
+    return line
 
 
 def confirm_anomalies(statistics: Floats, is_anomaly: NDArray[np.bool_]) -> NDArray[np.bool_]:
@@ -177,10 +178,10 @@ def confirm_anomalies(statistics: Floats, is_anomaly: NDArray[np.bool_]) -> NDAr
 
 
 def _format_rows(line: dict[str, Any]) -> list[list[str]]:
-    """Return the rows of one measurement: one for each treatment and one for each other method."""
+    """Return the rows of a table, share and seed: one for each treatment and one for each other method."""
     first_cells = [line["table"], f"{line['contaminated']:.1%}", str(line["seed"])]
     rows = []
-    for name in (*(treatment for treatment in TREATMENTS if treatment in line), *NAME_BY_PEER):
+    for name in (name for name in (*TREATMENTS, *NAME_BY_PEER) if name in line):
         figures = line[name]
         alerts_by_alpha = [figures.get(f"{alpha:g}", {}) for alpha in ALPHAS]
         alert_cells = [
@@ -199,15 +200,26 @@ def format_results(lines: list[dict[str, Any]]) -> str:
     return "\n".join([*format_markdown_header(titles), *rows])
 
 
+def join_trainings(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the measurements with one line for each table, share and seed, in this order, with all treatments."""
+    joined: dict[tuple[str, float, int], dict[str, Any]] = {}
+    for line in sorted(lines, key=lambda line: list(TREATMENTS_BY_TRAINING).index(line["training"])):
+        joined.setdefault((line["table"].lower(), line["share"], line["seed"]), {}).update(line)
+    return [joined[key] for key in sorted(joined)]
+
+
 def average_by_share(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return, for each requested share, the means over tables and seeds as a line like those of the tables."""
     lines_by_share: dict[float, list[dict[str, Any]]] = {}
     for line in lines:
         lines_by_share.setdefault(line["share"], []).append(line)
-    names = (*TREATMENTS, *NAME_BY_PEER)
     averages = []
     for share, similar in lines_by_share.items():
-        means = _average([{name: line[name] for name in names if name in line} for line in similar])
+        means = {
+            name: _average([line[name] for line in similar])
+            for name in (*TREATMENTS, *NAME_BY_PEER)
+            if all(name in line for line in similar)
+        }
         averages.append({"table": "mean", "contaminated": share, "seed": ""} | means)
     return averages
 
@@ -230,30 +242,48 @@ def parse_shares(text: str) -> list[float]:
     return shares
 
 
+def parse_treatments(text: str) -> list[str]:
+    """Return the training runs of the option --treatments, all if it is empty."""
+    trainings = text.split(",") if text else list(TREATMENTS_BY_TRAINING)
+    if unknown := set(trainings) - set(TREATMENTS_BY_TRAINING):
+        expected = ", ".join(f'"{name}"' for name in TREATMENTS_BY_TRAINING)
+        raise ConfigError(f"--treatments {text}: {sorted(unknown)[0]!r} is none of {expected}")
+    return trainings
+
+
 def run(arguments: argparse.Namespace) -> None:
     """Measure all requested tables and publish the results."""
     require_scikit_learn()
     store = ResultStore("contamination", {"max_time": arguments.max_time}, arguments.again)
     path_by_name, shares = find_tables(arguments.tables), parse_shares(arguments.shares)
-    seeds = parse_seeds(arguments.seeds)
+    seeds, trainings = parse_seeds(arguments.seeds), parse_treatments(arguments.treatments)
     # The seeds one after another, so that an interrupted run has measured all tables with the first seeds.
     for seed in seeds:
         for name, path in path_by_name.items():
-            missing = [share for share in shares if not store.find(table=name, share=share, seed=seed)]
+            missing = [
+                (share, training)
+                for share in shares
+                for training in trainings
+                if (share > 0 or training != "declared")
+                and not store.find(table=name, share=share, seed=seed, training=training)
+            ]
             table = pq.read_table(path) if missing else None
-            for share in missing:
+            for share, training in missing:
                 assert table is not None
                 line = {"table": name, "machine": describe_machine(), "date": format_today()}
-                line |= measure_table(table, share, seed, arguments.max_time)
+                line |= measure_table(table, share, seed, arguments.max_time, training)
                 print(json.dumps(store.add(line)), flush=True)
-    # Without measurements that an interrupted run with other seeds, tables or shares has stored.
+    # Without measurements that a run with other seeds, tables, shares or treatments has stored.
     requested = [
         line
         for line in store.lines
-        if line["table"] in path_by_name and line["share"] in shares and line["seed"] in seeds
+        if line["table"] in path_by_name
+        and line["share"] in shares
+        and line["seed"] in seeds
+        and line["training"] in trainings
     ]
-    lines = sorted(requested, key=lambda line: (line["table"].lower(), line["share"], line["seed"]))
-    machines = "; ".join(sorted({f"{line['machine']}, {line['date']}" for line in lines}))
+    machines = "; ".join(sorted({f"{line['machine']}, {line['date']}" for line in requested}))
+    lines = join_trainings(requested)
     conditions = (
         f"{machines}. Each training run takes at most {arguments.max_time}. Means are by the requested share, which "
         "tables with few anomalies do not reach."
@@ -269,6 +299,8 @@ def main() -> None:
     """Run the program."""
     options = add_again_option(build_parser(__doc__, seeds="0", max_time="45s"))
     shares_help = "comma-separated shares of anomalies among the training records; 0,0.01,0.05,0.1 by default"
+    names = ", ".join(f'"{name}"' for name in TREATMENTS_BY_TRAINING)
+    options.add_argument("--treatments", default="", help=f"comma-separated, of {names}; all by default")
     options.add_argument("--shares", default="0,0.01,0.05,0.1", help=shares_help)
     run_benchmark("contamination", run, options)
 

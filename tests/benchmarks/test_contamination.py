@@ -61,6 +61,35 @@ def test_report_has_a_row_for_each_treatment_and_other_method() -> None:
     assert "| t | 5.0% | 0 | declared | 0.900 | 0.800 | 1.0% | 50.0% | 1.0% | 50.0% |" in rows
 
 
+def test_trainings_of_a_table_are_joined() -> None:
+    """Means are only shown for treatments that all lines have."""
+    key = {"table": "t", "share": 0.1, "seed": 0, "contaminated": 0.1}
+    metrics = {"auroc": 0.9, "aupr": 0.8}
+    lines = [
+        {**key, "training": "auto", "auto": metrics, "reviewed": metrics},
+        {**key, "training": "as is", "as is": metrics, "forest": metrics},
+        {**key, "table": "S", "training": "as is", "as is": metrics, "forest": metrics},
+    ]
+    joined = contamination.join_trainings(lines)
+    assert [line["table"] for line in joined] == ["S", "t"]
+    assert {"as is", "forest", "auto", "reviewed"} <= set(joined[1])
+    (mean,) = contamination.average_by_share(joined)
+    assert "as is" in mean
+    assert "auto" not in mean
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"), [("", ["as is", "declared", "auto"]), ("auto", ["auto"]), ("auto,as is", ["auto", "as is"])]
+)
+def test_treatments_can_be_chosen(text: str, expected: list[str]) -> None:
+    assert contamination.parse_treatments(text) == expected
+
+
+def test_unknown_treatments_are_rejected() -> None:
+    with pytest.raises(ConfigError, match="'trimmed' is none of"):
+        contamination.parse_treatments("as is,trimmed")
+
+
 def test_means_are_over_the_tables_with_the_same_share() -> None:
     def make_line(table: str, share: float, auroc: float) -> dict[str, Any]:
         metrics = {"auroc": auroc, "aupr": 0.5}
