@@ -77,6 +77,8 @@ class CsvDialect:
         has_header: Whether the file has a line with the names of the columns.
         has_units_row: Whether the line after the header holds the units of the columns.
         num_skipped_lines: Number of lines before the header, such as a title or comments, that are not read.
+        num_lines_before_rows: Number of lines before the first row: these lines, the header, the line of units, and
+            empty lines between them. Names in quotes may contain line ends.
         column_names: The names of the columns: those of the header, or `column_1`, `column_2`, … without a header.
         units: The texts of the line with units, "" for a column without a unit. Empty without such a line.
     """
@@ -87,6 +89,7 @@ class CsvDialect:
     has_header: bool = True
     has_units_row: bool = False
     num_skipped_lines: int = 0
+    num_lines_before_rows: int = 1
     column_names: tuple[str, ...] = ()
     units: tuple[str, ...] = ()
 
@@ -100,7 +103,7 @@ class CsvDialect:
         else:
             parts.append(f"header in line {self.num_skipped_lines + 1}")
         if self.has_units_row:
-            parts.append(f"units in line {self.num_skipped_lines + 2}")
+            parts.append(f"units in line {self.num_lines_before_rows}")
         return ", ".join(parts)
 
 
@@ -161,6 +164,7 @@ def guess_dialect(sample: bytes, options: CsvOptions, name: str) -> CsvDialect:
         has_header=has_header,
         has_units_row=has_units_row,
         num_skipped_lines=first_line,
+        num_lines_before_rows=first_line + _count_lines(lines[first_line:], delimiter, has_header + has_units_row),
         column_names=tuple(header),
         units=tuple(cell.strip() for cell in rows[1]) if has_units_row else (),
     )
@@ -221,6 +225,14 @@ def _split(lines: Sequence[str], delimiter: str) -> list[list[str]]:
         return [row for row in csv.reader(lines, delimiter=delimiter) if row]
     except csv.Error:  # such as a cell that is too large: the file is then no sensible table with this delimiter
         return []
+
+
+def _count_lines(lines: Sequence[str], delimiter: str, num_rows: int) -> int:
+    """Return with how many lines the first rows end, which may be below empty lines or have cells with line ends."""
+    reader = csv.reader(lines, delimiter=delimiter)
+    for _ in itertools.islice(filter(None, reader), num_rows):
+        pass
+    return reader.line_num
 
 
 def _guess_delimiter(lines: Sequence[str]) -> str:

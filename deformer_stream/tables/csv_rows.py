@@ -128,16 +128,8 @@ class CsvRows:
         with open_bytes(self.path) as file:
             text = io.TextIOWrapper(file, encoding=self.dialect.encoding, errors="replace")
             for number, line in enumerate(text, 1):
-                if number > self._num_lines_before_rows:
+                if number > self.dialect.num_lines_before_rows:
                     yield number, line.removesuffix("\n")
-
-    @property
-    def _num_lines_before_rows(self) -> int:
-        """Number of lines before the first row: titles, the header and the line of units."""
-        dialect = self.dialect
-        # Names in quotes may contain line ends.
-        num_header_lines = 1 + sum(name.count("\n") for name in dialect.column_names) if dialect.has_header else 0
-        return dialect.num_skipped_lines + num_header_lines + int(dialect.has_units_row)
 
     @contextmanager
     def _open(self, columns: Sequence[str], on_bad_row: OnBadRow) -> Iterator[pc_csv.CSVStreamingReader]:
@@ -162,7 +154,7 @@ class CsvRows:
             block_size=BLOCK_BYTES,
             encoding="utf8" if is_utf8 else dialect.encoding,  # Arrow skips the byte order mark of UTF-8 itself
             column_names=list(self.column_names),
-            skip_rows=self._num_lines_before_rows,
+            skip_rows=dialect.num_lines_before_rows,
             use_threads=False,  # bad rows are then reported in the order of the file, each before its block
         )
         parse_options = pc_csv.ParseOptions(

@@ -64,6 +64,18 @@ def test_a_csv_file_of_a_german_historian_is_read(tmp_path: Path, name: str) -> 
     }
 
 
+def test_empty_lines_below_the_header_are_no_rows(tmp_path: Path) -> None:
+    """Also if a name in quotes and a unit in quotes contain line ends."""
+    text = 'Export\n\n"time\n(UTC)",a\n\n\n,"m³\nper h"\n\n2025-02-01 10:00:00,1\n2025-02-01 10:00:10,2,3\n'
+    table = Table.open(write_csv(tmp_path / "t.csv", text))
+    assert list_types(table) == {"time\n(UTC)": "timestamp[us]", "a": "int64"}
+    assert table.units == {"a": "m³\nper h"}
+    assert read_columns(table)["a"] == [1]
+    dialect = table.describe_dialect()
+    assert dialect is not None
+    assert dialect.endswith("header in line 3, units in line 8")
+
+
 def test_a_later_cell_of_another_type_is_text_in_its_batch_only(tmp_path: Path) -> None:
     num_rows = BLOCK_BYTES // 4 + 10
     text = "a,b\n" + "1,2\n" * num_rows + "1.5,high\n"
