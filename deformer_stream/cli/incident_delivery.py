@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from deformer_stream.codec.output_formats import OutputReader
-    from deformer_stream.runtime.detection_metrics import DetectionMetrics
     from deformer_stream.runtime.incident_ports import Receiver
+    from deformer_stream.runtime.process_metrics import ProcessMetrics
     from deformer_stream.settings.incident_commands import IncidentsSettings
 
 CLOSE_SECONDS = 5.0
@@ -40,7 +40,7 @@ def start_notifier(
     receivers: list[Receiver],
     incidents_topic: str,
     feedback_topic: str,
-    metrics: DetectionMetrics,
+    metrics: ProcessMetrics,
     read_value: OutputReader,
     stop: threading.Event,
     cleanup: ExitStack,

@@ -93,9 +93,13 @@ def build_incidents() -> click.Command:
         from deformer_stream import log
         from deformer_stream.runtime.detection_metrics import DetectionMetrics
         from deformer_stream.runtime.http_server import start_http_server
+        from deformer_stream.runtime.process_metrics import ProcessMetrics
 
         log.configure(is_debugging())
-        topics, metrics = IncidentTopics.from_settings(settings), DetectionMetrics()
+        topics = IncidentTopics.from_settings(settings)
+        # A process that only delivers commits nothing, so it must not have the metrics of commits.
+        detection_metrics = None if settings.deliver_only else DetectionMetrics()
+        metrics = detection_metrics or ProcessMetrics()
         receivers = incident_delivery.create_receivers(settings)
         if settings.deliver_only and settings.output_format != "json":
             log.get_logger("incidents").warning(
@@ -112,8 +116,8 @@ def build_incidents() -> click.Command:
                 settings, registry, {} if settings.deliver_only else {"incidents": topics.incidents}
             )
             pipeline = None
-            if not settings.deliver_only:
-                pipeline = _connect(settings, topics, metrics, reader, formats["incidents"], stop, cleanup)
+            if detection_metrics is not None:
+                pipeline = _connect(settings, topics, detection_metrics, reader, formats["incidents"], stop, cleanup)
             incident_delivery.start_notifier(
                 settings,
                 receivers,

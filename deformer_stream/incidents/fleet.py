@@ -378,7 +378,8 @@ class FleetTracker(Generic[MemberT]):
             return
         group = self._state_by_group.get(self._get_group(device))
         fleet = next((fleet for fleet in group.fleets if fleet.id == incident.parent), None) if group else None
-        if fleet is None:
+        if fleet is None:  # it was dropped, because its group has had `MAX_FLEETS` newer ones
+            incident.parent = None
             return
         self._update_member(fleet, incident)
         fleet.last = max(fleet.last, incident.last)

@@ -14,7 +14,7 @@ changes only how an incident is presented, and can be taken back.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -99,11 +99,19 @@ class Overlay:
         return presentation
 
     def _find_labels(self, incident: Incident) -> list[FeedbackLabel]:
-        """Return the labels of an incident in order of time, those of its fleet incident if it has no valid one."""
+        """Return the labels of an incident in order of time, those of its fleet incident if it has no valid one.
+
+        "cleared" takes back the last label of the incident itself. Without a valid one, it takes back those of its
+        fleet incident so far.
+        """
         labels = _sort_by_time(self._labels_by_incident.get(incident.id, {}).values())
         if incident.parent is None or (labels and labels[-1].label != "cleared"):
             return labels
-        return _sort_by_time(self._labels_by_incident.get(incident.parent, {}).values()) or labels
+        of_fleet = _sort_by_time(self._labels_by_incident.get(incident.parent, {}).values())
+        has_cleared_own = len(labels) > 1 and labels[-2].label != "cleared"
+        if not of_fleet or (labels and not has_cleared_own and labels[-1].time > of_fleet[-1].time):
+            return labels
+        return of_fleet
 
     def _find_silencing_window(self, incident: Incident) -> tuple[FeedbackLabel | None, bool]:
         """Return the maintenance window in which an incident has opened, and whether its last record is in one, too.
@@ -126,15 +134,42 @@ class Overlay:
     def _find_window(self, device: str, time: int) -> FeedbackLabel | None:
         """Return the maintenance window of a device that includes a time, None if there is none.
 
-        If several labels of the device include this time, the latest one is valid. So "cleared" takes a window back.
+        If several windows that are not taken back include this time, the latest one is valid.
         """
+        labels = list(self._windows_by_device.get(device, {}).values())
         covering = [
             label
-            for label in self._windows_by_device.get(device, {}).values()
+            for label in labels
             if label.start is not None and label.end is not None and label.start <= time < label.end
         ]
-        latest = _sort_by_time(covering)[-1:]
-        return latest[0] if latest and latest[0].label == "maintenance" else None
+        windows = [
+            window
+            for window in covering
+            if window.label == "maintenance" and not any(takes_back(label, window, labels) for label in covering)
+        ]
+        return _sort_by_time(windows)[-1] if windows else None
+
+
+def takes_back(label: FeedbackLabel, window: FeedbackLabel, labels: Collection[FeedbackLabel]) -> bool:
+    """Return whether a label takes a maintenance window back between the times of the label.
+
+    It does if it is "cleared" and newer, and if the window has these times. If no window has them, all windows of the
+    device are taken back between them.
+
+    Args:
+        label: A label of the device.
+        window: A maintenance window of the same device.
+        labels: All labels of the device.
+    """
+
+    def is_meant(other: FeedbackLabel) -> bool:
+        """Return whether a label is an older window with the times of the label."""
+        has_these_times = (other.start, other.end) == (label.start, label.end)
+        return other.label == "maintenance" and has_these_times and _is_older(other, label)
+
+    if label.label != "cleared" or not _is_older(window, label):
+        return False
+    return is_meant(window) or not any(map(is_meant, labels))
 
 
 def _covers(label: FeedbackLabel, incident: Incident) -> bool:
@@ -147,6 +182,11 @@ def _covers(label: FeedbackLabel, incident: Incident) -> bool:
     is_reopened = label.num_reopened is not None and incident.num_reopened > label.num_reopened
     has_risen = label.severity is not None and incident.severity > label.severity
     return not is_reopened and not has_risen
+
+
+def _is_older(label: FeedbackLabel, other: FeedbackLabel) -> bool:
+    """Return whether a label was given before another one."""
+    return (label.time, label.id) < (other.time, other.id)
 
 
 def _sort_by_time(labels: Iterable[FeedbackLabel]) -> list[FeedbackLabel]:

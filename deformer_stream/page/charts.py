@@ -13,7 +13,17 @@ from dataclasses import dataclass
 
 from deformer_stream.incidents.events import Incident, SuspectReadings, Timeline
 from deformer_stream.incidents.series import MAX_TIMELINE_POINTS
-from deformer_stream.page.texts import DAY, HOUR, MINUTE, SECOND, Clock, format_evidence, format_range
+from deformer_stream.page.texts import (
+    DAY,
+    HOUR,
+    MAX_DIGITS,
+    MIN_DIGITS,
+    MINUTE,
+    SECOND,
+    Clock,
+    describe_readings,
+    format_evidence,
+)
 from deformer_stream.report.pages import format_number
 
 PATH_SIZE = 1000
@@ -138,14 +148,13 @@ def draw_timeline(incident: Incident, clock: Clock) -> TimelineChart | None:
         return None
     places = [(times.place(time), scale.place_from_top(max(value, 0.0))) for time, value in points]
     line = _draw_path(places)
-    ticks = tuple(Tick(scale.place_from_top(value), format_number(value)) for value in _choose_ticks(scale))
     return TimelineChart(
         line=line,
         area=f"{line}V{PATH_SIZE}H{_to_path(places[0][0])}Z",
         threshold=scale.place_from_top(incident.threshold),
         last=places[-1],
         time_ticks=_choose_time_ticks(times, clock),
-        ticks=ticks,
+        ticks=_choose_ticks(scale),
         description=f"Evidence from {clock.format_time(points[0][0])} to {clock.format_time(points[-1][0])}: "
         f"largest {format_evidence(max(values))}, last {format_evidence(values[-1])}, "
         f"threshold {format_evidence(incident.threshold)}.",
@@ -203,13 +212,13 @@ def draw_readings(
             band = scale.place_from_top(high), scale.place_from_top(low)
             is_outside = not low <= value <= high
         num_outside += is_outside
-        expected = f", expected {format_range(low, high)}" if band else ""
-        text = f"{clock.format_time(time)}: {format_range(value, value, unit)}{expected}"
+        came, expected = describe_readings(value, value, low, high, unit)
+        text = f"{clock.format_time(time)}: {came}" + (f", expected {expected}" if band else "")
         marks.append(ReadingMark(times.place(time), scale.place_from_top(value), band, is_outside, text))
     return ReadingsChart(
         marks=tuple(marks),
         time_ticks=_choose_time_ticks(times, clock, MAX_TICKS_OF_READINGS),
-        ticks=tuple(Tick(scale.place_from_top(value), format_number(value)) for value in _choose_ticks(scale)),
+        ticks=_choose_ticks(scale),
         description=f"{feature} from {clock.format_time(rows[0][0])} to {clock.format_time(rows[-1][0])}: "
         f"{num_outside} of {len(rows)} readings outside the expected range.",
     )
@@ -259,14 +268,19 @@ def _draw_path(places: Sequence[tuple[float, float]]) -> str:
     return "M" + "L".join(f"{_to_path(left)},{_to_path(top)}" for left, top in places)
 
 
-def _choose_ticks(scale: _Scale) -> list[float]:
-    """Return at most `MAX_TICKS` + 1 round numbers within a scale."""
+def _choose_ticks(scale: _Scale) -> tuple[Tick, ...]:
+    """Return ticks at round numbers within a scale, at most `MAX_TICKS` + 1."""
     raw_step = (scale.high - scale.low) / MAX_TICKS
     power = 10.0 ** math.floor(math.log10(raw_step))
     step = next((power * factor for factor in (1, 2, 5, 10) if power * factor >= raw_step), power * 10)
     first = math.ceil(scale.low / step - 1e-9)
     last = math.floor(scale.high / step + 1e-9)
-    return [number * step for number in range(first, min(last, first + 2 * MAX_TICKS) + 1)]
+    values = [number * step for number in range(first, min(last, first + 2 * MAX_TICKS) + 1)]
+    largest = max(map(abs, values), default=0.0)
+    # As many digits as the largest number has from its first one to that of the step.
+    num_digits = math.floor(math.log10(largest)) - math.floor(math.log10(step) + 1e-9) + 1 if largest else 1
+    num_digits = min(max(num_digits, MIN_DIGITS), MAX_DIGITS)
+    return tuple(Tick(scale.place_from_top(value), format_number(value, num_digits)) for value in values)
 
 
 def _choose_time_ticks(scale: _Scale, clock: Clock, max_ticks: int = MAX_TICKS) -> tuple[Tick, ...]:

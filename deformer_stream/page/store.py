@@ -21,7 +21,7 @@ import cramjam
 from deformer_stream.codec.encode_incidents import decode_incident, encode_incident
 from deformer_stream.engine.events import SuspiciousRecord
 from deformer_stream.incidents.events import NO_READINGS, FeedbackLabel, Incident, Label, Timeline
-from deformer_stream.incidents.overlay import Overlay, Presentation
+from deformer_stream.incidents.overlay import Overlay, Presentation, takes_back
 from deformer_stream.page.texts import keep_typical_reading
 from deformer_stream.runtime.incident_ports import NextReadingMessage
 
@@ -453,15 +453,16 @@ class IncidentStore:
 
     def _find_windows(self) -> list[tuple[FeedbackLabel, FeedbackLabel | None]]:
         """Return the maintenance windows, each with the label that takes it back, or None."""
-        cleared_by_device: dict[str | None, list[FeedbackLabel]] = {}
+        labels_by_device: dict[str | None, list[FeedbackLabel]] = {}
         for label in self._window_labels:
-            if label.label == "cleared":
-                cleared_by_device.setdefault(label.device, []).append(label)
-        return [
-            (window, next((one for one in cleared_by_device.get(window.device, ()) if _takes_back(one, window)), None))
-            for window in self._window_labels
-            if window.label == "maintenance"
-        ]
+            labels_by_device.setdefault(label.device, []).append(label)
+        found = []
+        for window in self._window_labels:
+            if window.label == "maintenance":
+                labels = labels_by_device[window.device]
+                back = (one for one in labels if _covers(one, window) and takes_back(one, window, labels))
+                found.append((window, next(back, None)))
+        return found
 
     def _count_silenced(self, window: FeedbackLabel) -> int:
         """Return the number of incidents that a maintenance window silences."""
@@ -574,10 +575,8 @@ def _merge_timelines(incidents: Sequence[Incident]) -> Timeline:
     return Timeline(*(tuple(column) for column in columns))
 
 
-def _takes_back(label: FeedbackLabel, window: FeedbackLabel) -> bool:
-    """Return whether a label takes back the whole of a maintenance window."""
-    if label.device != window.device or (label.time, label.id) <= (window.time, window.id):
-        return False
+def _covers(label: FeedbackLabel, window: FeedbackLabel) -> bool:
+    """Return whether the times of a label include the whole of a maintenance window."""
     if label.start is None or label.end is None or window.start is None or window.end is None:
         return False
     return label.start <= window.start and window.end <= label.end

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import datetime, timedelta, tzinfo
 
@@ -16,6 +17,9 @@ from deformer_stream.report.pages import format_number, format_percent
 
 SECOND, MINUTE, HOUR, DAY = 1_000_000, 60_000_000, 3_600_000_000, 86_400_000_000
 """Numbers of microseconds."""
+
+MIN_DIGITS, MAX_DIGITS = 3, 9
+"""Usual and largest number of significant digits of a reading."""
 
 MAX_SHOWN_EXCESS = MAX_OPEN_LOG_EXCESS / LN_10
 """Largest evidence above the threshold that the timeline of an incident has."""
@@ -79,7 +83,7 @@ class Clock:
     def format_full(self, micros: int | None) -> str:
         """Return a time such as "2026-11-23 22:05:41 CET"; a dash if it is unknown."""
         moment = self._resolve(micros)
-        return "–" if moment is None else f"{moment:%Y-%m-%d %H:%M:%S} {self.zone_name}"
+        return "–" if moment is None else f"{moment:%Y-%m-%d %H:%M:%S %Z}"
 
     def format_ago(self, micros: int | None) -> str:
         """Return how long ago a time was, such as "12 min ago"; a dash if it is unknown."""
@@ -92,7 +96,7 @@ class Clock:
 
     @property
     def zone_name(self) -> str:
-        """The abbreviation of the time zone, such as "CET"."""
+        """The abbreviation of the time zone at present, such as "CET"."""
         moment = self.to_datetime(self.now)
         return "UTC" if moment is None else f"{moment:%Z}"
 
@@ -116,13 +120,54 @@ def format_duration(micros: int) -> str:
     return f"{days} d {hours} h" if hours and days < 14 else f"{days} d"
 
 
-def format_range(low: float | None, high: float | None, unit: str | None = None) -> str:
-    """Return a range such as "119 … 127 m³/h"; "" if an end is unknown."""
+def format_range(low: float | None, high: float | None, unit: str | None = None, num_digits: int = MIN_DIGITS) -> str:
+    """Return a range such as "119 … 127 m³/h"; "" if an end is unknown.
+
+    Args:
+        low: The lower end.
+        high: The upper end.
+        unit: The unit of both, None if they have none.
+        num_digits: Number of significant digits.
+    """
     if low is None or high is None:
         return ""
-    low_text, high_text = format_number(low), format_number(high)
+    low_text, high_text = format_number(low, num_digits), format_number(high, num_digits)
     text = low_text if low_text == high_text else f"{low_text} … {high_text}"
     return f"{text} {unit}" if unit else text
+
+
+def describe_readings(
+    came_low: float | None, came_high: float | None, low: float | None, high: float | None, unit: str | None
+) -> tuple[str, str]:
+    """Return the range of readings and their expected range as texts, each "" if an end of it is unknown.
+
+    They have three significant digits, or as many as it takes to show the width of the expected range, and which
+    readings are outside.
+
+    Args:
+        came_low: The smallest reading.
+        came_high: The largest reading.
+        low: The lower end of the expected range.
+        high: The upper end of the expected range.
+        unit: The unit of the readings, None if they have none.
+    """
+    num_digits = MIN_DIGITS
+    if low is not None and high is not None:
+        different = [(low, high)]
+        for came in (came_low, came_high):
+            if came is not None and not low <= came <= high:
+                different.append((came, low if came < low else high))
+        num_digits = _count_digits(different)
+    return format_range(came_low, came_high, unit, num_digits), format_range(low, high, num_digits=num_digits)
+
+
+def _count_digits(different: Iterable[tuple[float, float]]) -> int:
+    """Return with how many significant digits the numbers of each pair have different texts."""
+    pairs = [(a, b) for a, b in different if a != b]
+    for num_digits in range(MIN_DIGITS, MAX_DIGITS):
+        if all(format_number(a, num_digits) != format_number(b, num_digits) for a, b in pairs):
+            return num_digits
+    return MAX_DIGITS
 
 
 def format_device(device: str) -> str:
@@ -152,7 +197,7 @@ def describe_suspect(incident: Incident, suspect: IncidentSuspect) -> str:
     """
     typical = find_typical_reading(incident.readings.get(suspect.feature))
     came_low, came_high, low, high = typical or (suspect.came_low, suspect.came_high, suspect.low, suspect.high)
-    came, expected = format_range(came_low, came_high, suspect.unit), format_range(low, high)
+    came, expected = describe_readings(came_low, came_high, low, high, suspect.unit)
     return ", ".join(part for part in (came and f"came {came}", expected and f"expected {expected}") if part)
 
 

@@ -73,7 +73,9 @@ class Metrics(ProcessMetrics):
             "snapshot_bytes", "Size in bytes of the partition's latest snapshot.", ["partition"]
         )
         self.snapshot_age = self.add_gauge(
-            "snapshot_age_seconds", "Seconds since the partition's latest snapshot was committed.", ["partition"]
+            "snapshot_age_seconds",
+            "Seconds since the partition's latest snapshot was committed, 0 if nothing has changed since.",
+            ["partition"],
         )
         self.partitions_waiting = self.add_gauge(
             "partitions_restoring",
@@ -240,17 +242,20 @@ class Metrics(ProcessMetrics):
         for name, num_records in num_records_by_name.items():
             self.model_open.labels(name).set(num_records)
 
-    def set_snapshot(self, partition: int, num_bytes: int) -> None:
+    def set_snapshot(self, partition: int, num_bytes: int, has_changed: Callable[[], bool] = lambda: True) -> None:
         """Record that a snapshot (saved state) of a partition has just been committed.
 
         Args:
             partition: Number of the partition.
             num_bytes: Size of the snapshot.
+            has_changed: Returns whether the partition has changed since. It can be called in another thread.
         """
         committed_at = self._now()
         self.snapshot_bytes.labels(str(partition)).set(num_bytes)
         # The age grows between two calls, so it is computed each time that the metrics are read.
-        self.snapshot_age.labels(str(partition)).set_function(lambda: self._now() - committed_at)
+        self.snapshot_age.labels(str(partition)).set_function(
+            lambda: self._now() - committed_at if has_changed() else 0.0
+        )
 
     def remove_snapshot(self, partition: int) -> None:
         """Remove the series with the size and the age of a partition's snapshot, because the partition was revoked."""

@@ -21,6 +21,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
@@ -295,7 +296,7 @@ class Recovery:
             self._next_snapshot[partition] = self._now()
             self._changed.add(partition)
         else:
-            self._metrics.set_snapshot(partition, len(restored.snapshot))
+            self._metrics.set_snapshot(partition, len(restored.snapshot), partial(self._has_changed, partition))
             self._has_snapshot.add(partition)
             # For partitions that are restored together, the next snapshots are due after 8/16 to 15/16 of the interval.
             # So no commit has to save all of them.
@@ -378,6 +379,10 @@ class Recovery:
                 states[partition] = PartitionState(decisions=encode_decisions_by_model(decisions))
         return states
 
+    def _has_changed(self, partition: int) -> bool:
+        """Return whether a partition has changed since its last snapshot."""
+        return partition in self._changed
+
     def request_snapshots(self) -> None:
         """Let the next commit save a snapshot of every partition, because the model has changed."""
         for partition in self._next_snapshot:
@@ -422,7 +427,7 @@ class Recovery:
             if state.snapshot is not None:
                 self._has_snapshot.add(partition)
                 self._changed.discard(partition)
-                self._metrics.set_snapshot(partition, len(state.snapshot))
+                self._metrics.set_snapshot(partition, len(state.snapshot), partial(self._has_changed, partition))
 
 
 def _describe(kind: str, restored: RestoredPartition) -> str:

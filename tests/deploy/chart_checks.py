@@ -435,6 +435,7 @@ def test_a_packaged_chart_has_the_rules_and_the_dashboard(tmp_path: Path) -> Non
             "bridge.security.tls.existingSecret",
         ),
         ("serve.ingress.enabled=true", "serve.ingress.host"),
+        ("serve.replicas=2", "use one replica"),
         ("serviceAccount.create=false", "serviceAccount.name"),
     ],
 )

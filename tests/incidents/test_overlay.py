@@ -126,9 +126,20 @@ def test_members_have_the_label_of_their_fleet_incident_unless_they_have_their_o
     own = make_label("true", 2, incident=MEMBERS[1].id)
     overlay = Overlay([label, own, make_label("cleared", 3, incident=MEMBERS[2].id)])
     labels = [overlay.present(incident).label for incident in (FLEET, *MEMBERS)]
-    assert labels == ["false-alarm", "false-alarm", "true", "false-alarm"]
-    assert [overlay.present(member).silenced for member in MEMBERS] == ["false-alarm", None, "false-alarm"]
+    assert labels == ["false-alarm", "false-alarm", "true", None]
+    assert [overlay.present(member).silenced for member in MEMBERS] == ["false-alarm", None, None]
     assert overlay.present(replace(MEMBERS[0], parent=None)) == Presentation()
+
+
+def test_cleared_takes_back_the_own_label_of_a_member_first_and_then_that_of_the_fleet_incident() -> None:
+    member = MEMBERS[0]
+    overlay = Overlay([make_label("false-alarm", 1, incident=FLEET.id), make_label("true", 2, incident=member.id)])
+    seen = []
+    for time in (3, 4):
+        overlay.add(make_label("cleared", time, incident=member.id))
+        seen.append(overlay.present(member).label)
+    overlay.add(make_label("maintenance", 5, incident=FLEET.id))
+    assert [*seen, overlay.present(member).label] == ["false-alarm", None, "maintenance"]
 
 
 def test_windows_of_all_devices_silence_the_fleet_incident() -> None:
@@ -144,6 +155,16 @@ def test_receivers_get_the_fleet_incident_in_place_of_its_members() -> None:
     assert overlay.present_to_receivers(FLEET) == overlay.present(FLEET) == Presentation()
     assert overlay.present_to_receivers(MEMBERS[0]) == Presentation(silenced="fleet", cause=FLEET.id)
     assert overlay.present(MEMBERS[0]) == Presentation()
+
+
+def test_taking_back_a_window_changes_no_other_one() -> None:
+    """Also if two people take it back."""
+    outer, inner = make_window(-5, 5, time=1), make_window(-1, 1, time=2)
+    backs = [make_window(-1, 1, time=time, label="cleared") for time in (3, 4)]
+    overlay = Overlay([outer, inner, *backs])
+    assert overlay.present(INCIDENT).cause == outer.id
+    overlay.add(make_window(-5, 5, time=5, label="cleared"))
+    assert not overlay.is_under_maintenance(INCIDENT.device, INCIDENT.opened)
 
 
 def test_cleared_takes_a_window_back() -> None:

@@ -72,6 +72,12 @@ def probe(consumer: RunningConsumer, path: str) -> int:
         return 0
 
 
+def has_commits(process: RunningConsumer) -> bool:
+    """Return whether the metrics of a process have the number of its commits."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{process.port}/metrics", timeout=10) as response:
+        return b"deformer_commit_seconds_count" in response.read()
+
+
 def has_processed(consumer: RunningConsumer, num_events: int, num_rejected: int) -> bool:
     """Return whether a consumer has processed a number of events and rejected a number of messages."""
     metrics = consumer.read_metrics()
@@ -231,16 +237,20 @@ def test_commands_that_start_in_an_outage_are_connected_after_its_end(model_dir:
         ensure_topics(cluster.brokers, {**specs, **describe_incident_topics("events-incidents", "events-feedback")})
         cluster.close()
         broker.kill(1)
+        commands = list_commands(broker.bootstrap, model_dir, tmp_path, mosquitto.port)
+        names = list(commands)
         processes = [
             cleanup.enter_context(start_command(name, tmp_path / f"{name}.log", options))
-            for name, options in list_commands(broker.bootstrap, model_dir, tmp_path, mosquitto.port).items()
+            for name, options in commands.items()
         ]
         for process in processes:
             wait_for_event(process, "connection_failed_retrying")
         broker.start_node(1)
-        for process in processes:
+        for name, process in zip(names, processes, strict=True):
             wait_for_event(process, "ready")
             assert probe(process, "/healthz") == 200
+            # The rule DeformerStreamCommitsFail reports every process with this metric that commits nothing.
+            assert has_commits(process) == (name in ("consume", "incidents"))
         for process in processes:
             process.stop()
 

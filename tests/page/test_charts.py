@@ -46,10 +46,19 @@ def test_times_are_shown_in_the_zone_of_the_page() -> None:
     assert CLOCK.format_time(NOW - DAY) == "10 Jul 08:07"
     assert CLOCK.format_time(NOW - 365 * DAY) == "11 Jul 2025 08:07"
     assert CLOCK.format_full(NOW) == "2026-07-11 08:07:53 CEST"
+    assert CLOCK.format_full(NOW - 180 * DAY) == "2026-01-12 07:07:53 CET"
     assert CLOCK.format_ago(NOW - 12 * MINUTE) == "12 min ago"
     assert CLOCK.format_ago(NOW + 2 * HOUR) == "in 2 h"
     assert CLOCK.format_ago(NOW - SECOND) == "just now"
     assert (CLOCK.format_time(None), CLOCK.format_time(-(2**63)), CLOCK.format_ago(2**63 - 1)) == ("–", "–", "–")
+
+
+def test_ticks_of_a_narrow_range_have_different_texts() -> None:
+    readings = SuspectReadings((1, 2), (49.97, 50.0), (49.98, 49.98), (50.02, 50.02))
+    chart = draw_readings("frequency", readings, "Hz", CLOCK)
+    assert chart is not None
+    assert [tick.text for tick in chart.ticks] == ["49.98", "50", "50.02"]
+    assert chart.marks[0].text.endswith(": 49.97 Hz, expected 49.98 … 50.02")
 
 
 @pytest.mark.parametrize(
@@ -82,6 +91,9 @@ def test_ranges_and_causes() -> None:
     mixed = replace(incident, readings={feature: readings})
     assert describe_suspect(mixed, incident.suspects[0]) == "came 11 m³/h, expected 37 … 55.4"
     assert count_outside(readings) == "1 too high and 2 too low of 3"
+    hertz = SuspectReadings((1,), (49.97,), (49.98,), (50.02,))
+    narrow = replace(incident, readings={feature: hertz})
+    assert describe_suspect(narrow, incident.suspects[0]) == "came 49.97 m³/h, expected 49.98 … 50.02"
     assert describe_suspect(without, incident.suspects[0]) == "came 31.9 … 33.2 m³/h, expected 119 … 127"
     assert describe_suspect(incident, incident.suspects[2]) == ""
     assert count_outside(incident.readings["flow"]) == "60 too low of 60"

@@ -281,6 +281,9 @@ http{{ if .Values.serve.ingress.tlsSecret }}s{{ end }}://{{ .Values.serve.ingres
 {{- if and .Values.serve.enabled (not .Values.serve.auth.existingSecret) (not .Values.serve.auth.token) -}}
 {{- fail "serve.auth: name a Secret with the key token or users (serve.auth.existingSecret), give serve.auth.token, or set serve.enabled=false" -}}
 {{- end -}}
+{{- if and .Values.serve.enabled (gt (int .Values.serve.replicas) 1) -}}
+{{- fail "serve.replicas: each replica knows only the logins that it has accepted itself, so use one replica" -}}
+{{- end -}}
 {{- if and .Values.delivery.enabled (not .Values.incidents.enabled) -}}
 {{- fail "delivery notifies receivers of incidents: set incidents.enabled=true" -}}
 {{- end -}}
