@@ -7,6 +7,7 @@ import math
 import pickle
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import UTC, datetime
 from enum import IntEnum, StrEnum
 from pathlib import Path
@@ -14,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -413,6 +415,19 @@ def test_alpha_out_of_reach_is_a_warning(detector: Detector) -> None:
         detector.scorer([0.1, 1e-7])
 
 
+def test_alpha_out_of_reach_in_a_group_is_a_warning(detector: Detector) -> None:
+    group = Calibration.from_statistics(np.arange(19.0), "random")
+    calibration = replace(detector.artifact.calibration, separator="@", calibration_by_group={"pump": group})
+    grouped = Detector(replace(detector.artifact, calibration=calibration))
+    with pytest.warns(AlphaOutOfReachWarning, match=r"1 of 1 calibration groups .* alpha 0.01, such as 'pump'"):
+        grouped.scorer(0.01)
+
+
+def test_missing_values_of_pandas_are_not_observed(detector: Detector) -> None:
+    expected = detector.score({"temperature": 20.0})
+    assert detector.score({"temperature": 20.0, "pressure": pd.NA, "state": pd.NaT}) == expected
+
+
 def test_text_of_the_objects(detector: Detector) -> None:
     assert repr(detector) == (
         "Detector(6 features: temperature, pressure, vibration, state, valve, load; 199 calibration records; "
@@ -529,6 +544,7 @@ def test_quantiles_depend_on_present_features(linear: Detector) -> None:
     assert found["y"] == pytest.approx((known.low, known.value, known.high), abs=1e-6)
     wide = linear.quantiles({}, (0.05, 0.95))["y"]
     assert wide[1] - wide[0] > found["y"][2] - found["y"][0] + 1.0
+    assert linear.quantiles({"x": 0.5}, np.array([0.05, 0.5, 0.95])) == found
     for qs in ((), (0.0,), (0.5, 1.0)):
         with pytest.raises(ValueError, match="between 0 and 1"):
             linear.quantiles({}, qs)

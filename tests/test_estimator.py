@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -92,6 +93,20 @@ def test_frames_have_names_and_labels(fitted: DeformerDetector) -> None:
         fitted.predict(pd.DataFrame({"x": [1.0, "warm"], "y": [1.0, 2.0], "sign": ["plus", "plus"]}))
     with pytest.raises(ValueError, match="0 samples"):
         fitted.predict(make_frame(0))
+
+
+@pytest.mark.parametrize("names", [["x1", "x2"], ["flow", "speed"], [0, 1]])
+def test_columns_without_names_are_those_of_fit_in_their_order(names: list[Any]) -> None:
+    """Scikit-learn warns if only one of both has names that are texts."""
+    array = np.random.default_rng(0).normal(size=(60, 2)) * [1.0, 5.0]
+    frame = pd.DataFrame(array, columns=names)
+    options = {"epochs": 1, "max_time": None, "random_state": 0}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        by_name, by_position = (DeformerDetector(**options).fit(records) for records in (frame, array))
+        expected = by_name.decision_function(frame)
+        assert (by_name.decision_function(array) == expected).all()
+        assert (by_position.decision_function(frame) == by_position.decision_function(array)).all()
 
 
 def test_equal_seeds_give_equal_results() -> None:

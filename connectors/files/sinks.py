@@ -130,6 +130,8 @@ class ParquetSink:
         with _map_open_errors(self._path):
             if self._path.is_dir():  # otherwise only the rename in `close` would fail, after all the work
                 raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+            if self._path.exists() and not self._path.is_file():  # the rename would replace a pipe or a device
+                raise ConfigError(f"{path}: Parquet cannot be written to a pipe or a device; choose the name of a file")
             self._writer = pq.ParquetWriter(
                 self._partial_path, columns, compression="zstd", use_dictionary=dictionary_columns
             )
@@ -456,7 +458,8 @@ class LinesSink:
         elif not self._file.closed:
             with map_write_errors(self._path), self._file:
                 self._file.flush()
-                os.fsync(self._file.fileno())
+                if self._path.is_file():  # a pipe or a device, such as /dev/null, has nothing on a disk
+                    os.fsync(self._file.fileno())
 
     def discard(self) -> None:
         """Close the file, for example after an error. Its lines are kept, because each of them is valid by itself."""

@@ -6,7 +6,7 @@ scikit-learn is an optional dependency: `pip install 'deformer-stream[sklearn]'`
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, cast
 
 import numpy as np
 import pyarrow as pa
@@ -201,10 +201,18 @@ class DeformerDetector(OutlierMixin, BaseEstimator):  # type: ignore[misc]  # sc
         if frame is None:
             minimum = 2 if reset else 1
             array = validate_data(self, X, reset=reset, ensure_all_finite="allow-nan", ensure_min_samples=minimum)
-            return read_array(array, [f"x{index}" for index in range(array.shape[1])])
+            if reset:
+                self._column_names = [f"x{index}" for index in range(array.shape[1])]
+            return read_array(array, self._column_names)
         validate_data(self, X, reset=reset, skip_check_array=True)
         if not frame.num_records:
             raise ValueError("the data frame has no rows (0 samples); give at least one record")
+        if reset:
+            self._column_names = list(frame.column_names)
+        elif not hasattr(self, "feature_names_in_"):  # `fit` got no names of columns, so the columns are in its order
+            columns = [frame.get_column(name) for name in frame.column_names]
+            renamed = pa.Table.from_arrays(columns, names=self._column_names)
+            return cast("TabularRecords", read_frame(renamed))
         return frame
 
     def _compute_scores(self, table: TabularRecords) -> NDArray[np.float64]:

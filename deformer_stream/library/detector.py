@@ -240,6 +240,16 @@ class Detector:
                 f"and the model has {len(calibration.scores):,}; use a larger alpha, or calibrate with more records",
                 AlphaOutOfReachWarning,
             )
+        groups = calibration.calibration_by_group
+        for alpha in alphas:
+            names = [name for name, group in groups.items() if group.find_unreachable_alphas([alpha])]
+            if names:
+                warn(
+                    f"no record of {len(names)} of {len(groups)} calibration groups can raise an alert at alpha "
+                    f"{alpha:g}, such as {names[0]!r}: they have too few calibration records; use a larger alpha, or "
+                    "calibrate with more records",
+                    AlphaOutOfReachWarning,
+                )
 
     def engine(
         self,
@@ -701,6 +711,7 @@ class Detector:
             ValueError: If `qs` is empty or a probability does not lie between 0 and 1.
             InputError: If a value cannot be accepted; the message names the record or row, and the feature.
         """
+        qs = [float(q) for q in qs]
         if not qs or not all(0 < q < 1 for q in qs):
             raise ValueError(
                 f"qs is {list(qs)}, but it must be one or more probabilities of quantiles, each between 0 and 1"

@@ -267,6 +267,13 @@ def _to_record_batch(table: pa.Table) -> pa.RecordBatch:
     return batches[0] if batches else pa.RecordBatch.from_pylist([], schema=table.schema)
 
 
+def is_missing(value: object) -> bool:
+    """Return whether a cell is None, NaN, `pandas.NA` or `pandas.NaT`: the feature was not observed."""
+    if value is None or type(value).__name__ in ("NAType", "NaTType"):
+        return True
+    return isinstance(value, float | np.floating) and bool(np.isnan(value))
+
+
 def read_array(array: NDArray[Any], columns: Sequence[str] | None) -> ArrayRecords:
     """Return the records of a NumPy array, after checking its shape.
 
@@ -327,11 +334,7 @@ def convert_objects(cells: Iterable[Any], name: str) -> pa.Array:
     texts: list[str | None] = []
     for row, cell in enumerate(cells):
         value = cell.item() if isinstance(cell, np.generic) else cell
-        if (
-            value is None
-            or (isinstance(value, float) and np.isnan(value))
-            or type(value).__name__ in ("NAType", "NaTType")
-        ):
+        if is_missing(value):
             texts.append(None)
         elif isinstance(value, str | bool | int | float):
             texts.append(format_label(value))

@@ -20,6 +20,7 @@ from deformer_stream.engine.events import NO_TIME, EventBatch
 from deformer_stream.errors import InputError
 from deformer_stream.library.frames import (
     TabularRecords,
+    is_missing,
     read_feature_columns,
     read_single_record,
     warn_of_unknown_names,
@@ -97,7 +98,7 @@ def make_batch(records: Sequence[Record], codec: Codec) -> EventBatch:
     Raises:
         InputError: If a reading cannot be accepted; the message names the record and the feature.
     """
-    present_values = [{name: value for name, value in record.items() if not _is_missing(value)} for record in records]
+    present_values = [{name: value for name, value in record.items() if not is_missing(value)} for record in records]
     # JSON messages are the input for which the codec defines the checks and conversions of values.
     payloads = [encode_json({"record": str(i), "values": values}) for i, values in enumerate(present_values)]
     batch, rejections = codec.decode(make_messages(payloads))
@@ -109,11 +110,6 @@ def make_batch(records: Sequence[Record], codec: Codec) -> EventBatch:
                 f"record {rejection.message_index} cannot be accepted: {rejection.detail} ({rejection.reason.value})"
             )
     return batch
-
-
-def _is_missing(value: object) -> bool:
-    """Return whether a value is None or NaN, both of which mean that the feature was not observed."""
-    return value is None or (isinstance(value, float | np.floating) and bool(np.isnan(value)))
 
 
 def decode_table(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import io
+import os
 import resource
 import sys
 from pathlib import Path
 
 import orjson
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
@@ -119,3 +121,12 @@ def test_output_must_not_replace_an_input_or_another_output(tmp_path: Path) -> N
             check_no_overwrite([folder], {"--output": taken})
     with pytest.raises(ConfigError, match=r"--records .* is also the output of --output"):
         check_no_overwrite([folder], {"--output": free, "--records": str(free)})
+
+
+def test_lines_can_be_written_to_a_device(tmp_path: Path) -> None:
+    sink = AlertLines("/dev/null")
+    sink.close()
+    os.mkfifo(tmp_path / "pipe.parquet")
+    with pytest.raises(ConfigError, match="a pipe or a device"):
+        sinks.ParquetSink(tmp_path / "pipe.parquet", pa.schema([("a", pa.int64())]))
+    assert (tmp_path / "pipe.parquet").is_fifo()
