@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -458,7 +459,8 @@ class LinesSink:
         elif not self._file.closed:
             with map_write_errors(self._path), self._file:
                 self._file.flush()
-                if self._path.is_file():  # a pipe or a device, such as /dev/null, has nothing on a disk
+                # A pipe or a device, such as /dev/null, has nothing on a disk.
+                if stat.S_ISREG(os.fstat(self._file.fileno()).st_mode):
                     os.fsync(self._file.fileno())
 
     def discard(self) -> None:

@@ -558,6 +558,11 @@ class Calibration:
         separator = separator if calibration_by_group else ""
         return replace(self, separator=separator, calibration_by_group=calibration_by_group)
 
+    def find_unreachable_groups(self, alpha: float) -> list[str]:
+        """Return the names of the groups that have too few records for any alert at a false-alarm rate."""
+        groups = self.calibration_by_group.items()
+        return [name for name, group in groups if group.find_unreachable_alphas([alpha])]
+
     def find_unreachable_alphas(self, alphas: Iterable[float]) -> dict[float, int]:
         """Return the alphas (false-alarm rates) at which this calibration has too few records for any alert.
 

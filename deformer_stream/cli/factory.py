@@ -391,7 +391,7 @@ def _warn_about_alphas(calibration: Calibration, alphas: Sequence[float], named:
         )
     groups = calibration.calibration_by_group
     for alpha in alphas:
-        names = [name for name, group in groups.items() if group.find_unreachable_alphas([alpha])]
+        names = calibration.find_unreachable_groups(alpha)
         if names:
             listed = ", ".join(names[:MAX_LISTED_GROUPS]) + (", …" if len(names) > MAX_LISTED_GROUPS else "")
             logger.warning(

@@ -240,12 +240,11 @@ class Detector:
                 f"and the model has {len(calibration.scores):,}; use a larger alpha, or calibrate with more records",
                 AlphaOutOfReachWarning,
             )
-        groups = calibration.calibration_by_group
         for alpha in alphas:
-            names = [name for name, group in groups.items() if group.find_unreachable_alphas([alpha])]
-            if names:
+            if names := calibration.find_unreachable_groups(alpha):
+                num_groups = len(calibration.calibration_by_group)
                 warn(
-                    f"no record of {len(names)} of {len(groups)} calibration groups can raise an alert at alpha "
+                    f"no record of {len(names)} of {num_groups} calibration groups can raise an alert at alpha "
                     f"{alpha:g}, such as {names[0]!r}: they have too few calibration records; use a larger alpha, or "
                     "calibrate with more records",
                     AlphaOutOfReachWarning,

@@ -460,7 +460,7 @@ class IncidentStore:
         for window in self._window_labels:
             if window.label == "maintenance":
                 labels = labels_by_device[window.device]
-                back = (one for one in labels if _covers(one, window) and takes_back(one, window, labels))
+                back = (one for one in labels if _includes_window(one, window) and takes_back(one, window, labels))
                 found.append((window, next(back, None)))
         return found
 
@@ -575,7 +575,7 @@ def _merge_timelines(incidents: Sequence[Incident]) -> Timeline:
     return Timeline(*(tuple(column) for column in columns))
 
 
-def _covers(label: FeedbackLabel, window: FeedbackLabel) -> bool:
+def _includes_window(label: FeedbackLabel, window: FeedbackLabel) -> bool:
     """Return whether the times of a label include the whole of a maintenance window."""
     if label.start is None or label.end is None or window.start is None or window.end is None:
         return False
