@@ -101,6 +101,8 @@ def _list_names(
     for name in (fields.record, fields.device) if has_windows else (fields.record,):
         if name in columns:
             column = convert_ids(columns[name], f"{payload.origin}: column {name!r}")
+            if name == fields.device:  # as in the id of a window, because the device itself can contain the separator
+                column = pc.binary_join_element_wise(column.cast(pa.string()), WINDOW_SEPARATOR, "")
             id_column = column if id_column is None else pc.coalesce(id_column, column)
     if id_column is None:
         return np.zeros(len(payload), np.intp), [""]

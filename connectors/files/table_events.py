@@ -151,6 +151,7 @@ def iterate_events(
     if shuffle_within < 0 or not isfinite(shuffle_within):
         raise InputError(f"--shuffle-within {shuffle_within}: the maximum delay must be finite and at least 0 seconds")
     files = find_data_files(inputs)
+    prefix_by_file = make_record_prefixes(files)
     table_options = table_options or TableOptions()
     chosen_columns = {record_column, *(features or ()), *filter(None, (time_column, device_column))}
     kept_columns = table_options.kept_columns | chosen_columns
@@ -165,7 +166,14 @@ def iterate_events(
     skipped_rows = SkippedRows() if skipped_rows is None else skipped_rows
     columns = _RowColumns(record_column, time_column, device_column, has_windows, tuple(features or ()), skipped_rows)
     return _iterate_delayed(
-        files, table_by_file, max_delay, rng=rng, layout=layout, columns=columns, selection=selection, prefix=prefix
+        {path: prefix_by_file[path] for path in files},
+        table_by_file,
+        max_delay,
+        rng=rng,
+        layout=layout,
+        columns=columns,
+        selection=selection,
+        prefix=prefix,
     )
 
 
@@ -238,7 +246,7 @@ def _choose_id_column(table: Table) -> str:
 
 
 def _iterate_delayed(
-    files: Sequence[DataFile],
+    prefix_by_file: Mapping[DataFile, str | None],
     table_by_file: Mapping[DataFile, Table],
     max_delay: int,
     rng: np.random.Generator,
@@ -254,7 +262,7 @@ def _iterate_delayed(
     Lines of JSON lines files are not delayed.
 
     Args:
-        files: The files, in the order in which they are read.
+        prefix_by_file: The files in the order in which they are read, with the texts that distinguish their records.
         table_by_file: The table of each file that is not JSON lines.
         max_delay: Maximum delay of a reading in microseconds.
         rng: The generator of the delays.
@@ -263,12 +271,11 @@ def _iterate_delayed(
         selection: The features that are sent.
         prefix: Text that is put before each id of a record or device.
     """
-    prefix_by_file = make_record_prefixes(files)
     # A heap of delayed events: time, number of the event (which keeps the order of equal times), key and document.
     delayed: list[tuple[int, int, bytes, dict[str, Any]]] = []
     num_events = 0
     default_times = itertools.count(0, 1_000_000)  # one second per row, for tables without times
-    for path in files:
+    for path, record_prefix in prefix_by_file.items():
         table = table_by_file.get(path)
         if table is None:
             # Lines are not delayed, so the events before them are sent first.
@@ -280,7 +287,7 @@ def _iterate_delayed(
             rows = _iterate_long_rows(table, id_field, columns, selection, default_times)
         else:
             id_field = "record" if columns.choose_window_time(table) is None else "device"
-            rows = _iterate_wide_rows(table, prefix_by_file[path], columns, selection, default_times)
+            rows = _iterate_wide_rows(table, record_prefix, columns, selection, default_times)
         for row_time, row_id, readings in _map_row_errors(path, rows):
             # Rows are sorted by time, so no later row has an event before `row_time`. A full heap is emptied earlier,
             # to bound the memory.

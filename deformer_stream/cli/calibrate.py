@@ -141,19 +141,27 @@ def _calibrate_on_records(inputs: Sequence[str], settings: CalibrateSettings) ->
     recalibration = recalibrate(
         loaded.calibration, statistics, settings.alpha, settings.group_by, settings.trim, settings.seed
     )
+    segments = None
+    if settings.incidents:
+        # Before the model is written: its new list of seen records would not allow a repetition of a run that fails.
+        segments = incident_files.collect_segments(settings, loaded.manifest, recalibration.new)
     seen_records = replace_calibration_records(seen_records, records.fingerprints[selection.is_new])
     today = datetime.now(UTC).date()
     fingerprint = write_recalibrated_model(recalibration, loaded, target, settings.alpha, seen_records, today)
-    if incidents_before is not None:  # its history is kept; its segments belong to the calibration before
-        write_incident_calibration(target, incidents_before)
+    # Its history is kept. Without new evidence, its segments belong to the calibration before.
+    incidents = incidents_before
+    if segments is not None:
+        incidents = incident_files.replace_segments(incidents_before, fingerprint, segments)
+    if incidents is not None:
+        write_incident_calibration(target, incidents)
     # The new model can be the one that scored the shards. They belong to the old one, so no run could continue.
     if is_sharded:
         delete_shards(shards_folder)
     notes = [*selection.notes, scored.warning] if scored.warning else selection.notes
     written = f"the model was written to {target} (fingerprint {fingerprint})"
     _print_result(recalibration, statistics, settings.alpha, scored.num_rejected, "; ".join([written, *notes]))
-    if settings.incidents:
-        incident_files.write_segments(settings, target, incidents_before, recalibration.new, loaded.fingerprint)
+    if segments is not None and incidents is not None:
+        incident_files.print_segments(settings, incidents)
     return 0
 
 

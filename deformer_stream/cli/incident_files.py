@@ -5,9 +5,9 @@ Heavy packages are imported inside the functions, so that `--help` is printed wi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -15,9 +15,9 @@ from deformer_stream.cli_utils import INTERRUPTED_EXIT_CODE
 
 if TYPE_CHECKING:
     import threading
-    from pathlib import Path
 
     from deformer_stream.calibration.conformal import Calibration
+    from deformer_stream.calibration.incident_segments import SegmentCalibration
     from deformer_stream.incident_store import IncidentCalibration
     from deformer_stream.runtime.incident_sink import IncidentSink
     from deformer_stream.settings import CalibrateSettings, ReplaySettings
@@ -137,86 +137,103 @@ def calibrate_incidents(settings: CalibrateSettings) -> int:
     from deformer_stream import log
     from deformer_stream.cli_utils import is_debugging
     from deformer_stream.errors import ConfigError
-    from deformer_stream.incident_store import INCIDENTS_FILE, read_incident_calibration, render_incident_calibration
+    from deformer_stream.incident_store import (
+        INCIDENTS_FILE,
+        read_incident_calibration,
+        render_incident_calibration,
+        write_incident_calibration,
+    )
+    from deformer_stream.model_manifest import read_manifest
 
     if not settings.incidents:
         raise ConfigError("name the input files, or evidence of normal operation with --incidents")
     log.configure(is_debugging())
+    manifest = read_manifest(settings.model)
     before = read_incident_calibration(settings.model)
     target = settings.out or settings.model
-    if target.resolve() != settings.model.resolve():
+    is_copied = target.resolve() != settings.model.resolve()
+    if is_copied:
         from deformer_stream import model_store  # imports torch, which takes seconds
 
         model_store.check_output_directory(target)
-        calibration = _collect_segments(settings, settings.model, before, None)
+    segments = collect_segments(settings, manifest)
+    calibration = replace_segments(before, manifest["fingerprint"], segments)
+    if is_copied:
         files = model_store.read_files(settings.model)
         model_store.write_files(target, files | {INCIDENTS_FILE: render_incident_calibration(calibration)})
     else:
-        write_segments(settings, settings.model, before)
+        write_incident_calibration(target, calibration)
+    print_segments(settings, calibration)
     return 0
 
 
-def write_segments(
-    settings: CalibrateSettings,
-    directory: Path,
-    before: IncidentCalibration | None,
-    calibration: Calibration | None = None,
-    log_model: str | None = None,
-) -> None:
-    """Calibrate the segments of the incident budget, write them to a model directory, and print what is in reach.
+def collect_segments(
+    settings: CalibrateSettings, manifest: Mapping[str, Any], calibration: Calibration | None = None
+) -> list[SegmentCalibration]:
+    """Return the segments of the incident budget that the evidence of `--incidents` gives. Nothing is written.
 
     Args:
         settings: Options of `calibrate`.
-        directory: The model directory.
-        before: The incident calibration that is replaced, None if there is none.
-        calibration: As in `calibrate_from_evidence`.
-        log_model: Fingerprint of the model that has written the evidence, None for that of the directory.
+        manifest: The manifest of the model that wrote the evidence.
+        calibration: A newer calibration of this model, under which p-values are computed anew; None for those of the
+            evidence.
+
+    Raises:
+        InputError: As in `calibrate_from_evidence`, or the evidence cannot be read.
     """
-    from deformer_stream.incident_store import write_incident_calibration
-
-    segments = _collect_segments(settings, directory, before, calibration, log_model)
-    write_incident_calibration(directory, segments)
-
-
-def _collect_segments(
-    settings: CalibrateSettings,
-    directory: Path,
-    before: IncidentCalibration | None,
-    calibration: Calibration | None,
-    log_model: str | None = None,
-) -> IncidentCalibration:
-    """Return the incident calibration with new segments, and print which budgets are in reach. See `write_segments`."""
     from connectors.files import read_evidence
-    from deformer_stream.calibration.incident_budget import parse_budget
-    from deformer_stream.cli.config_report import align_columns
-    from deformer_stream.codec.timestamps import format_rfc3339
-    from deformer_stream.incident_store import IncidentCalibration
-    from deformer_stream.model_manifest import read_manifest
     from deformer_stream.runtime.incident_calibration import (
         calibrate_from_evidence,
-        describe_segments,
+        fit_tail_of_calibration,
         fit_tail_of_manifest,
     )
     from deformer_stream.runtime.incident_plan import REORDER_MICROS, make_get_device
-    from deformer_stream.settings.incident_rule import DEFAULT_BUDGET
 
-    manifest = read_manifest(directory)
-    model = str(manifest["fingerprint"])
-    segments = calibrate_from_evidence(
+    return calibrate_from_evidence(
         read_evidence(settings.incidents),
-        log_model or model,
-        fit_tail_of_manifest(manifest),
+        manifest["fingerprint"],
+        fit_tail_of_manifest(manifest) if calibration is None else fit_tail_of_calibration(calibration),
         0 if "window" in manifest else REORDER_MICROS,
         calibration,
         make_get_device(settings.device_by),
         settings.open_early == "on" or (settings.open_early == "auto" and "reading_times" in manifest),
     )
-    click.echo(align_columns(describe_segments(segments, parse_budget(DEFAULT_BUDGET))))
-    known = [of_length for of_length in segments if of_length.num_segments]
+
+
+def replace_segments(
+    before: IncidentCalibration | None, model: str, segments: Sequence[SegmentCalibration]
+) -> IncidentCalibration:
+    """Return an incident calibration with new segments.
+
+    Args:
+        before: The incident calibration of the model so far, None if there is none.
+        model: Fingerprint of the model to which the segments belong.
+        segments: The new segments.
+    """
+    from deformer_stream.incident_store import IncidentCalibration
+
+    return (before or IncidentCalibration(model)).with_segments(model, segments)
+
+
+def print_segments(settings: CalibrateSettings, calibration: IncidentCalibration) -> None:
+    """Print which budgets are in reach with new segments, and what was assumed about them.
+
+    Args:
+        settings: Options of `calibrate`.
+        calibration: The incident calibration that was written.
+    """
+    from deformer_stream.calibration.incident_budget import parse_budget
+    from deformer_stream.cli.config_report import align_columns
+    from deformer_stream.codec.timestamps import format_rfc3339
+    from deformer_stream.runtime.incident_calibration import describe_segments
+    from deformer_stream.settings.incident_rule import DEFAULT_BUDGET
+
+    click.echo(align_columns(describe_segments(calibration.segments, parse_budget(DEFAULT_BUDGET))))
+    known = [of_length for of_length in calibration.segments if of_length.num_segments]
     span = f", from {format_rfc3339(known[-1].start)} to {format_rfc3339(known[-1].end)}" if known else ""
     click.echo(
-        f"segments of {model} from {', '.join(settings.incidents)}{span}; the records must be normal, and neither "
-        "training nor calibration records; segments shorter than a day assume that the times of a day are alike",
+        f"segments of {calibration.model} from {', '.join(settings.incidents)}{span}; the records must be normal, and "
+        "neither training nor calibration records; segments shorter than a day assume that the times of a day are "
+        "alike",
         err=True,
     )
-    return (before or IncidentCalibration(model)).with_segments(model, segments)

@@ -27,7 +27,7 @@ from deformer_stream.cli_utils import (
     reload_on_hangup,
     stop_on_signals,
 )
-from deformer_stream.errors import ConfigError
+from deformer_stream.errors import ConfigError, InputError
 from deformer_stream.runtime import process
 
 if TYPE_CHECKING:
@@ -178,9 +178,10 @@ def _connect(
 
     Raises:
         ConfigError: The options contradict each other.
+        InputError: The file of `--source` cannot be read.
     """
     from connectors.files import AlertLines, ReadOptions, RejectedLines, TerminalAlerts, open_source
-    from deformer_stream.tables.discovery import check_no_overwrite
+    from deformer_stream.tables.discovery import CSV, PARQUET, check_no_overwrite, has_ending
 
     source: EventSource
     sinks: list[Sink] = []
@@ -195,17 +196,19 @@ def _connect(
             )
         check_no_overwrite([str(settings.source)], {"--alerts": settings.alerts, "--rejected": settings.rejected})
         models.check_same_form(settings)
-        source = open_source(
-            [str(settings.source)],
-            list(models.schema_by_name.values()),
-            ReadOptions(
-                field_names=factory.get_field_names(settings),
-                batch_events=settings.poll_messages,
-                max_message_bytes=settings.max_message_bytes,
-                window_assigner=factory.make_window_assigner(next(iter(models.schema_by_name.values())), settings),
-                model_column=None if models.choice is None else models.choice.field,
-            ),
+        options = ReadOptions(
+            field_names=factory.get_field_names(settings),
+            batch_events=settings.poll_messages,
+            max_message_bytes=settings.max_message_bytes,
+            window_assigner=factory.make_window_assigner(next(iter(models.schema_by_name.values())), settings),
+            model_column=None if models.choice is None else models.choice.field,
         )
+        try:
+            source = open_source([str(settings.source)], list(models.schema_by_name.values()), options)
+        except InputError as error:
+            if not has_ending(str(settings.source), PARQUET + CSV):
+                raise
+            raise InputError(f"{error} (consume has no options for tables; deformer-stream replay has them)") from error
         cleanup.callback(source.close)
     else:
         source, sinks = _connect_to_kafka(

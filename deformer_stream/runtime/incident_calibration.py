@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -30,7 +30,7 @@ from deformer_stream.incidents.row_order import OpenAlert, Row, RowOrder
 Floats = NDArray[np.float64]
 
 
-def fit_tail_of_manifest(manifest: dict[str, Any]) -> ScoreTail | None:
+def fit_tail_of_manifest(manifest: Mapping[str, Any]) -> ScoreTail | None:
     """Return the tail of the scores of a model's calibration records, None if groups have calibrations of their own.
 
     Args:
@@ -44,6 +44,13 @@ def fit_tail_of_manifest(manifest: dict[str, Any]) -> ScoreTail | None:
         np.asarray(calibration["scores"], np.float64),
         None if record_scores is None else np.asarray(record_scores, np.float64),
     )
+
+
+def fit_tail_of_calibration(calibration: Calibration) -> ScoreTail | None:
+    """Return the tail of the scores of calibration records, None if groups have calibrations of their own."""
+    if calibration.calibration_by_group:
+        return None
+    return fit_tails(calibration.scores, calibration.record_scores)
 
 
 def calibrate_from_evidence(

@@ -43,7 +43,6 @@ from deformer_stream.calibration.incident_evidence import (
     ScoreTail,
     advance_detector,
     compute_log_statistic,
-    fit_tails,
 )
 from deformer_stream.calibration.incident_segments import (
     MICROS_PER_HOUR,
@@ -56,7 +55,7 @@ from deformer_stream.errors import InputError
 from deformer_stream.incidents.events import AlertRow, ClosedRows, EvidenceBatch, FeedbackLabel, Incident
 from deformer_stream.incidents.overlay import Overlay
 from deformer_stream.incidents.row_order import OpenAlert, Row, RowOrder
-from deformer_stream.runtime.incident_calibration import rescore_batch
+from deformer_stream.runtime.incident_calibration import fit_tail_of_calibration, rescore_batch
 from deformer_stream.runtime.incident_difference import (
     IncidentDifference,
     IncidentSpans,
@@ -294,8 +293,7 @@ def propose(
     if "records" in options.changes:
         assert recalibrate_records is not None  # noqa: S101 - a programming error of the caller
         calibration = recalibrate_records(kept.record_ids, kept.scores, kept.record_scores)
-        has_groups = bool(calibration.calibration_by_group)
-        tail = None if has_groups else fit_tails(calibration.scores, calibration.record_scores)
+        tail = fit_tail_of_calibration(calibration)
     found = _find_candidate(
         read_log,
         detection,

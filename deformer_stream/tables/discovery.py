@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import glob
 import itertools
+import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path, PurePath, PurePosixPath
-from typing import Any
+from typing import Any, NoReturn
 
 from deformer_stream.errors import ConfigError, InputError
 from deformer_stream.extras import format_remedy
@@ -98,38 +100,56 @@ def find_data_files(
         endings: Endings of the names of data files in lower case.
 
     Raises:
-        InputError: An input does not exist or has an unknown ending, or a folder or a pattern holds no data file. Or a
-            folder is a Delta Lake or Iceberg table that may hold outdated files, or a file is named twice.
+        InputError: An input does not exist, has an unknown ending or cannot be read, or a folder or a pattern holds no
+            data file. Or a folder is a Delta Lake or Iceberg table that may hold outdated files, or a file is named
+            twice.
         ConfigError: A URL contains credentials or has no bucket.
     """
     files: list[DataFile] = []
     for text in inputs:
-        url, entry = parse_url(text), Path(text)
-        if url is not None:
-            files += _find_remote_files(url, endings)
-        elif (entry / DELTA_LOG).is_dir() and delta.is_installed():
-            files += [entry / path for path in delta.list_delta_files(str(entry))]
-        elif _is_iceberg_metadata(entry) or (iceberg.is_installed() and _list_metadata(entry)):
-            files += _list_iceberg_files(entry)
-        elif entry.is_dir():
-            files_in_folder = list_data_files(entry, endings)
-            if not files_in_folder:
-                raise InputError(f"{entry}: no {_name_formats(endings)} file in this folder; check the path")
-            files += files_in_folder
-        elif entry.exists():
-            if not has_ending(entry, endings) and not _is_parquet(entry):
-                raise _make_unknown_kind_error(entry, endings)
-            files.append(entry)
-        elif (reason := describe_unknown_scheme(entry)) is not None:
-            raise InputError(reason)
-        elif is_pattern(str(entry)):
-            files += _expand_pattern(str(entry), endings)
-        else:
-            raise InputError(f"{entry}: no such file or folder; check the path")
+        with _map_permission_errors():
+            files += _find_files_of_input(text, endings)
     if not files:
         raise InputError("no input files were given; name at least one file or folder")
     _check_named_once(files)
     return files
+
+
+def _find_files_of_input(text: str | Path, endings: Collection[str]) -> Sequence[DataFile]:
+    """Return the data files that one input denotes. See `find_data_files`."""
+    url, entry = parse_url(text), Path(text)
+    if url is not None:
+        return _find_remote_files(url, endings)
+    if (entry / DELTA_LOG).is_dir() and delta.is_installed():
+        return [entry / path for path in delta.list_delta_files(str(entry))]
+    if _is_iceberg_metadata(entry) or (iceberg.is_installed() and _list_metadata(entry)):
+        return _list_iceberg_files(entry)
+    if entry.is_dir():
+        files = list_data_files(entry, endings)
+        if not files:
+            raise InputError(f"{entry}: no {_name_formats(endings)} file in this folder; check the path")
+        return files
+    if entry.exists():
+        if not has_ending(entry, endings) and not _is_parquet(entry):
+            raise _make_unknown_kind_error(entry, endings)
+        return [entry]
+    if (reason := describe_unknown_scheme(entry)) is not None:
+        raise InputError(reason)
+    if is_pattern(str(entry)):
+        return _expand_pattern(str(entry), endings)
+    raise InputError(f"{entry}: no such file or folder; check the path")
+
+
+@contextmanager
+def _map_permission_errors() -> Iterator[None]:
+    """Convert errors about missing permissions in a `with` block to `InputError`."""
+    try:
+        yield
+    except PermissionError as error:
+        raise InputError(
+            f"{error.filename}: the file or folder cannot be read (permission denied); make it readable for this user, "
+            "or name other files"
+        ) from error
 
 
 def _check_named_once(files: Sequence[DataFile]) -> None:
@@ -328,23 +348,28 @@ def list_data_files(folder: Path, endings: Collection[str]) -> list[Path]:
 
     Raises:
         InputError: The folder contains a Delta Lake or Iceberg table that may hold files of older versions.
+        PermissionError: The folder, or one below it, cannot be read.
     """
-    # Refuse tables with outdated rows, before any file is returned.
-    for log_folder in folder.rglob(DELTA_LOG):
-        if not _is_hidden(log_folder.parent.relative_to(folder)):
-            _check_delta_log(log_folder)
-    metadata_folders = set()
-    for metadata_file in folder.rglob(f"*{METADATA_ENDING}"):
-        if _is_iceberg_metadata(metadata_file) and not _is_hidden(metadata_file.relative_to(folder)):
-            _check_iceberg_metadata(metadata_file)
-            metadata_folders.add(metadata_file.parent)
+    files: list[Path] = []
+    metadata_folders: set[Path] = set()
+    for parent, subfolders, names in os.walk(folder, onerror=_raise):
+        here = Path(parent)
+        if DELTA_LOG in subfolders:
+            _check_delta_log(here / DELTA_LOG)
+        subfolders[:] = [name for name in subfolders if not _is_hidden(PurePath(name))]
+        for path in (here / name for name in names if not _is_hidden(PurePath(name))):
+            if _is_iceberg_metadata(path):
+                _check_iceberg_metadata(path)
+                metadata_folders.add(here)
+            elif has_ending(path, endings) and path.is_file():
+                files.append(path)
     # Some files that describe an Iceberg table have the ending of a data file. They lie in its metadata folder.
-    candidates = (path for path in folder.rglob("*") if has_ending(path, endings) and path.is_file())
-    return sorted(
-        path
-        for path in candidates
-        if not _is_hidden(path.relative_to(folder)) and metadata_folders.isdisjoint(path.parents)
-    )
+    return sorted(path for path in files if metadata_folders.isdisjoint(path.parents))
+
+
+def _raise(error: OSError) -> NoReturn:
+    """Raise an error. `os.walk` skips a folder that cannot be read otherwise."""
+    raise error
 
 
 def _is_hidden(path: PurePath) -> bool:

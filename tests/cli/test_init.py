@@ -356,6 +356,17 @@ def test_large_files_are_estimated_from_their_beginning(plant: Path) -> None:
     assert view.num_rows == pytest.approx(120_000, rel=0.05)
 
 
+def test_rows_after_a_column_has_changed_its_type_are_counted(plant: Path) -> None:
+    table = pd.DataFrame(
+        {"note": "x" * 80, "flow": ["120"] * 15_000 + ["broken"] * 4000, "time": pd.date_range("2026", periods=19_000)}
+    )
+    table.to_csv("plant.csv", index=False)
+    view = look_at_tables(["plant.csv"], TableOptions())
+    assert view.num_rows_read < 19_000  # the first rows, in which the column contains numbers
+    assert (view.num_rows, view.is_exact) == (19_000, True)
+    assert view.span == pytest.approx(19_000 * 86_400, rel=1e-3)
+
+
 @pytest.mark.parametrize(
     ("column", "values", "normal"),
     [

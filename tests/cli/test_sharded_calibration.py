@@ -17,6 +17,7 @@ import pytest
 from deformer_stream import model_store
 from deformer_stream.calibration import recalibrate
 from deformer_stream.cli import shard_run
+from deformer_stream.incident_store import read_incident_calibration
 from deformer_stream.runtime import calibration_sink
 from tests.cli.shard_calibrations import SHARDS, compare, list_files
 from tests.cli.shard_examples import draw_readings, write_lines
@@ -108,10 +109,10 @@ def test_finished_shards_are_skipped(
 
 
 @pytest.mark.usefixtures("in_this_process")
-def test_shards_of_a_replaced_model_are_deleted_before_segments_are_calibrated(
+def test_a_calibration_whose_evidence_cannot_be_read_can_be_repeated(
     cli: RunCommand, model_dir: Path, wide: Path, tmp_path: Path
 ) -> None:
-    """The model has replaced the one that scored the shards, so no run could continue with them."""
+    """Otherwise the records would count as seen, and a repetition would be refused."""
     model = tmp_path / "model"
     shutil.copytree(model_dir, model)
     before = model_store.read(model).fingerprint
@@ -119,7 +120,18 @@ def test_shards_of_a_replaced_model_are_deleted_before_segments_are_calibrated(
     evidence.write_text("no evidence\n")
     result = cli("calibrate", wide, "--model", model, "--incidents", evidence, *SHARDS)
     assert result.code == 3, result.err
-    assert model_store.read(model).fingerprint != before
+    assert model_store.read(model).fingerprint == before
+    result = cli("replay", wide, "--model", model, "--evidence", evidence)
+    assert result.code == 0, result.err
+    result = cli("calibrate", wide, "--model", model, "--incidents", evidence, *SHARDS)
+    assert result.code == 0, result.err
+    assert "5 of 5 shards are finished and are skipped" in result.err
+    fingerprint = model_store.read(model).fingerprint
+    assert fingerprint != before
+    incidents = read_incident_calibration(model)
+    assert incidents is not None
+    assert incidents.model == fingerprint
+    assert f"segments of {fingerprint}" in result.err
     assert [path.name for path in tmp_path.iterdir() if "calibration" in path.name] == []
 
 

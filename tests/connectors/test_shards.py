@@ -100,16 +100,17 @@ def test_rows_of_a_record_are_in_one_shard_in_all_formats() -> None:
     assert (by_number == by_text).all()
 
 
-def test_windows_of_a_device_are_in_one_shard() -> None:
+@pytest.mark.parametrize("device", ["pump-7", "pump@hall-2", "@"])
+def test_windows_of_a_device_are_in_one_shard(device: str) -> None:
     codec = Codec(SCHEMA, window_assigner=WindowAssigner(10_000_000))
-    devices = pa.array(["pump-7", None, "pump-7", None, "pump-8"])
-    records = pa.array([None, "pump-7@2020-03-09T10:34:30Z", None, "mine", None])
+    devices = pa.array([device, None, device, None, "pump-8"])
+    records = pa.array([None, f"{device}@2020-03-09T10:34:30Z", None, "mine", None])
     rows = LongRows("l", pa.RecordBatch.from_arrays([devices, records], ["device", "record"]), 0)
     shards = shard_rows(rows, 1000, codec, True)
     assert shards[0] == shards[1] == shards[2]
     assert len(set(shards.tolist())) == 3
-    line = b'{"device":"pump-7","feature":"pressure","value":1.0,"time":1583750073}'
-    messages = Messages("e", [None], [line], np.full(1, NO_TIME), np.zeros(1, np.int32), np.arange(1))
+    line = f'{{"device":"{device}","feature":"pressure","value":1.0,"time":1583750073}}'
+    messages = Messages("e", [None], [line.encode()], np.full(1, NO_TIME), np.zeros(1, np.int32), np.arange(1))
     assert shard_rows(messages, 1000, codec, True).tolist() == [shards[0]]
 
 

@@ -18,6 +18,8 @@ from deformer_stream.codec import Codec
 from deformer_stream.engine.events import NO_TIME
 from deformer_stream.errors import ConfigError, InputError
 from deformer_stream.model.schema import Feature, Schema
+from deformer_stream.tables.filters import parse_where
+from deformer_stream.tables.table import TableOptions
 from deformer_stream.testing import MemorySource
 
 
@@ -188,6 +190,13 @@ def test_rows_without_a_valid_time_or_id_are_left_out_and_counted(tmp_path: Path
 def test_malformed_rows_are_left_out(tmp_path: Path) -> None:
     (tmp_path / "t.csv").write_text("record,a\nx,1\ny\nz,2\n")
     assert [key for key, _, _ in iterate_events([tmp_path / "t.csv"])] == [b"x", b"z"]
+
+
+def test_a_condition_does_not_change_the_ids_of_records(tmp_path: Path) -> None:
+    files = [write_parquet(tmp_path / f"{line}.parquet", line=[line] * 3, flow=[1.0, 2.0, 3.0]) for line in ("a", "b")]
+    where = parse_where("line = 'b'")
+    sent = iterate_events(files, features=["flow"], table_options=TableOptions(where=where))
+    assert [key for key, _, _ in sent] == [b"b:0", b"b:1", b"b:2"]
 
 
 def test_rows_of_a_wide_table_name_the_device_if_records_are_windows(tmp_path: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -159,6 +161,21 @@ def test_inputs_without_files_are_refused(tmp_path: Path) -> None:
             find_files([tmp_path / entry])
     with pytest.raises(InputError, match="no Parquet or CSV file matches"):
         find_files([tmp_path / "*.json"], PARQUET + CSV)
+
+
+def test_a_folder_that_cannot_be_read_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its files must not be left out without a word."""
+    write_files(tmp_path, "a.csv", "secret/b.csv", ".hidden/c.csv")
+    list_folder = os.scandir
+
+    def refuse(folder: str) -> object:
+        if Path(folder).name in ("secret", ".hidden"):
+            raise PermissionError(errno.EACCES, "Permission denied", folder)
+        return list_folder(folder)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(InputError, match=r"secret: the file or folder cannot be read \(permission denied\); make it"):
+        find_files([tmp_path])
 
 
 def test_a_parquet_file_may_have_any_ending(tmp_path: Path) -> None:

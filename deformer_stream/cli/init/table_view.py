@@ -240,9 +240,9 @@ def look_at_table(
     local_times = table.options.timezone is None and time_column is not None and _has_local_times(table, time_column)
     if time_column is not None:
         forms[time_column] = "time"
-    batch = _read_first_rows(table, forms)
-    is_complete = len(files) <= 1 and batch.num_rows < _choose_max_rows(table)
-    num_rows = batch.num_rows if is_complete else _estimate_rows(files, table, batch)
+    batch, num_rows_read, is_end = _read_first_rows(table, forms)
+    is_complete = len(files) <= 1 and is_end
+    num_rows = num_rows_read if is_complete else _estimate_rows(files, table, num_rows_read)
     devices_of_rows = _find_devices(batch, device_column, is_long)
     times = None if time_column is None else parse_times(batch.column(time_column), table.name)[0]
     # The readings of a record are from one device, even if no column names it.
@@ -251,8 +251,8 @@ def look_at_table(
         owners = [str(record) for record in batch.column(DEFAULT_RECORD_COLUMN).to_pylist()]
     groups = [owners, batch.column(FEATURE).to_pylist() if is_long else None]
     interval, span = (None, None) if times is None else _measure_times(times, groups)
-    if span is not None and not is_complete:
-        span *= num_rows / batch.num_rows  # as if the rate stays the same
+    if span is not None:
+        span *= num_rows / batch.num_rows  # as if the rate stays the same in the other rows
     statistics = _collect_statistics(batch, is_long, {time_column, devices_of_rows[0] if is_long else None})
     views, features = _describe_columns(table, batch, statistics, time_column, is_long)
     label_counts = _find_labels(batch, time_column, is_long)
@@ -339,45 +339,48 @@ def _has_local_times(table: Table, time_column: str) -> bool:
     return batch is not None and conversion.has_local_texts(batch.column(time_column))
 
 
-def _read_first_rows(table: Table, forms: Mapping[str, CellForm]) -> pa.RecordBatch:
-    """Return the first rows of a table as one batch.
+def _read_first_rows(table: Table, forms: Mapping[str, CellForm]) -> tuple[pa.RecordBatch, int, bool]:
+    """Return the first rows of a table as one batch, the number of rows that were read, and whether these are all rows.
+
+    The batch has fewer rows than were read if the type of a column changes between them.
 
     Raises:
         InputError: The file cannot be read, or has no rows.
     """
-    limit = _choose_max_rows(table)
+    max_rows = _choose_max_rows(table)
     batches: list[pa.RecordBatch] = []
-    for batch in table.iterate_batches(table.schema.names, limit, forms):
+    num_rows = 0
+    for batch in table.iterate_batches(table.schema.names, max_rows, forms):
         batches.append(batch)
-        limit -= batch.num_rows
-        if limit <= 0:
+        num_rows += batch.num_rows
+        if num_rows >= max_rows:
             break
-    if not sum(batch.num_rows for batch in batches):
+    if not num_rows:
         raise InputError(f"{table.name}: the table has no rows; give a table with at least some hundred rows")
     # A column whose later cells do not fit has text in later batches. The first batches show enough.
     fitting = [batch for batch in batches if batch.schema == batches[0].schema]
     with map_read_errors(table.name):
         rows = pa.Table.from_batches(fitting).combine_chunks()
-        return rows.slice(0, _choose_max_rows(table)).to_batches()[0]
+        return rows.slice(0, max_rows).to_batches()[0], num_rows, num_rows < max_rows
 
 
-def _estimate_rows(files: Sequence[Path], table: Table, first_rows: pa.RecordBatch) -> int:
+def _estimate_rows(files: Sequence[Path], table: Table, num_rows_read: int) -> int:
     """Return about how many rows all files have.
 
     Args:
         files: The files; empty for a table in memory.
         table: The first file, or the table in memory.
-        first_rows: Its first rows.
+        num_rows_read: Number of its rows that were read.
     """
     num_rows = table.num_rows
     if not files:
-        return first_rows.num_rows if num_rows is None else num_rows
+        return num_rows_read if num_rows is None else num_rows
     sizes = [file.stat().st_size for file in files]
     if num_rows is None:
         with files[0].open("rb") as file:
             sample = file.read(SAMPLE_BYTES)
         if has_ending(files[0], (".gz",)):  # the size says nothing about the number of rows
-            num_rows = first_rows.num_rows
+            num_rows = num_rows_read
         else:
             num_rows = round(sample.count(b"\n") * sizes[0] / len(sample))
     return round(num_rows * sum(sizes) / max(1, sizes[0]))
