@@ -66,7 +66,8 @@ class RiverDetector(AnomalyDetector):
         """Return the anomaly score of a complete or partial record; larger is more anomalous.
 
         Args:
-            x: The values of the record by feature name.
+            x: The values of the record by feature name, in the order of arrival. The score is the largest one after any
+                of them, so it can depend on the order.
 
         Returns:
             The score; 0 as long as there is no model.

@@ -8,6 +8,7 @@ The line names the device, the readings to which the alert is attributed, what c
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from datetime import UTC, date, datetime, tzinfo
 
 from deformer_stream.calibration.drift_state import DriftNotice
@@ -155,7 +156,7 @@ def format_contribution(contribution: Contribution) -> str:
     name, value, expected = make_printable(contribution.feature), contribution.value, contribution.expected
     unit = f" {make_printable(contribution.unit)}" if contribution.unit else ""
     if isinstance(value, int | float) and expected.low is not None and expected.high is not None:
-        came, low, high = format_value_and_range(value, expected.low, expected.high)
+        (came,), low, high = format_values_and_range([value], expected.low, expected.high)
         return f"{name} {came}{unit}, expected {low} to {high}"
     came = "an unknown label" if value is None else make_printable(str(value))
     # `median` is the most likely label.
@@ -171,22 +172,38 @@ def _choose_decimals(low: float, high: float) -> int:
     return max(0, -math.floor(math.log10(largest_multiple)))
 
 
-def format_value_and_range(value: float, low: float, high: float) -> tuple[str, str, str]:
-    """Return a reading and the bounds of its expected range as texts.
+def format_values_and_range(values: Sequence[float], low: float, high: float) -> tuple[list[str], str, str]:
+    """Return readings and the bounds of their expected range as texts.
 
-    If the reading is outside of the range, they have enough digits to show it.
+    If a reading is outside of the range, they have enough digits to show it.
+
+    Args:
+        values: The readings.
+        low: The lower bound of the range.
+        high: The upper bound of the range.
+
+    Returns:
+        (value_texts, low_text, high_text).
     """
     num_decimals = _choose_decimals(low, high)
-    # The digits before the decimal point and, if they are more than usual, as many decimals as the bounds have.
-    num_whole_digits = math.floor(math.log10(abs(value))) + 1 if value and math.isfinite(value) else 1
-    num_digits = min(max(VALUE_DIGITS, num_whole_digits + num_decimals), MAX_DIGITS)
     for num_more_digits in range(MAX_MORE_DIGITS + 1):
-        value_text = _format_digits(value, num_digits + num_more_digits)
+        texts = [_format_digits(value, _choose_digits(value, num_decimals) + num_more_digits) for value in values]
         low_text, high_text = _format_bounds(low, high, num_decimals + num_more_digits)
-        is_shown_as_inside = float(low_text) <= float(value_text) <= float(high_text)
-        if is_shown_as_inside == (low <= value <= high):
+        if all(
+            (float(low_text) <= float(text) <= float(high_text)) == (low <= value <= high)
+            for text, value in zip(texts, values, strict=True)
+        ):
             break
-    return value_text, low_text, high_text
+    return texts, low_text, high_text
+
+
+def _choose_digits(value: float, num_decimals: int) -> int:
+    """Return with how many significant digits a reading is shown whose range has `num_decimals` decimals.
+
+    They are the digits before the decimal point and, if these are more than usual, as many decimals as the range has.
+    """
+    num_whole_digits = math.floor(math.log10(abs(value))) + 1 if value and math.isfinite(value) else 1
+    return min(max(VALUE_DIGITS, num_whole_digits + num_decimals), MAX_DIGITS)
 
 
 def _format_digits(value: float, num_digits: int) -> str:

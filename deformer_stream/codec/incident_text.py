@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from deformer_stream.codec.alert_text import MAX_LISTED_FEATURES, format_value_and_range, make_printable
+from deformer_stream.codec.alert_text import MAX_LISTED_FEATURES, format_values_and_range, make_printable
 from deformer_stream.codec.timestamps import format_rfc3339
 from deformer_stream.incidents.events import Incident, IncidentSuspect
 
@@ -69,8 +69,7 @@ def _format_suspect(suspect: IncidentSuspect) -> str:
     low, high, came_low, came_high = suspect.low, suspect.high, suspect.came_low, suspect.came_high
     if low is None or high is None or came_low is None or came_high is None:
         return name
-    came_low_text, low_text, high_text = format_value_and_range(came_low, low, high)
-    came_high_text = format_value_and_range(came_high, low, high)[0]
+    (came_low_text, came_high_text), low_text, high_text = format_values_and_range([came_low, came_high], low, high)
     came = came_low_text if came_low_text == came_high_text else f"{came_low_text} to {came_high_text}"
     unit = f" {make_printable(suspect.unit)}" if suspect.unit else ""
     return f"{name} {came}{unit}, expected {low_text} to {high_text}"

@@ -16,8 +16,6 @@ from deformer_stream.incidents.series import MAX_TIMELINE_POINTS
 from deformer_stream.page.texts import (
     DAY,
     HOUR,
-    MAX_DIGITS,
-    MIN_DIGITS,
     MINUTE,
     SECOND,
     Clock,
@@ -26,6 +24,8 @@ from deformer_stream.page.texts import (
 )
 from deformer_stream.report.pages import format_number
 
+MIN_TICK_DIGITS, MAX_TICK_DIGITS = 3, 9
+"""Smallest and largest number of significant digits of a number at an axis."""
 PATH_SIZE = 1000
 """Width and height of the coordinates of paths."""
 MAX_READING_MARKS = MAX_TIMELINE_POINTS
@@ -279,7 +279,7 @@ def _choose_ticks(scale: _Scale) -> tuple[Tick, ...]:
     largest = max(map(abs, values), default=0.0)
     # As many digits as the largest number has from its first one to that of the step.
     num_digits = math.floor(math.log10(largest)) - math.floor(math.log10(step) + 1e-9) + 1 if largest else 1
-    num_digits = min(max(num_digits, MIN_DIGITS), MAX_DIGITS)
+    num_digits = min(max(num_digits, MIN_TICK_DIGITS), MAX_TICK_DIGITS)
     return tuple(Tick(scale.place_from_top(value), format_number(value, num_digits)) for value in values)
 
 

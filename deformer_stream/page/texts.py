@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import datetime, timedelta, tzinfo
 
 from deformer_stream.calibration.incident_evidence import LN_10
+from deformer_stream.codec.alert_text import format_values_and_range
 from deformer_stream.codec.incident_text import WHOLE_STREAM_NAME
 from deformer_stream.codec.timestamps import EPOCH, format_rfc3339
 from deformer_stream.incidents.device import WHOLE_STREAM
@@ -17,9 +17,6 @@ from deformer_stream.report.pages import format_number, format_percent
 
 SECOND, MINUTE, HOUR, DAY = 1_000_000, 60_000_000, 3_600_000_000, 86_400_000_000
 """Numbers of microseconds."""
-
-MIN_DIGITS, MAX_DIGITS = 3, 9
-"""Usual and largest number of significant digits of a reading."""
 
 MAX_SHOWN_EXCESS = MAX_OPEN_LOG_EXCESS / LN_10
 """Largest evidence above the threshold that the timeline of an incident has."""
@@ -120,29 +117,12 @@ def format_duration(micros: int) -> str:
     return f"{days} d {hours} h" if hours and days < 14 else f"{days} d"
 
 
-def format_range(low: float | None, high: float | None, unit: str | None = None, num_digits: int = MIN_DIGITS) -> str:
-    """Return a range such as "119 … 127 m³/h"; "" if an end is unknown.
-
-    Args:
-        low: The lower end.
-        high: The upper end.
-        unit: The unit of both, None if they have none.
-        num_digits: Number of significant digits.
-    """
-    if low is None or high is None:
-        return ""
-    low_text, high_text = format_number(low, num_digits), format_number(high, num_digits)
-    text = low_text if low_text == high_text else f"{low_text} … {high_text}"
-    return f"{text} {unit}" if unit else text
-
-
 def describe_readings(
     came_low: float | None, came_high: float | None, low: float | None, high: float | None, unit: str | None
 ) -> tuple[str, str]:
     """Return the range of readings and their expected range as texts, each "" if an end of it is unknown.
 
-    They have three significant digits, or as many as it takes to show the width of the expected range, and which
-    readings are outside.
+    They have the digits that notifications have as well.
 
     Args:
         came_low: The smallest reading.
@@ -151,23 +131,17 @@ def describe_readings(
         high: The upper end of the expected range.
         unit: The unit of the readings, None if they have none.
     """
-    num_digits = MIN_DIGITS
-    if low is not None and high is not None:
-        different = [(low, high)]
-        for came in (came_low, came_high):
-            if came is not None and not low <= came <= high:
-                different.append((came, low if came < low else high))
-        num_digits = _count_digits(different)
-    return format_range(came_low, came_high, unit, num_digits), format_range(low, high, num_digits=num_digits)
+    values = [] if came_low is None or came_high is None else [came_low, came_high]
+    if low is None or high is None:
+        return _join_range(*map(format_number, values), unit=unit) if values else "", ""
+    value_texts, low_text, high_text = format_values_and_range(values, low, high)
+    return _join_range(*value_texts, unit=unit) if value_texts else "", _join_range(low_text, high_text)
 
 
-def _count_digits(different: Iterable[tuple[float, float]]) -> int:
-    """Return with how many significant digits the numbers of each pair have different texts."""
-    pairs = [(a, b) for a, b in different if a != b]
-    for num_digits in range(MIN_DIGITS, MAX_DIGITS):
-        if all(format_number(a, num_digits) != format_number(b, num_digits) for a, b in pairs):
-            return num_digits
-    return MAX_DIGITS
+def _join_range(low: str, high: str, unit: str | None = None) -> str:
+    """Return the texts of the ends of a range as one text, which is the end if both are equal."""
+    text = (low if low == high else f"{low} … {high}").replace("-", "−")  # the minus sign, as in the charts
+    return f"{text} {unit}" if unit else text
 
 
 def format_device(device: str) -> str:

@@ -111,7 +111,6 @@ def make_environment() -> Environment:
         evidence=texts.format_evidence,
         number=format_number,
         percent=format_percent,
-        range=texts.format_range,
     )
     return environment
 

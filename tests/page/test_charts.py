@@ -28,10 +28,10 @@ from deformer_stream.page.texts import (
     Clock,
     count_outside,
     describe_cap,
+    describe_readings,
     describe_silencing,
     describe_suspect,
     format_duration,
-    format_range,
 )
 from tests.incidents.examples import make_incident
 from tests.page.pages import NOW
@@ -79,9 +79,10 @@ def test_durations(micros: int, text: str) -> None:
 
 
 def test_ranges_and_causes() -> None:
-    assert format_range(119.0, 127.0, "m³/h") == "119 … 127 m³/h"
-    assert format_range(63.2, 63.2) == "63.2"
-    assert format_range(None, 1.0) == ""
+    assert describe_readings(119.0, 127.0, None, 1.0, "m³/h") == ("119 … 127 m³/h", "")
+    assert describe_readings(63.2, 63.2, 60.0, 70.0, None) == ("63.2", "60 … 70")
+    assert describe_readings(-12.5, -12.5, -20.0, -14.0, "m-1") == ("−12.5 m-1", "−20 … −14")
+    assert describe_readings(None, 1.0, 60.0, 70.0, None) == ("", "60 … 70")
     incident = make_incident(3)
     assert describe_suspect(incident, incident.suspects[0]) == "came 32.2 m³/h, expected 119 … 127"
     without = replace(incident, readings={})
@@ -89,7 +90,7 @@ def test_ranges_and_causes() -> None:
     feature = incident.suspects[0].feature
     readings = SuspectReadings((1, 2, 3), (10.0, 11.0, 68.1), (37.0,) * 3, (55.4,) * 3)
     mixed = replace(incident, readings={feature: readings})
-    assert describe_suspect(mixed, incident.suspects[0]) == "came 11 m³/h, expected 37 … 55.4"
+    assert describe_suspect(mixed, incident.suspects[0]) == "came 11 m³/h, expected 37 … 55"
     assert count_outside(readings) == "1 too high and 2 too low of 3"
     hertz = SuspectReadings((1,), (49.97,), (49.98,), (50.02,))
     narrow = replace(incident, readings={feature: hertz})
