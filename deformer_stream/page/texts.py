@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta, tzinfo
 
@@ -133,15 +134,15 @@ def describe_readings(
     """
     values = [] if came_low is None or came_high is None else [came_low, came_high]
     if low is None or high is None:
-        return _join_range(*map(format_number, values), unit=unit) if values else "", ""
+        return _join_range([format_number(value) for value in values], unit), ""
     value_texts, low_text, high_text = format_values_and_range(values, low, high)
-    return _join_range(*value_texts, unit=unit) if value_texts else "", _join_range(low_text, high_text)
+    return _join_range(value_texts, unit), _join_range([low_text, high_text])
 
 
-def _join_range(low: str, high: str, unit: str | None = None) -> str:
-    """Return the texts of the ends of a range as one text, which is the end if both are equal."""
-    text = (low if low == high else f"{low} … {high}").replace("-", "−")  # the minus sign, as in the charts
-    return f"{text} {unit}" if unit else text
+def _join_range(ends: Sequence[str], unit: str | None = None) -> str:
+    """Return a range as text, such as "119 … 127 m³/h", or one number if its ends are equal; "" without ends."""
+    text = " … ".join(dict.fromkeys(ends)).replace("-", "−")  # the minus sign, as in the charts
+    return f"{text} {unit}" if unit and text else text
 
 
 def format_device(device: str) -> str:
