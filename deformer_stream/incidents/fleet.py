@@ -380,6 +380,7 @@ class FleetTracker(Generic[MemberT]):
         fleet = next((fleet for fleet in group.fleets if fleet.id == incident.parent), None) if group else None
         if fleet is None:  # it was dropped, because its group has had `MAX_FLEETS` newer ones
             incident.parent = None
+            self._send_member(device, incident, "updated", time)
             return
         self._update_member(fleet, incident)
         fleet.last = max(fleet.last, incident.last)

@@ -568,6 +568,25 @@ def test_a_fleet_incident_is_open_as_long_as_members_beyond_the_bound(monkeypatc
     assert (messages[-1].id, messages[-1].state) == (fleet.id, "resolved")
 
 
+def test_a_member_that_reopens_after_its_fleet_incident_was_dropped_stands_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(fleet_module, "MAX_FLEETS", 1)
+    tracker = IncidentTracker(SEGMENTS, FLEET)
+    messages = open_devices(tracker, {"a": 0, "b": 1, "c": 2})
+    (dropped,) = {message.id for message in messages if message.kind == "fleet"}
+    rows = sorted((second, device) for device in "abc" for second in range(30, 200))
+    messages = tracker.handle(make_batch([(device, second, 0.9) for second, device in rows]))
+    assert (messages[-1].id, messages[-1].state) == (dropped, "resolved")
+    messages = open_devices(tracker, {"d": 200, "e": 201, "f": 202}, VALVE)
+    assert any(message.kind == "fleet" and message.id != dropped for message in messages)
+    messages = tracker.handle(make_batch(make_rows("a", range(230, 234), 0.001)))
+    assert [(message.device, message.num_reopened, message.parent) for message in messages] == [
+        ("a", 1, dropped),
+        ("a", 1, None),  # so that it is delivered as an incident of its own
+    ]
+
+
 def test_a_fleet_incident_states_why_its_last_member_was_resolved() -> None:
     tracker = IncidentTracker(SEGMENTS, FLEET)
     open_devices(tracker, {"a": 0, "b": 1, "c": 2})

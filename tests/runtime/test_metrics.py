@@ -108,6 +108,17 @@ def get_value(measures: metrics.Metrics, name: str, **labels: str) -> float | No
     return measures.registry.get_sample_value("deformer_" + name, labels)
 
 
+def test_a_snapshot_of_a_partition_without_changes_has_no_age() -> None:
+    """Otherwise partitions without messages would look as if saving their state failed."""
+    seconds, changed = [100.0], set[int]()
+    measures = metrics.Metrics(lambda: seconds[0])
+    measures.set_snapshot(3, 1000, lambda: 3 in changed)
+    seconds[0] += 500
+    assert get_value(measures, "snapshot_age_seconds", partition="3") == 0
+    changed.add(3)
+    assert get_value(measures, "snapshot_age_seconds", partition="3") == 500
+
+
 def make_effects() -> Effects:
     """Return effects with one scored event, one alert, one closed record and three rejections."""
     one = np.ones(1)
