@@ -117,6 +117,22 @@ def test_a_label_is_stored_shown_and_can_be_taken_back(label: str) -> None:
     assert [one.label for one in site.feedback_log.poll(0)] == ["cleared"]
 
 
+def test_the_author_of_a_label_is_not_shown_for_the_label_of_the_fleet_incident() -> None:
+    members = [make_incident(number) for number in (1, 2, 3)]
+    fleet = make_fleet_incident(9, members)
+    members = [replace(member, parent=fleet.id) for member in members]
+    site = make_site([*members, fleet])
+    site.page.store.add_labels([make_label("false-alarm", NOW, incident=fleet.id, by="day-shift")])
+    url, inherited = f"/incidents/{members[0].id}", "The label of its fleet incident."
+    assert inherited in site.get(url).text
+    site.label(members[0], "true")
+    assert inherited not in site.get(url).text
+    assert "by <bdi>night-shift</bdi>" in site.get(url).text
+    site.label(members[0], "cleared")  # the label of the fleet incident counts again
+    assert inherited in site.get(url).text
+    assert "by <bdi>night-shift</bdi>" not in site.get(url).text
+
+
 def test_a_label_counts_although_the_clock_of_an_earlier_one_was_ahead() -> None:
     incident = make_incident(1)
     site = make_site([incident])
