@@ -290,14 +290,15 @@ def split_folds(data: PreparedTable, num_folds: int, seed: int) -> Iterator[Prep
     far as these models give similar scores.
 
     Args:
-        data: The prepared table. Its calibration records are fold 0, and its `Split.LEFT_OUT` records stay left out.
+        data: The prepared table. Its calibration records are fold 0. Its records of `Split.LEFT_OUT` and `Split.EMPTY`
+            stay unused.
         num_folds: Number of models in total, at least 2.
         seed: Seed of the random division.
     """
-    is_left_out = data.split == Split.LEFT_OUT
+    is_unused = ~data.is_used
     rng = np.random.default_rng([seed, 0xF01D])
     fold_by_row = np.zeros(len(data.split), np.int64)
-    is_outside_fold_0 = (data.split != Split.CALIBRATION) & ~is_left_out
+    is_outside_fold_0 = (data.split != Split.CALIBRATION) & ~is_unused
     # The numbers 1, 2, ..., num_folds − 1, 1, 2, ..., of which each record gets a random one.
     balanced_folds = np.arange(int(is_outside_fold_0.sum())) % (num_folds - 1) + 1
     fold_by_row[is_outside_fold_0] = rng.permutation(balanced_folds)
@@ -305,7 +306,7 @@ def split_folds(data: PreparedTable, num_folds: int, seed: int) -> Iterator[Prep
     for fold in range(1, num_folds):
         split = np.full(len(data.split), Split.TRAIN, np.uint8)
         split[fold_by_row == fold] = Split.CALIBRATION
-        candidates = np.flatnonzero((fold_by_row != fold) & ~is_left_out)
+        candidates = np.flatnonzero((fold_by_row != fold) & ~is_unused)
         split[rng.permutation(candidates)[:num_validation]] = Split.VALIDATION
-        split[is_left_out] = Split.LEFT_OUT
+        split[is_unused] = data.split[is_unused]
         yield replace(data, split=split)

@@ -73,7 +73,8 @@ class Split(enum.IntEnum):
 
     Weights are fitted to TRAIN records, and the best weights are chosen on VALIDATION records. The alert rule is
     calibrated on CALIBRATION records. LEFT_OUT records are suspected anomalies that training must not see. TEST
-    records exist only in experiments, which compute their final figures from them.
+    records exist only in experiments, which compute their final figures from them. EMPTY records have no reading of a
+    feature. A stream never opens them, and their anomaly score of 0 would lower the threshold of alerts.
     """
 
     TRAIN = 0
@@ -81,6 +82,7 @@ class Split(enum.IntEnum):
     CALIBRATION = 2
     LEFT_OUT = 3
     TEST = 4
+    EMPTY = 5
 
 
 VALIDATION_SHARE = 0.1
@@ -197,6 +199,11 @@ class TrainingTable:
     warnings: tuple[tuple[str, str], ...] = ()
     notes: tuple[str, ...] = ()
 
+    @property
+    def is_used(self) -> NDArray[np.bool_]:
+        """(N,) whether a record belongs to a part of the split that training or calibration uses."""
+        return ~np.isin(self.split, (Split.LEFT_OUT, Split.EMPTY))
+
     def select_rows(self, part: Split) -> NDArray[np.int64]:
         """Return the row numbers of the records in one part of the split, such as `Split.TRAIN`, ascending."""
         return np.flatnonzero(self.split == part)
@@ -309,15 +316,16 @@ def prepare_table(
     """
     window, once = _choose_window(options)
     collected = collect_input(sources, options, window, monitor, max_rows)
-    tables, split = collected.tables, collected.split
+    tables = collected.tables
     schema = repeat_by_time_slot(collected.schema, window, once).with_units({**tables.units, **options.units})
     if options.base is None:  # an old model keeps its rule
         check_rule_for_cycles(schema)
     tables.monitor.start_pass("converting the records")
     slot_counts = SlotCounts()
     values, arrival_ranks = encode_table(tables, schema, folder, options.ties, slot_counts)  # third pass
+    split = mark_empty_records(collected.split, _find_records_with_readings(values), tables.skipped_by_reason)
     return PreparedTable(
-        **collected.describe(),
+        **collected.describe() | {"split": split},
         schema=schema,
         values=values,
         arrival_ranks=arrival_ranks,
@@ -327,6 +335,43 @@ def prepare_table(
         part_by_record=tables.part_by_record,
         warnings=(*check_rows(tables), *_check_slots(tables, schema, once, slot_counts)),
     )
+
+
+def _find_records_with_readings(values: NDArray[np.float32]) -> NDArray[np.bool_]:
+    """Return for each of N records whether it has a reading, (N,).
+
+    Args:
+        values: (N, F) values, NaN if missing.
+    """
+    chunks = (values[start : start + CHUNK_ROWS] for start in range(0, len(values), CHUNK_ROWS))
+    return np.concatenate([~np.isnan(chunk).all(1) for chunk in chunks])
+
+
+def mark_empty_records(
+    split: NDArray[np.uint8], has_readings: NDArray[np.bool_], skipped_by_reason: dict[str, int]
+) -> NDArray[np.uint8]:
+    """Return the split of N records with `Split.EMPTY` for those without readings.
+
+    Args:
+        split: (N,) values of `Split`.
+        has_readings: (N,) whether a record has readings of features.
+        skipped_by_reason: The number of empty records is stored in it.
+
+    Raises:
+        TooFewRecordsError: Too few records have readings.
+    """
+    num_empty = int((~has_readings).sum())
+    if not num_empty:
+        return split
+    skipped_by_reason["records without a usable reading"] = num_empty
+    num_left = len(split) - num_empty
+    if num_left < MIN_RECORDS:
+        raise TooFewRecordsError(
+            f"{format_count(num_left, 'record')} with a reading of a feature to train on "
+            f"{'is' if num_left == 1 else 'are'} too few, and {format_count(num_empty, 'record')} "
+            f"{'has' if num_empty == 1 else 'have'} none; give at least {MIN_RECORDS} normal records, better 1000"
+        )
+    return np.where(has_readings, split, np.uint8(Split.EMPTY)).astype(np.uint8)
 
 
 def collect_input(
@@ -371,9 +416,12 @@ def collect_input(
 
 
 def check_rows(tables: InputTables) -> list[tuple[str, str]]:
-    """Return a warning if rows of CSV files are left out because they have a wrong number of cells."""
-    message = describe_bad_rows(tables.tables)
-    return [] if message is None else [("malformed_rows", message)]
+    """Return warnings about rows that are left out: they have a wrong number of cells, or an unreadable time."""
+    message_by_code = {
+        "malformed_rows": describe_bad_rows(tables.tables),
+        "unreadable_times": tables.unreadable_times.describe(),
+    }
+    return [(code, message) for code, message in message_by_code.items() if message is not None]
 
 
 def _check_slots(
@@ -442,6 +490,7 @@ def open_training_tables(sources: Sequence[TableSource], options: DataOptions, w
         window,
         time_column=options.time_column,
         device_column=options.device_column,
+        exclude=options.exclude,
         options=replace(options.reading, kept_columns=options.reading.kept_columns | options.named_columns),
     )
 
@@ -477,8 +526,9 @@ def _collect_within_time(
         sample_records(monitor.max_records)
     try:
         split = get_split()
-        # The pass that converts the records takes about as long as this one, so two passes must fit into the time.
-        monitor.start_pass("collecting statistics", num_limited_passes=2)
+        # The pass that converts the records takes about as long as this one, so two passes must fit into the time. An
+        # interrupted run that is continued needs the same records as before, however long that takes.
+        monitor.start_pass("collecting statistics", num_limited_passes=2 if monitor.max_records is None else 0)
         return split, collect_statistics(tables, split, options.exclude)
     except ReadingTooSlow as stop:
         num_records = max(MIN_SAMPLED_RECORDS, int(stop.share * tables.num_records))
@@ -619,9 +669,10 @@ def _choose_columns(tables: InputTables, options: DataOptions) -> list[ExcludedC
         return [*(ExcludedColumn(name, "not a column of the long layout") for name in unused_columns), *index_columns]
     columns_by_option = {"exclude": options.exclude, "context": options.context, "discrete": options.discrete}
     columns_by_option |= {"continuous": options.continuous, "cycle": tuple(dict(options.cycle))}
+    known_columns = {name for table in tables.tables for name in table.schema.names}.union(tables.index_columns)
     for option, columns in columns_by_option.items():
         for column in columns:
-            if column not in column_names and column not in tables.index_columns:
+            if column not in known_columns:
                 raise ConfigError(
                     f"--{option} {column}: {tables.tables[0].name} has no such column; "
                     f"give one of its columns: {join_names(column_names)}"
@@ -942,7 +993,10 @@ def _encode_readings_table(
             )
             continue
         # Keep the first reading of each matrix element in this batch, unless an earlier batch has set the element.
-        accepted = np.flatnonzero(~_find_rejected_readings(schema, first_code, readings, encoded))
+        if tables.has_unpivoted_rows:  # a cell that stands for "no value" is no reading
+            accepted = np.flatnonzero(~np.isnan(encoded))
+        else:
+            accepted = np.flatnonzero(~_find_rejected_readings(schema, first_code, readings, encoded))
         flat_indexes = readings.rows[accepted] * num_features + feature_codes[accepted]
         first_indexes = accepted[np.unique(flat_indexes, return_index=True)[1]]
         is_element_empty = event_indexes[readings.rows[first_indexes], feature_codes[first_indexes]] < 0

@@ -308,7 +308,7 @@ def _choose_exemplar_rows(
         rng: The source of the random choice.
         calibration_exemplars: Whether calibration records may become exemplars.
     """
-    rows = np.arange(len(data.split))
+    rows = np.flatnonzero(data.is_used)
     if not calibration_exemplars or (data.split == Split.LEFT_OUT).any():
         # Suspected anomalies were left out of training, but not of the calibration records.
         rows = np.flatnonzero((data.split == Split.TRAIN) | (data.split == Split.VALIDATION))

@@ -643,6 +643,8 @@ def infer_feature(
             reason = "time of day, a cycle of 24 h: context for the other features"
             return replace(_create_continuous(column, is_context=True, reason=reason), period=SECONDS_PER_DAY)
     if chosen_kind == "continuous":
+        if column.form == "boolean":
+            raise ConfigError(f"{option}: the column contains true and false, no numbers; remove it from the option")
         if not column.is_numeric(chosen_kind):
             raise ConfigError(
                 f"{option}: the column contains texts that are not numbers, such as {column.most_frequent_text!r}; "

@@ -193,7 +193,7 @@ def train_irregular(
         budget.mark_phase("held-out figures")
         num_available = min(len(data.select_rows(Split.CALIBRATION)), MAX_CALIBRATION_RECORDS)
         warnings.add(*_check_baselines(held_out))
-        warnings.add(*check_calibration(calibration, num_available, len(data.split), budget.limit, None))
+        warnings.add(*check_calibration(calibration, num_available, int(data.is_used.sum()), budget.limit, None))
         on_message("writing the report and the model directory")
         summary = {
             **summarize_job(

@@ -35,6 +35,7 @@ from trainer.data import (
     check_rows,
     collect_input,
     create_array_file,
+    mark_empty_records,
     parse_readings,
 )
 from trainer.reading_time import ReadingMonitor
@@ -65,9 +66,6 @@ NO_VALUE = "readings without a usable value"
 UNTIMED = "readings without a time"
 UNKNOWN = "readings of sensors that are no features"
 """The reasons for leaving a reading out."""
-
-EMPTY = "records without a usable reading"
-"""The reason for leaving a record out."""
 
 # The columns of the temporary files, with their types.
 _TEMPORARY_COLUMNS = {"row": np.int32, "code": np.int16, "value": np.float64, "time": np.int64, "event": np.int64}
@@ -153,13 +151,6 @@ class IrregularTable(TrainingTable):
         """(N,) number of readings of each record."""
         return np.diff(self.offsets)
 
-    def select_rows(self, part: Split) -> NDArray[np.int64]:
-        """Return the row numbers of the records with readings in one part of the split, ascending.
-
-        A record without readings is never opened in a stream. Its anomaly score of 0 would lower the threshold.
-        """
-        return np.flatnonzero((self.split == part) & (self.num_readings > 0))
-
     def summarize(self) -> dict[str, Any]:
         """Return the facts about the table that are stored in the model's manifest, as JSON values."""
         order = {"name": self.order.name, "late_share": round(self.order.late_share, 6)}
@@ -201,11 +192,12 @@ def prepare_irregular_table(
     is_training = collected.split == Split.TRAIN
     order, codes, values, ages, offsets, origins = _write_readings(tables, schema, folder, options.order)
     schema = replace(schema, reading_times=_choose_reading_times(options.window, ages, offsets, is_training))
+    split = mark_empty_records(collected.split, np.diff(offsets) > 0, tables.skipped_by_reason)
     return IrregularTable(
-        **collected.describe(),
+        **collected.describe() | {"split": split},
         schema=schema,
         skipped_by_reason=tables.skipped_by_reason,
-        fingerprint=_compute_fingerprint(schema, (codes, values, ages, offsets, collected.split)),
+        fingerprint=_compute_fingerprint(schema, (codes, values, ages, offsets, split)),
         warnings=tuple(check_rows(tables)),
         codes=codes,
         values=values,
@@ -273,8 +265,6 @@ def _write_readings(
             path.unlink(missing_ok=True)
     if shape[0] > num_written:
         tables.skipped_by_reason[REPEATED] = shape[0] - num_written
-    if num_empty := int((num_kept == 0).sum()):
-        tables.skipped_by_reason[EMPTY] = num_empty
     offsets = np.concatenate([[0], np.cumsum(num_kept)])
     for array in (codes, values, ages):
         array.flush()

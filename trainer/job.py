@@ -621,7 +621,7 @@ def count_calibration_records(data: PreparedTable, num_folds: int | None) -> int
         num_folds: The value of `--folds`, with which all records are used. None if only the records of
             `Split.CALIBRATION` are used.
     """
-    part = data.split != Split.LEFT_OUT if num_folds else data.split == Split.CALIBRATION
+    part = data.is_used if num_folds else data.split == Split.CALIBRATION
     return min(int(part.sum()), MAX_CALIBRATION_RECORDS * (num_folds or 1))
 
 
@@ -649,7 +649,7 @@ def _check_results(
         independent_nll = compute_independent_nll(data, held_out_rows)
         warnings += check_independence(held_out.nll_by_record, independent_nll, num_scored)
     num_available = count_calibration_records(data, settings.folds)
-    num_records = int((data.split != Split.LEFT_OUT).sum())
+    num_records = int(data.is_used.sum())
     return [*warnings, *check_calibration(calibration, num_available, num_records, limit, settings.folds)]
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
@@ -32,13 +32,14 @@ from deformer_stream.codec.columns import (
 )
 from deformer_stream.codec.number_texts import parse_number_texts
 from deformer_stream.codec.timestamps import parse_time_of_day
+from deformer_stream.codec.validation import RejectionError
 from deformer_stream.counts import format_count
 from deformer_stream.engine.events import NO_TIME
 from deformer_stream.errors import ConfigError, InputError
 from deformer_stream.model.schema import format_label
 from deformer_stream.model.windows import Window, floor_to_window
 from deformer_stream.tables.discovery import CSV, PARQUET, find_data_files
-from deformer_stream.tables.table import CellForm, Table, TableOptions
+from deformer_stream.tables.table import CellForm, Table, TableOptions, join_names
 from trainer.identifiers import OrderStatistics
 from trainer.reading_time import ReadingMonitor
 from trainer.slot_values import ReadingIntervals
@@ -103,6 +104,60 @@ class FeatureReadings:
 
 
 @dataclass
+class UnreadableTimes:
+    """The rows whose time cannot be read. They are left out, as a stream rejects such readings.
+
+    Attributes:
+        num_rows: Number of rows.
+        first: Table, column, row and reason of the first one; "" if there are none.
+    """
+
+    num_rows: int = 0
+    first: str = ""
+    _first_by_file: dict[int, str] = field(default_factory=dict, init=False)
+    _readable_files: set[int] = field(default_factory=set, init=False)
+
+    def add(self, rows: _Rows, where: str, times: NDArray[np.int64], errors: Mapping[int, RejectionError]) -> None:
+        """Count the rows of a batch.
+
+        Args:
+            rows: N rows.
+            where: Their table and the column of times.
+            times: (N,) microseconds since 1970, `NO_TIME` if unknown.
+            errors: Why a time cannot be read, by index of the row.
+        """
+        if (times != NO_TIME).any():
+            self._readable_files.add(rows.file_index)
+        if not errors:
+            return
+        index = min(errors)
+        text = f"{where}, row {rows.row_numbers[index]}: the time cannot be parsed ({errors[index]})"
+        self.first = self.first or text
+        self._first_by_file.setdefault(rows.file_index, text)
+        self.num_rows += len(errors)
+
+    def check(self) -> None:
+        """Check that each table with times that cannot be read has others that can.
+
+        Raises:
+            InputError: No time of a table can be read, so the column or the time zone is probably wrong.
+        """
+        for file_index, text in self._first_by_file.items():
+            if file_index not in self._readable_files:
+                raise InputError(
+                    f"{text}; no time of the table can be read: write times with a zone, such as "
+                    "2020-03-09T10:34:33Z, set their zone with --timezone, or name another --time-column"
+                )
+
+    def describe(self) -> str | None:
+        """Return a sentence about the rows that are left out, None if there are none."""
+        if not self.num_rows:
+            return None
+        are_left_out = "is left out, because its" if self.num_rows == 1 else "are left out, because their"
+        return f"{format_count(self.num_rows, 'row')} {are_left_out} time cannot be read, the first: {self.first}"
+
+
+@dataclass
 class InputTables:
     """The tables of a training run, how to read them, and which of their records are normal.
 
@@ -135,6 +190,8 @@ class InputTables:
         monitor: Counts the rows that are read, and stops a pass that takes too long.
         max_rows: Largest number of rows that are read. None to read all rows.
         interval_by_sensor: The intervals between the readings of each sensor, if records are windows.
+        excluded_features: Names of columns (wide layout) or features (long layout) that are not used.
+        unreadable_times: The rows that are left out because their time cannot be read.
     """
 
     tables: list[Table]
@@ -156,6 +213,8 @@ class InputTables:
     monitor: ReadingMonitor = field(default_factory=ReadingMonitor)
     max_rows: int | None = None
     interval_by_sensor: dict[str, ReadingIntervals] = field(default_factory=dict)
+    excluded_features: frozenset[str] = frozenset()
+    unreadable_times: UnreadableTimes = field(default_factory=UnreadableTimes)
 
     @property
     def description(self) -> str:
@@ -262,6 +321,7 @@ def open_tables(
     *,
     time_column: str | None = None,
     device_column: str | None = None,
+    exclude: Collection[str] = (),
     options: TableOptions | None = None,
 ) -> InputTables:
     """Find the tables of a training run, and check that their columns fit each other and the options.
@@ -278,6 +338,7 @@ def open_tables(
         time_column: The column with the time (`--time-column`). None for `time` or, in a wide table, the first column
             of dates or timestamps.
         device_column: The column with the device (`--device-column`). None for `device` if there is such a column.
+        exclude: Columns or features that are not used (`--exclude`). They may differ between the tables.
         options: How tables are read. None for the defaults.
 
     Returns:
@@ -293,7 +354,7 @@ def open_tables(
     tables = _open_sources(sources, options)
     first = tables[0]
     for table in tables[1:]:
-        _check_same_columns(first, table)
+        _check_same_columns(first, table, exclude)
     for option, column in (
         ("--time-column", time_column),
         ("--device-column", device_column),
@@ -313,10 +374,17 @@ def open_tables(
         )
         raise ConfigError(f"--label and --normal belong together, but {missing} is missing; set it to {meaning}")
     input_tables = InputTables(
-        tables, first.schema, layout, label_column, normal_label, window, time_column=time_column
+        tables,
+        first.schema,
+        layout,
+        label_column,
+        normal_label,
+        window,
+        time_column=time_column,
+        excluded_features=frozenset(exclude),
     )
     if layout == "long" or window is not None:
-        input_tables.time_column = time_column or _find_time_column(first.schema, is_long=layout == "long")
+        input_tables.time_column = time_column or _find_time_column(first, is_long=layout == "long")
     if window is not None and (device_column is not None or DEVICE in first.schema.names):
         input_tables.device_column = device_column or DEVICE
     return input_tables
@@ -336,16 +404,16 @@ def _open_sources(sources: Sequence[TableSource], options: TableOptions) -> list
     return tables
 
 
-def _find_time_column(schema: pa.Schema, is_long: bool) -> str | None:
+def _find_time_column(table: Table, is_long: bool) -> str | None:
     """Return the column with the time of readings if no option names it; None if there is none.
 
     Args:
-        schema: The columns.
+        table: The table.
         is_long: Whether a row is a reading, whose time is in the column `time` only.
     """
-    if TIME in schema.names or is_long:
-        return TIME if TIME in schema.names else None
-    return next((column.name for column in schema if classify_type(column.type) == "time"), None)
+    if is_long:
+        return TIME if TIME in table.schema.names else None
+    return table.choose_time_column(has_windows=True)
 
 
 def _check_layout(
@@ -392,7 +460,7 @@ def _check_layout(
             f"{table.name}: column {missing[0]!r} is missing, but the long layout needs the columns {column_list}; "
             "add or rename the column"
         )
-    has_time = time_column is not None or _find_time_column(table.schema, is_long=False) is not None
+    has_time = time_column is not None or _find_time_column(table, is_long=False) is not None
     if layout == "wide" and window is not None and not has_time:
         raise ConfigError(
             f"--window needs the time of each row, but no column of {table.name} contains dates or timestamps; "
@@ -401,16 +469,23 @@ def _check_layout(
     return layout
 
 
-def _check_same_columns(first: Table, other: Table) -> None:
+def _check_same_columns(first: Table, other: Table, exclude: Collection[str]) -> None:
     """Check that two tables have columns of the same names with the same form of values, such as numbers or texts.
 
     A column without any value in one of the tables fits every form. A CSV file states no types. Its columns of numbers
-    and texts therefore fit each other, because numbers are recognised in texts.
+    and texts, or of true/false and texts, therefore fit each other: texts are read in both.
+
+    Args:
+        first: A table.
+        other: Another one.
+        exclude: Columns that are not used.
 
     Raises:
         InputError: A column is missing in one of the tables, or its values have different forms.
     """
     for name in first.schema.names:
+        if name in exclude:
+            continue
         if name not in other.schema.names:
             raise InputError(
                 f"{other.name}: column {name!r} is missing, but {first.name} has it; "
@@ -419,14 +494,15 @@ def _check_same_columns(first: Table, other: Table) -> None:
         first_type, other_type = first.schema.field(name).type, other.schema.field(name).type
         forms = {classify_type(first_type), classify_type(other_type)}
         is_empty = pa.types.is_null(first_type) or pa.types.is_null(other_type)
-        has_untyped_numbers = forms == {"number", "text"} and not (first.dialect is None and other.dialect is None)
-        if len(forms) > 1 and not is_empty and not has_untyped_numbers:
+        has_csv = first.dialect is not None or other.dialect is not None
+        is_guessed = has_csv and forms in ({"number", "text"}, {"boolean", "text"})
+        if len(forms) > 1 and not is_empty and not is_guessed:
             raise InputError(
                 f"{other.name}: column {name!r} is of type {other_type}, but in {first.name} it is {first_type}; "
                 "convert the column of one file to the type of the other"
             )
     for name in other.schema.names:
-        if name not in first.schema.names:
+        if name not in first.schema.names and name not in exclude:
             raise InputError(
                 f"{other.name}: column {name!r} does not exist in {first.name}; train on files with the same columns"
             )
@@ -487,8 +563,6 @@ def _choose_form(tables: InputTables, table: Table, name: str) -> CellForm | Non
         is_zone_needed = has_readings and table.options.timezone is None
         is_number = classify_type(table.schema.field(name).type) == "number"
         return "text" if is_zone_needed and not is_number else "time"
-    if name == tables.label_column:
-        return None
     if name in (RECORD, FEATURE, tables.device_column) and tables.layout == "long":
         return "text"
     if name == tables.device_column:
@@ -566,7 +640,7 @@ def encode_labels(values: pa.Array) -> tuple[NDArray[np.int64], list[str]]:
     return np.array([*indexes, -1], np.int64)[cell_indexes], [format_cell(cell) for cell in cells]
 
 
-def parse_times(values: pa.Array, where: str, row_numbers: NDArray[np.int64] | None = None) -> NDArray[np.int64]:
+def parse_times(values: pa.Array, where: str) -> tuple[NDArray[np.int64], dict[int, RejectionError]]:
     """Convert a column of times to microseconds since 1970.
 
     The same forms are accepted as in event streams: timestamps (UTC if they have no zone), dates, numbers (seconds
@@ -575,14 +649,13 @@ def parse_times(values: pa.Array, where: str, row_numbers: NDArray[np.int64] | N
     Args:
         values: N times.
         where: File and column for error messages, such as "log.parquet: column 'time'".
-        row_numbers: (N,) row numbers of the values in the file, for error messages. None for 0 to N − 1.
 
     Returns:
-        (N,) int64, `NO_TIME` for null and NaN.
+        (times, error_by_row). `times` (N,) int64 is `NO_TIME` for null, NaN, and times that cannot be read: texts that
+        are no RFC 3339 time with a zone, and times outside the years 1 to 9999. Their errors are in `error_by_row`.
 
     Raises:
-        InputError: A text is no RFC 3339 time with a zone, a time lies outside the years 1 to 9999, or the type of the
-            column is none of these.
+        InputError: The type of the column is none of these.
     """
     if pa.types.is_dictionary(values.type):
         values = values.dictionary_decode()
@@ -599,15 +672,7 @@ def parse_times(values: pa.Array, where: str, row_numbers: NDArray[np.int64] | N
             values = values.cast(pa.timestamp("us", "UTC"))
     elif pa.types.is_floating(values.type):  # NaN means an unknown time, like null
         values = pc.if_else(pc.is_nan(values), None, values)
-    times, error_by_row = columns.parse_times(values, where)
-    if error_by_row:
-        row = min(error_by_row)
-        number = row if row_numbers is None else row_numbers[row]
-        raise InputError(
-            f"{where}, row {number}: the time cannot be parsed ({error_by_row[row]}); "
-            "write times with a zone, such as 2020-03-09T10:34:33Z, or set their zone with --timezone"
-        )
-    return times
+    return columns.parse_times(values, where)
 
 
 def index_records(tables: InputTables) -> None:
@@ -617,7 +682,8 @@ def index_records(tables: InputTables) -> None:
     `tables.row_by_event`.
 
     Raises:
-        InputError: No record has the normal label, or a time of a long table is malformed.
+        InputError: No record has the normal label, or no time of a long table can be read.
+        ConfigError: `--exclude` names a feature that does not occur in a long table.
     """
     num_rows = _count_rows(tables)
     tables.monitor.num_rows = num_rows or 0
@@ -683,34 +749,39 @@ def _index_readings(tables: InputTables) -> None:
 
     A row is a reading (long layout), or holds the readings of a device at one time (wide layout with windows). Normal
     records are numbered from 0 in the order of their first readings. A record is normal if each of its rows has the
-    normal label. The number is −1 for rows of other records, and for rows that have no record or no reading. The
-    counts in `tables.num_records` and `tables.skipped_by_reason` are also set.
+    normal label. The number is −1 for rows of other records, for rows that have no record or no reading, and for rows
+    whose time cannot be read. The counts in `tables.num_records` and `tables.skipped_by_reason` are also set.
 
     Raises:
-        InputError: No record is normal, or a time is malformed.
+        InputError: No record is normal, or no time of a table can be read.
+        ConfigError: `--exclude` names a feature that does not occur.
     """
     number_by_key: dict[RecordKey, int] = {}
     is_normal: list[bool] = []  # by record number
     numbers_by_batch: list[NDArray[np.int64]] = []  # for each batch the record number of each row
     num_unusable = 0
-    owner_columns = [RECORD] if tables.window is None else [tables.device_column, tables.time_column]
+    owner_column = RECORD if tables.window is None else tables.device_column
     value_columns = tables.feature_columns if tables.layout == "wide" else [FEATURE]
-    column_names = [*value_columns, *(name for name in owner_columns if name), tables.label_column]
-    for rows in _iterate_batches(tables, [name for name in column_names if name]):
+    column_names = [*value_columns, owner_column, tables.time_column, tables.label_column]
+    features = _ExcludedFeatures(tables)
+    for rows in _iterate_batches(tables, list(dict.fromkeys(name for name in column_names if name))):
         batch = rows.batch
         # Rows without a reading are left out first, so that a record that has no others does not count.
         has_reading = np.zeros(len(batch), bool)
         for name in value_columns:
             has_reading |= _is_present(batch.column(name))
+        times, is_unreadable = _parse_row_times(tables, rows, tables.unreadable_times)
+        is_skipped = is_unreadable | features.find(batch) if tables.layout == "long" else is_unreadable
+        has_reading &= ~is_skipped
         numbers = np.full(len(batch), -1)
         if tables.window is None:
             numbers[has_reading] = _number_named_records(batch.filter(pa.array(has_reading)), number_by_key)
         else:
-            times = _parse_row_times(tables, rows)[has_reading]
             devices = _get_devices(tables, rows).filter(pa.array(has_reading))
-            numbers[has_reading] = _number_windows(devices, times, number_by_key, tables.window)
+            numbers[has_reading] = _number_windows(devices, times[has_reading], number_by_key, tables.window)
         # In the wide layout, an empty row is no error: no sensor has reported.
-        num_unusable += int((numbers < 0).sum() if tables.layout == "long" else (numbers[has_reading] < 0).sum())
+        is_expected = ~is_skipped if tables.layout == "long" else has_reading
+        num_unusable += int((numbers[is_expected] < 0).sum())
         is_normal.extend([True] * (len(number_by_key) - len(is_normal)))
         if tables.label_column is not None and tables.normal_label is not None:
             has_normal_label = match_normal_label(batch.column(tables.label_column), tables.normal_label)
@@ -718,6 +789,8 @@ def _index_readings(tables: InputTables) -> None:
                 if number >= 0:
                     is_normal[number] = False
         numbers_by_batch.append(numbers)
+    tables.unreadable_times.check()
+    features.check()
     is_normal_record = np.array(is_normal, bool)
     # Number the normal records without gaps. The number −1 of an unusable row selects the last element, −1.
     row_by_number = np.append(np.where(is_normal_record, np.cumsum(is_normal_record) - 1, -1), -1)
@@ -729,6 +802,8 @@ def _index_readings(tables: InputTables) -> None:
         owner = "record" if tables.window is None else "device, time"
         kind = "rows without device or time" if tables.layout == "wide" else f"events without {owner} or feature"
         tables.skipped_by_reason[kind] = num_unusable
+    if tables.unreadable_times.num_rows:
+        tables.skipped_by_reason["rows whose time cannot be read"] = tables.unreadable_times.num_rows
     if not is_normal_record.all():
         tables.skipped_by_reason["records that are not normal"] = int((~is_normal_record).sum())
     if len(is_normal_record) and not is_normal_record.any():
@@ -749,7 +824,7 @@ def iterate_record_values(tables: InputTables, column: str) -> Iterator[tuple[ND
         (records, cells, table): (N,) the number from 0 of the record of each row, −1 if it has none; N cells.
 
     Raises:
-        InputError: A table cannot be read, or a time is malformed.
+        InputError: A table cannot be read.
     """
     number_by_key: dict[RecordKey, int] = {}
     owner_columns = [RECORD] if tables.window is None else [tables.device_column, tables.time_column]
@@ -758,7 +833,7 @@ def iterate_record_values(tables: InputTables, column: str) -> Iterator[tuple[ND
         if tables.window is None:
             numbers = _number_named_records(rows.batch, number_by_key)
         else:
-            times = _parse_row_times(tables, rows)
+            times, _ = _parse_row_times(tables, rows)
             numbers = _number_windows(_get_devices(tables, rows), times, number_by_key, tables.window)
         yield numbers, rows.batch.column(column), rows.table
 
@@ -785,7 +860,8 @@ def read_record_labels(tables: InputTables, column: str) -> tuple[NDArray[np.int
     first_row = 0
     for rows in _iterate_batches(tables, [column]):
         codes, labels = encode_labels(rows.batch.column(0))
-        indexes = [index_by_label.setdefault(label.strip(), len(index_by_label)) for label in labels]
+        # In one spelling, because numbers of a CSV file are read as text, and a label can be no number.
+        indexes = [index_by_label.setdefault(normalize_label(label), len(index_by_label)) for label in labels]
         codes = np.array([*indexes, -1])[codes]
         last_row = first_row + len(codes)
         records = (
@@ -812,16 +888,66 @@ def _get_devices(tables: InputTables, rows: _Rows) -> pa.Array:
     return rows.batch.column(tables.device_column)
 
 
-def _parse_row_times(tables: InputTables, rows: _Rows) -> NDArray[np.int64]:
-    """Return the time of each row in microseconds since 1970, `NO_TIME` if it is unknown.
+def _parse_row_times(
+    tables: InputTables, rows: _Rows, unreadable: UnreadableTimes | None = None
+) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """Return the time of each of N rows, and whether it cannot be read.
+
+    Args:
+        tables: The input.
+        rows: The N rows.
+        unreadable: Counts the times that cannot be read. None if they were counted in an earlier pass.
+
+    Returns:
+        (times, is_unreadable): (N,) microseconds since 1970, `NO_TIME` if the time is unknown or cannot be read; (N,).
 
     Raises:
-        InputError: A time is malformed.
+        InputError: The type of the column is none of times.
     """
+    is_unreadable = np.zeros(len(rows.batch), bool)
     if tables.time_column is None:
-        return np.full(len(rows.batch), NO_TIME)
+        return np.full(len(rows.batch), NO_TIME), is_unreadable
     where = rows.describe_column(tables.time_column)
-    return parse_times(rows.batch.column(tables.time_column), where, rows.row_numbers)
+    times, error_by_row = parse_times(rows.batch.column(tables.time_column), where)
+    is_unreadable[list(error_by_row)] = True
+    if unreadable is not None:
+        unreadable.add(rows, where, times, error_by_row)
+    return times, is_unreadable
+
+
+class _ExcludedFeatures:
+    """Finds the readings of features of a long table that `--exclude` names, so that no record consists of them."""
+
+    def __init__(self, tables: InputTables) -> None:
+        self._excluded = tables.excluded_features if tables.layout == "long" else frozenset[str]()
+        # Some of several models, or of the first rows, may lack a feature that others have.
+        self._is_complete = tables.max_rows is None and all(table.options.where is None for table in tables.tables)
+        self._seen: set[str] = set()
+
+    def find(self, batch: pa.RecordBatch) -> NDArray[np.bool_]:
+        """Return for each of N readings whether its feature is excluded, (N,)."""
+        if not self._excluded:
+            return np.zeros(len(batch), bool)
+        encoded = batch.column(FEATURE).cast(pa.string()).dictionary_encode()
+        names = _list_texts(encoded)
+        self._seen.update(names)
+        # The code of a null is −1, which selects the last element.
+        is_excluded_name = np.array([*(name in self._excluded for name in names), False])
+        is_excluded: NDArray[np.bool_] = is_excluded_name[encoded.indices.fill_null(-1).to_numpy(zero_copy_only=False)]
+        return is_excluded
+
+    def check(self) -> None:
+        """Check that each excluded feature has occurred.
+
+        Raises:
+            ConfigError: A feature does not exist.
+        """
+        unknown = sorted(self._excluded - self._seen) if self._is_complete else []
+        if unknown:
+            raise ConfigError(
+                f"--exclude {unknown[0]}: no feature is called so; give one of these names: "
+                f"{join_names(sorted(self._seen))}"
+            )
 
 
 def _list_texts(encoded: pa.DictionaryArray) -> list[str]:
@@ -927,13 +1053,12 @@ def _iterate_unpivoted_readings(tables: InputTables) -> Iterator[FeatureReadings
 
     Raises:
         ValueError: `index_records` has not been called before.
-        InputError: A time is malformed.
     """
     owner_columns = [name for name in (tables.device_column, tables.time_column) if name]
     num_columns = len(tables.feature_columns)
     for rows in _iterate_batches(tables, [*tables.feature_columns, *owner_columns]):
         records = _get_records(tables, rows)
-        times = _parse_row_times(tables, rows)
+        times, _ = _parse_row_times(tables, rows)
         tables.note_times(times[records >= 0], rows.file_index)
         time_slots = np.zeros_like(times) if tables.window is None else tables.window.time_slot_index(times)
         readings_by_first_event: dict[int, FeatureReadings] = {}
@@ -962,11 +1087,11 @@ def _iterate_long_readings(tables: InputTables) -> Iterator[FeatureReadings]:
 
     Raises:
         ValueError: `index_records` has not been called before.
-        InputError: A time is malformed.
     """
     column_names = [FEATURE, VALUE] + ([tables.time_column] if tables.time_column else [])
     for rows in _iterate_batches(tables, column_names):
-        batch, records, times = rows.batch, _get_records(tables, rows), _parse_row_times(tables, rows)
+        batch, records = rows.batch, _get_records(tables, rows)
+        times, _ = _parse_row_times(tables, rows)
         tables.note_times(times[records >= 0], rows.file_index)
         event_indexes = np.arange(rows.first_index, rows.first_index + len(batch), dtype=np.int64)
         time_slots = np.zeros_like(times) if tables.window is None else tables.window.time_slot_index(times)

@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from connectors.files.sinks import ParquetSink
-from connectors.files.sources import log_bad_rows, log_dialects
+from connectors.files.sources import choose_cell_forms, log_bad_rows, log_dialects
 from deformer_stream import log
 from deformer_stream.codec import Codec
 from deformer_stream.codec.columns import convert_times_of_day, decode_dictionary, is_text, parse_numbers
@@ -233,7 +233,9 @@ def _iterate_batches(
         feature_by_name: The features of the model by name.
     """
     for table in tables:
-        for batch, rows in table.iterate_numbered(columns, ROWS_PER_BATCH, _choose_forms(table, feature_by_name)):
+        for batch, rows in table.iterate_numbered(
+            columns, ROWS_PER_BATCH, _choose_forms_of_table(table, feature_by_name)
+        ):
             yield table, batch, rows
 
 
@@ -408,20 +410,10 @@ def _is_continuous_reading(feature: Feature | None) -> bool:
     return feature is not None and not feature.context and not feature.labels
 
 
-def _choose_forms(table: Table, feature_by_name: dict[str, Feature]) -> dict[str, CellForm]:
-    """Return what the cells of each feature's column are to be, if the table holds them as text.
-
-    Args:
-        table: The table.
-        feature_by_name: The features of the model by name.
-    """
-    forms: dict[str, CellForm] = {}
-    for name in table.schema.names:
-        feature = feature_by_name.get(name)
-        is_clock = pa.types.is_time(table.schema.field(name).type)
-        if feature is not None and (feature.labels or not is_clock):  # times of day are recognised anyway
-            forms[name] = "text" if feature.labels else "number"
-    return forms
+def _choose_forms_of_table(table: Table, feature_by_name: dict[str, Feature]) -> dict[str, CellForm]:
+    """Return what the cells of those columns of a table are to be that are features."""
+    names = [name for name in table.schema.names if name in feature_by_name]
+    return choose_cell_forms(table, {name: feature_by_name[name] for name in names})
 
 
 def _unify_column_types(tables: Sequence[Table], feature_by_name: dict[str, Feature]) -> dict[str, pa.DataType]:
@@ -436,7 +428,7 @@ def _unify_column_types(tables: Sequence[Table], feature_by_name: dict[str, Feat
     """
     type_by_column: dict[str, pa.DataType] = {}
     for table in tables:
-        types = find_column_types(table, _choose_forms(table, feature_by_name), feature_by_name)
+        types = find_column_types(table, _choose_forms_of_table(table, feature_by_name), feature_by_name)
         for name, column_type in types.items():
             fields = [pa.field(name, known) for known in (type_by_column.get(name, column_type), column_type)]
             try:

@@ -11,7 +11,7 @@ import selectors
 import sys
 import time as clock
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import chain
 from pathlib import Path, PurePath
@@ -597,7 +597,7 @@ class _WideTable:
     def iterate_rows(self) -> Iterator[WideRows]:
         """Yield the rows of the table in batches of about `options.batch_events` events; each cell is one event."""
         feature_by_name = self.options.features.by_name
-        forms = {name: _choose_form(feature_by_name[name]) for name in self.feature_columns}
+        forms = choose_cell_forms(self.table, {name: feature_by_name[name] for name in self.feature_columns})
         columns = [*self.feature_columns, *self.model_columns]
         forms |= dict.fromkeys(self.model_columns, "text")
         if self.record_column is not None:
@@ -777,7 +777,7 @@ class _WindowedTable:
     def iterate_rows(self) -> Iterator[LongRows]:
         """Yield the readings of the table in batches of at most `options.batch_events` readings."""
         names = self.options.field_names
-        forms = {name: _choose_form(self.options.get_sensor(name)) for name in self.feature_columns}
+        forms = choose_cell_forms(self.table, {name: self.options.get_sensor(name) for name in self.feature_columns})
         forms[self.time_column] = "time"
         columns = [*self.feature_columns, self.time_column]
         if self.device_column is not None and self.device_column not in columns:
@@ -881,9 +881,20 @@ def _insert_bad_rows(payloads: Iterator[Payload], bad_rows: Sequence[_BadRows]) 
             yield payload
 
 
-def _choose_form(feature: Feature) -> CellForm:
-    """Return what the cells of a feature are to be, in a table that holds them as text."""
-    return "text" if feature.kind == "discrete" else "number"
+def choose_cell_forms(table: Table, feature_by_column: Mapping[str, Feature]) -> dict[str, CellForm]:
+    """Return what the cells of features are to be in a table that holds them as text, as training reads them.
+
+    Columns of times of day have no entry: they are recognised anyway.
+
+    Args:
+        table: The table.
+        feature_by_column: The features by the names of their columns.
+    """
+    return {
+        name: "mixed" if feature.labels else "number"
+        for name, feature in feature_by_column.items()
+        if feature.labels or not pa.types.is_time(table.schema.field(name).type)
+    }
 
 
 def _make_no_feature_error(table: Table, features: Sequence[str]) -> InputError:

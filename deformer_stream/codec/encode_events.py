@@ -1,7 +1,7 @@
 """Encoding of events for `deformer-stream produce`: single readings are packed into messages with many readings.
 
 Messages with many readings cost the broker and the consumer less work per reading. A message holds one reading (JSON),
-several readings of one record (JSON), or readings of many records (an Arrow stream).
+several readings of one record or of one device at one time (JSON), or many readings (an Arrow stream).
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ MAX_GROUP_SIZE = 1000
 MAX_EXACT_INTEGER = 2**53
 """Largest magnitude up to which float64 represents every integer exactly."""
 
-_REQUIRED_FIELDS = {"record", "feature", "value"}
+_REQUIRED_FIELDS = {"feature", "value"}
 _FIELDS = {*_REQUIRED_FIELDS, "time"}
+_OWNER_FIELDS = ("record", "device")
+"""What a reading belongs to: a record, or a device whose records are windows of time."""
 
 
 def choose_group_size(rate: float | None) -> int:
@@ -63,13 +65,14 @@ def pack_readings(
 ) -> Iterator[OutgoingMessage]:
     """Pack JSON messages of one reading each into fewer messages, keeping the order within each record.
 
-    A message that is not one reading of a named record (for example several readings, or a time as text) is yielded
-    unchanged, after the readings before it.
+    A message that is not one reading of a named record or device (for example several readings, or a time as text) is
+    yielded unchanged, after the readings before it.
 
     Args:
         messages: The key (or None) and the value of each message.
         packing: "json" yields every message unchanged. "json-many" makes one JSON object of the readings of each record
-            in a group. "arrow" makes one Arrow stream of all readings of each partition in a group.
+            in a group, or of each device and time if records are windows of time. "arrow" makes one Arrow stream of all
+            readings of each partition in a group.
         group_size: The number of consecutive messages in a group, which are collected before they are packed.
         partition_of: Returns the partition of a message key. An Arrow stream holds the readings of one partition only,
             so that each record stays in its partition. The default is one partition, number 0.
@@ -99,8 +102,8 @@ def pack_readings(
 def _parse_reading(value: bytes) -> dict[str, Any] | None:
     """Return the fields of a message if it can be packed with others, else None.
 
-    It can be packed if it is one reading of a named record. It must be a JSON object with the fields `record`,
-    `feature` and `value`. It may have a numeric `time` in addition, and no other field.
+    It can be packed if it is one reading of a named record or device. It must be a JSON object with the fields
+    `feature`, `value`, and `record` or `device`. It may have a numeric `time` in addition, and no other field.
 
     Args:
         value: The value of the message.
@@ -109,10 +112,13 @@ def _parse_reading(value: bytes) -> dict[str, Any] | None:
         document = orjson.loads(value)
     except orjson.JSONDecodeError:
         return None
-    if not isinstance(document, dict) or not _REQUIRED_FIELDS <= document.keys() <= _FIELDS:
+    if not isinstance(document, dict):
+        return None
+    owners = [name for name in _OWNER_FIELDS if name in document]
+    if len(owners) != 1 or not _REQUIRED_FIELDS <= document.keys() - owners <= _FIELDS:
         return None
     time = document.get("time")
-    has_text_names = isinstance(document["record"], str) and isinstance(document["feature"], str)
+    has_text_names = isinstance(document[owners[0]], str) and isinstance(document["feature"], str)
     has_numeric_time = time is None or is_json_number(time)
     has_scalar_value = not isinstance(document["value"], dict | list)
     return document if has_text_names and has_numeric_time and has_scalar_value else None
@@ -127,8 +133,9 @@ def _pack_group(
 
     Args:
         readings: The message key and the fields of each reading, in order of arrival.
-        packing: "arrow" for one Arrow stream per partition, otherwise one JSON object per record. A record with several
-            values of a feature needs several objects, because an object holds each feature once.
+        packing: "arrow" for one Arrow stream per partition. Otherwise one JSON object per record, or per device and
+            time. A record with several values of a feature needs several objects, because an object holds each feature
+            once.
         find_partition: Returns the partition of a message key.
 
     Yields:
@@ -142,17 +149,26 @@ def _pack_group(
             value = encode_arrow_stream(partition_readings)
             yield OutgoingMessage(None, value, partition, len(partition_readings))
         return
-    documents_by_record: dict[tuple[bytes | None, str], list[dict[str, Any]]] = {}
+    documents_by_owner: dict[tuple[bytes | None, str, str, float | None], list[dict[str, Any]]] = {}
     for key, reading in readings:
-        documents = documents_by_record.setdefault((key, reading["record"]), [])
+        owner = _get_owner_field(reading)
+        # Readings of a device at other times could belong to other windows. The time of a record is that of its last
+        # reading: by then all values are known.
+        time = reading.get("time")
+        documents = documents_by_owner.setdefault((key, owner, reading[owner], time if owner == "device" else None), [])
         # A second value of a feature needs a second document, because an object holds each feature once.
         if not documents or reading["feature"] in documents[-1]["values"]:
-            documents.append({"record": reading["record"], "time": None, "values": {}})
+            documents.append({owner: reading[owner], "time": None, "values": {}})
         documents[-1]["values"][reading["feature"]] = reading["value"]
-        documents[-1]["time"] = reading.get("time")  # the last reading's time: by then all values are known
-    for (key, _), documents in documents_by_record.items():
+        documents[-1]["time"] = time
+    for (key, *_), documents in documents_by_owner.items():
         for document in documents:
             yield OutgoingMessage(key, orjson.dumps(document), None, len(document["values"]))
+
+
+def _get_owner_field(reading: dict[str, Any]) -> str:
+    """Return the field that says to what a reading belongs, which it has: "record" or "device"."""
+    return next(name for name in _OWNER_FIELDS if name in reading)
 
 
 def encode_arrow_stream(readings: list[dict[str, Any]]) -> bytes:
@@ -162,7 +178,8 @@ def encode_arrow_stream(readings: list[dict[str, Any]]) -> bytes:
     values as texts, in which -0.0 becomes 0. Null values stay null.
 
     Args:
-        readings: The fields of each reading: `record`, `feature`, `value` and perhaps `time` (seconds since 1970).
+        readings: The fields of each reading: `record` or `device`, `feature`, `value` and perhaps `time` (seconds since
+            1970).
     """
     values = [reading["value"] for reading in readings]
     # Booleans are labels. `isinstance` would accept them as integers, so the exact type is compared. Integers beyond
@@ -174,8 +191,12 @@ def encode_arrow_stream(readings: list[dict[str, Any]]) -> bytes:
         value_column = pa.array(values, pa.float64())
     else:
         value_column = pa.array([None if value is None else format_label(value) for value in values])
+    owners = {name for reading in readings for name in _OWNER_FIELDS if name in reading}
     columns = {
-        "record": pa.array([reading["record"] for reading in readings]).dictionary_encode(),
+        **{
+            name: pa.array([reading.get(name) for reading in readings], pa.string()).dictionary_encode()
+            for name in sorted(owners)
+        },
         "feature": pa.array([reading["feature"] for reading in readings]).dictionary_encode(),
         "value": value_column,
         "time": pa.array([reading.get("time") for reading in readings], pa.float64()),

@@ -236,22 +236,28 @@ def _count_lines(lines: Sequence[str], delimiter: str, num_rows: int) -> int:
 
 
 def _guess_delimiter(lines: Sequence[str]) -> str:
-    """Return the delimiter with which most lines have the same number of cells, and as many cells as possible.
+    """Return the delimiter with which most lines have the same number of cells, from the first line on if possible.
 
     Args:
         lines: The first lines of the file, perhaps with a title before the header.
     """
 
-    def rate(delimiter: str) -> tuple[bool, int, int]:
+    def rate(delimiter: str) -> tuple[bool, int, int, int]:
         """Return how well a delimiter fits; the largest rating is the best.
 
-        The rating is whether most lines have the same number of cells, that number, and how often the delimiter occurs
-        in the header.
+        The rating is whether most lines have the same number of cells, how few lines are before the first two with that
+        number, that number, and how often the delimiter occurs in the header. A decimal comma in each row gives
+        consistent cells as well, but the header does not have them.
         """
         widths = _count_cells(lines, delimiter)
         width, count = Counter(widths).most_common(1)[0] if widths else (1, 0)
         is_consistent = width > 1 and count >= _MIN_CONSISTENT_SHARE * len(widths)
-        return is_consistent, width if is_consistent else 0, header.count(delimiter)
+        if not is_consistent:
+            return False, 0, 0, header.count(delimiter)
+        all_widths = [len(row) for row in _split(lines, delimiter)]
+        pairs = enumerate(itertools.pairwise(all_widths))
+        num_before = next((index for index, pair in pairs if pair == (width, width)), len(all_widths))
+        return True, -num_before, width, header.count(delimiter)
 
     header = next((line for line in lines if line.strip() and not line.startswith("#")), "")
     return max(_DELIMITERS, key=rate)  # the first one of several with the same rating

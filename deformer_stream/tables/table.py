@@ -486,7 +486,7 @@ class Table:
         Args:
             other_than: Columns that are not considered, such as features.
             has_windows: Whether records are windows of time, so that there must be a time. Then a column called `time`
-                has precedence, and texts that are times count as well.
+                has precedence, and texts that are times count as well, or else dates.
         """
         names = [name for name in self.schema.names if name not in other_than]
         if has_windows and "time" in names:
@@ -496,7 +496,8 @@ class Table:
             return next(iter(timestamps), None)
         text_columns = [name for name in names if self.dialect is None and self.is_text_column(name)]
         samples = self._read_sample(text_columns)
-        return next((name for name, column in samples.items() if conversion.are_times(column)), None)
+        dates = (name for name in names if pa.types.is_date(self.schema.field(name).type))
+        return next((name for name, column in samples.items() if conversion.are_times(column)), next(dates, None))
 
     def is_text_column(self, name: str) -> bool:
         """Return whether the table holds a column as text: each column of a CSV file that is not part of the path."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import orjson
+import pyarrow as pa
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -80,3 +81,23 @@ def test_many_readings_become_few_messages() -> None:
     assert (make_stream.key, make_stream.partition, make_stream.num_readings) == (None, 0, 200)
     (first, *_) = pack_readings(messages, "json-many")
     assert orjson.loads(first.value) == {"record": "r0", "time": 0, "values": {"Pressure": 0.0, "Current": 0.0}}
+
+
+def test_readings_of_devices_are_packed_by_their_times() -> None:
+    """A device has readings in several windows of time, so a message has the readings of one time."""
+    lines = [
+        orjson.dumps({"device": f"d{i % 2}", "feature": name, "value": float(i), "time": i})
+        for i in range(10)
+        for name in ("Pressure", "Current")
+    ]
+    messages = [(orjson.loads(line)["device"].encode(), line) for line in lines]
+    packed = [orjson.loads(message.value) for message in pack_readings(messages, "json-many")]
+    assert sorted(packed, key=lambda document: document["time"]) == [
+        {"device": f"d{i % 2}", "time": i, "values": {"Pressure": float(i), "Current": float(i)}} for i in range(10)
+    ]
+    (stream,) = pack_readings(messages, "arrow")
+    rows = pa.ipc.open_stream(stream.value).read_all().to_pylist()
+    assert [(row["device"], row["feature"], row["value"], row["time"]) for row in rows] == [
+        (document["device"], document["feature"], document["value"], document["time"])
+        for document in map(orjson.loads, lines)
+    ]

@@ -27,6 +27,9 @@ def guess(text: str | bytes, encoding: str = "utf-8", options: CsvOptions | None
         ("t;flow, m3/h;x\n1;1,5;2\n2;2,5;3\n", ";", ","),  # a comma in each line
         ("time;speed;flow\n1;1.234,5;60\n2;Bad;59,1\n", ";", ","),
         ("sep=;\na;b\n1;2\n", ";", None),  # as Excel expects it
+        ("flow;power\n" + "10,12;20,31\n" * 9, ";", ","),  # a comma in each number, but not in the header
+        ("Plant 7, hall 2\nflow;power\n" + "10,12;20,31\n" * 9, ";", ","),
+        ("flow\tpower\nbar\tkW\n" + "10,12\t20,31\n" * 9, "\t", ","),
     ],
 )
 def test_delimiter_and_decimal_character_are_recognised(text: str, delimiter: str, decimal: str | None) -> None:

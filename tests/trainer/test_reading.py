@@ -108,6 +108,25 @@ def test_column_that_is_missing_in_one_file_is_reported(tmp_path: Path, columns:
         prepare_in(tmp_path, tmp_path / "a.parquet", tmp_path / "b.csv")
 
 
+def test_excluded_columns_may_differ_between_files(tmp_path: Path, columns: dict[str, list[Any]]) -> None:
+    whole = prepare_in(tmp_path, write(tmp_path / "whole.parquet", columns))
+    parts = [{name: values[part] for name, values in columns.items()} for part in (slice(0, 120), slice(120, N))]
+    (tmp_path / "parts").mkdir()
+    write(tmp_path / "parts" / "a.parquet", parts[0] | {"note": list(range(120))})
+    write(tmp_path / "parts" / "b.parquet", parts[1] | {"note": ["x"] * (N - 120), "extra": [1.0] * (N - 120)})
+    data = prepare_in(tmp_path, tmp_path / "parts", exclude=("note", "extra"))
+    assert_equal_tables(data, whole)
+    with pytest.raises(ConfigError, match=r"--exclude nte: .* has no such column"):
+        prepare_in(tmp_path, tmp_path / "parts", exclude=("note", "extra", "nte"))
+
+
+def test_true_and_false_and_other_texts_of_csv_files_are_one_column(tmp_path: Path, rng: np.random.Generator) -> None:
+    for name, values in (("a.csv", ["true", "false"]), ("b.csv", ["true", "manual"])):
+        write_csv(tmp_path / name, {"x": rng.normal(size=N).tolist(), "auto": values * (N // 2)})
+    data = prepare_in(tmp_path, tmp_path / "[ab].csv")
+    assert data.schema.features[data.schema.code_by_name["auto"]].labels == ("false", "manual", "true")
+
+
 def test_pattern_without_files_is_reported(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"nothing\*\.csv: no Parquet or CSV file matches this pattern"):
         prepare_in(tmp_path, tmp_path / "nothing*.csv")
@@ -249,6 +268,15 @@ def test_label_of_a_csv_file_matches_in_every_spelling(tmp_path: Path, rng: np.r
     data = prepare_in(tmp_path, write_csv(tmp_path / "t.csv", columns), label="anomaly", normal="0")
     assert len(data.values) == 250
     assert data.skipped_by_reason == {"rows that are not normal": 50}
+
+
+@pytest.mark.parametrize("file", ["t.csv", "t.parquet"])
+def test_text_for_no_value_is_a_label_among_numbers(tmp_path: Path, rng: np.random.Generator, file: str) -> None:
+    """Fault codes, with "none" in normal rows."""
+    columns = {"x": rng.normal(size=N).tolist(), "fault": ["none"] * 250 + ["12", "13"] * 25}
+    source = write_csv(tmp_path / file, columns) if file == "t.csv" else write(tmp_path / file, columns)
+    data = prepare_in(tmp_path, source, label="fault", normal="none")
+    assert len(data.values) == 250
 
 
 def test_malformed_rows_are_left_out_of_training_with_a_warning(tmp_path: Path, columns: dict[str, list[Any]]) -> None:

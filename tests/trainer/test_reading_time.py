@@ -93,6 +93,14 @@ def test_long_table_is_sampled_by_record(tmp_path: Path, small_samples: None) ->
     assert data.num_input_records == num_records
 
 
+def test_a_run_that_is_continued_uses_the_records_of_before_however_slow_the_machine_is(
+    tmp_path: Path, small_samples: None
+) -> None:
+    columns = {"x": np.random.default_rng(0).normal(size=2000)}
+    assert len(prepare(tmp_path / "a", columns, ReadingMonitor(0.5, Clock())).split) < 2000
+    assert len(prepare(tmp_path / "b", columns, ReadingMonitor(0.5, Clock(), max_records=2000)).split) == 2000
+
+
 def test_all_records_are_used_if_there_is_time(tmp_path: Path) -> None:
     columns = {"x": np.random.default_rng(0).normal(size=300)}
     data = prepare(tmp_path / "a", columns, ReadingMonitor(1000.0, Clock()))

@@ -10,10 +10,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from deformer_stream.errors import ConfigError
+from deformer_stream.errors import ConfigError, InputError
 from deformer_stream.model.windows import PerSlot, Window
 from trainer import tables
-from trainer.data import DataOptions, PreparedTable, prepare_table
+from trainer.data import DataOptions, PreparedTable, Split, prepare_table
 
 SECOND = 1_000_000
 MINUTE = Window(60 * SECOND, 6)
@@ -215,7 +215,88 @@ def test_reading_that_a_stream_refuses_is_not_the_first_of_its_slot(tmp_path: Pa
     }
     data = prepare_in(tmp_path, write(tmp_path / "t.parquet", readings), window=Window(60 * SECOND))
     assert np.isnan(data.values[:, 0]).nonzero()[0].tolist() == [5]
-    assert data.skipped_by_reason == {"repeated events (record and feature)": 1}
+    assert data.skipped_by_reason == {
+        "repeated events (record and feature)": 1,
+        "records without a usable reading": 1,
+    }
+
+
+def test_text_for_no_value_is_not_the_first_reading_of_its_slot(tmp_path: Path) -> None:
+    """In a wide table it is an empty cell, as in a stream."""
+    times = [float(START + 60 * i + second) for i in range(40) for second in (1, 2)]
+    flow = [text for i in range(40) for text in ("No Data" if i % 3 == 0 else f"{i * 7 % 13}.5", f"{i % 13}.25")]
+    history = {"device": ["d"] * 80, "time": times, "flow": flow}
+    data = prepare_in(tmp_path, write(tmp_path / "t.parquet", history), window=Window(60 * SECOND))
+    assert np.isfinite(data.values).all()
+    assert data.skipped_by_reason == {"repeated events (record and feature)": 26}
+
+
+@pytest.mark.parametrize("layout", ["wide", "long"])
+@pytest.mark.parametrize("is_excluded", [True, False])
+def test_records_without_readings_of_features_are_in_no_part(tmp_path: Path, layout: str, is_excluded: bool) -> None:
+    """A stream never opens them. Their anomaly scores of 0 would lower the threshold of alerts."""
+    times, rng = [float(START + 60 * i) for i in range(400)], np.random.default_rng(0)
+    counter = np.arange(400) * 17 + rng.integers(0, 9, 400)
+    flow = np.where(np.arange(400) % 4 == 0, rng.normal(10, 1, 400), np.nan)
+    columns: dict[str, Any] = {
+        "device": ["d"] * 400,
+        "time": times,
+        "counter": counter,
+        "flow": pa.array(flow, from_pandas=True),
+    }
+    if layout == "long":
+        readings = [("counter", float(value), time) for value, time in zip(counter, times, strict=True)]
+        readings += [("flow", value, time) for value, time in zip(flow, times, strict=True) if not np.isnan(value)]
+        features, values, reading_times = zip(*sorted(readings, key=lambda reading: reading[2]), strict=True)
+        columns = {"device": ["d"] * 500, "feature": features, "value": values, "time": reading_times}
+    options = {"exclude": ("counter",)} if is_excluded else {}
+    data = prepare_in(tmp_path, write(tmp_path / "t.parquet", columns), window=Window(60 * SECOND), **options)
+    assert data.schema.names == ("flow",)
+    used = np.concatenate([data.select_rows(part) for part in (Split.TRAIN, Split.VALIDATION, Split.CALIBRATION)])
+    assert len(used) == 100
+    assert np.isfinite(data.values[used]).all()
+    # Windows with readings of excluded features only are no records. The counter is recognised later.
+    expected = {} if is_excluded else {"records without a usable reading": 300}
+    assert data.skipped_by_reason == expected
+
+
+def test_a_wrong_name_of_an_excluded_feature_is_reported(tmp_path: Path, rng: np.random.Generator) -> None:
+    source = write(tmp_path / "t.parquet", melt(draw_history(rng, 10.0, 400)))
+    with pytest.raises(ConfigError, match="--exclude flw: no feature is called so; give one of these names: flow, lev"):
+        prepare_in(tmp_path, source, exclude=("flw",))
+
+
+def test_timestamps_and_not_dates_are_the_times_of_the_rows(tmp_path: Path, rng: np.random.Generator) -> None:
+    """As in a stream."""
+    history = draw_history(rng, 10.0, 400)
+    moments = pa.array(np.array(history.pop("time")) * SECOND, pa.float64()).cast(pa.int64())
+    stamps = moments.cast(pa.timestamp("us", "UTC"))
+    source = write(tmp_path / "t.parquet", {"day": stamps.cast(pa.date32()), "stamp": stamps} | history)
+    data = prepare_in(tmp_path, source)
+    assert data.time_column == "stamp"
+    dates_only = write(tmp_path / "d.parquet", {"day": stamps.cast(pa.date32()), **history})
+    with pytest.raises(InputError, match="too few"):  # the windows of days, of which there is one
+        prepare_in(tmp_path, dates_only, window=Window(86_400 * SECOND))
+
+
+@pytest.mark.parametrize("layout", ["wide", "long"])
+def test_rows_whose_time_cannot_be_read_are_left_out(tmp_path: Path, rng: np.random.Generator, layout: str) -> None:
+    history = draw_history(rng, 10.0, 400)
+    if layout == "long":
+        history = melt(history)
+    stamps = pa.array((np.array(history["time"]) * SECOND).astype(np.int64)).cast(pa.timestamp("us", "UTC"))
+    texts = [f"{stamp:%Y-%m-%dT%H:%M:%SZ}" for stamp in stamps.to_pylist()]
+    whole = {name: values[:100] + values[101:] for name, values in history.items()}
+    expected = prepare_in(tmp_path, write(tmp_path / "whole.parquet", whole | {"time": texts[:100] + texts[101:]}))
+    history["time"] = [*texts[:100], "31/12/2025", *texts[101:]]
+    source = write(tmp_path / "t.parquet", history)
+    (tmp_path / "b").mkdir()
+    data = prepare_in(tmp_path / "b", source)
+    assert_equal_tables(data, expected)
+    assert data.skipped_by_reason == expected.skipped_by_reason | {"rows whose time cannot be read": 1}
+    assert ("unreadable_times", 1) in [(code, text.count("row 100: the time")) for code, text in data.warnings]
+    with pytest.raises(InputError, match=r"row 0: .* no time of the table can be read: .* --timezone"):
+        prepare_in(tmp_path, write(tmp_path / "t.parquet", history | {"time": ["31/12/2025"] * len(texts)}))
 
 
 def write_fast_sensors(folder: Path, rng: np.random.Generator) -> Path:

@@ -240,6 +240,13 @@ def look_at_table(
     local_times = table.options.timezone is None and time_column is not None and _has_local_times(table, time_column)
     if time_column is not None:
         forms[time_column] = "time"
+    for name in table.schema.names:  # a text such as "none" among codes is a label, and no missing number
+        if (
+            _may_be_label(name)
+            and table.is_text_column(name)
+            and classify_type(table.schema.field(name).type) == "number"
+        ):
+            forms.setdefault(name, "mixed")
     batch, num_rows_read, is_end = _read_first_rows(table, forms)
     is_complete = len(files) <= 1 and is_end
     num_rows = num_rows_read if is_complete else _estimate_rows(files, table, num_rows_read)
@@ -553,6 +560,11 @@ def _describe_values(feature: Feature) -> str:
     return ", ".join(feature.labels[:5]) + (", …" if len(feature.labels) > 5 else "")
 
 
+def _may_be_label(name: str) -> bool:
+    """Return whether a column, by its name, may say whether a row is normal."""
+    return _LABEL_NAME.search(_simplify(name).replace("_", " ")) is not None
+
+
 def _find_labels(batch: pa.RecordBatch, time_column: str | None, is_long: bool) -> dict[str, dict[str, int]]:
     """Return the columns that may say whether a row is normal, with the number of rows by value.
 
@@ -564,7 +576,7 @@ def _find_labels(batch: pa.RecordBatch, time_column: str | None, is_long: bool) 
     not_labels = {time_column, *((FEATURE, VALUE, DEVICE, DEFAULT_RECORD_COLUMN) if is_long else ())}
     found: dict[str, dict[str, int]] = {}
     for name in batch.schema.names:
-        if name in not_labels or not _LABEL_NAME.search(_simplify(name).replace("_", " ")):
+        if name in not_labels or not _may_be_label(name):
             continue
         column = batch.column(name)
         if classify_type(column.type) not in ("number", "boolean", "text") or len(column.unique()) > MAX_LABELS:
