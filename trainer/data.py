@@ -88,6 +88,9 @@ class Split(enum.IntEnum):
 VALIDATION_SHARE = 0.1
 """Share of validation records among the records that are not used for calibration."""
 
+EMPTY_RECORDS = "records without a usable reading"
+"""The reason for leaving a record of `Split.EMPTY` out."""
+
 MIN_RECORDS = 20
 """Smallest number of normal records that a training table must have."""
 
@@ -363,7 +366,7 @@ def mark_empty_records(
     num_empty = int((~has_readings).sum())
     if not num_empty:
         return split
-    skipped_by_reason["records without a usable reading"] = num_empty
+    skipped_by_reason[EMPTY_RECORDS] = num_empty
     num_left = len(split) - num_empty
     if num_left < MIN_RECORDS:
         raise TooFewRecordsError(

@@ -35,14 +35,14 @@ from trainer import cusum_scale, gaussian_process, irregular_job
 from trainer.budget import StepCost, TimeBudget
 from trainer.cli import command
 from trainer.cusum_scale import SensorDistributions, find_largest_sums, fit_cusum_scale, score_records
-from trainer.data import Split
+from trainer.data import EMPTY_RECORDS, Split
 from trainer.distributed import Ranks
 from trainer.faults import learn_faults
 from trainer.fit import Interrupted, TrainingRun
 from trainer.gaussian_process import fit_process
 from trainer.irregular_calibration import average_neg_log_p, score_irregular_records
 from trainer.irregular_job import IrregularOutput, train_irregular
-from trainer.irregular_table import EMPTY, NO_VALUE, IrregularTable
+from trainer.irregular_table import NO_VALUE, IrregularTable
 from trainer.recipes import MIN_STEPS_OF_LARGER_PRESET
 from trainer.settings import TrainConfig
 
@@ -154,7 +154,7 @@ def test_records_without_readings_do_not_raise_the_number_of_false_alarms(tmp_pa
     table = write(tmp_path / "half.parquet", {name: pa.array(values) for name, values in columns.items()})
     output = run(table, tmp_path / "model", epochs=1, calibration_share=0.5)
     data, calibration = output.data, output.calibration
-    assert data.skipped_by_reason == {NO_VALUE: 200, EMPTY: 200}
+    assert data.skipped_by_reason == {NO_VALUE: 200, EMPTY_RECORDS: 200}
     rows = data.select_rows(Split.CALIBRATION)
     assert len(calibration.scores) == output.summary["records_used"]["calibration"] == len(rows) < 120
     assert output.summary["records_available"]["calibration"] == len(rows)

@@ -24,9 +24,9 @@ from deformer_stream.model.deformer import DEformer
 from tests.trainer.irregular import CONFIG, START, divided, fleet, prepared_irregular
 from tests.trainer.tables import correlated, prepared, write
 from trainer import irregular_table
-from trainer.data import DataOptions, Split
+from trainer.data import EMPTY_RECORDS, DataOptions, Split
 from trainer.irregular_calibration import create_event_batches, score_irregular_records
-from trainer.irregular_table import EMPTY, NO_VALUE, REPEATED, UNKNOWN, UNTIMED, IrregularTable, prepare_irregular_table
+from trainer.irregular_table import NO_VALUE, REPEATED, UNKNOWN, UNTIMED, IrregularTable, prepare_irregular_table
 
 
 def readings_of(table: IrregularTable, record: int) -> list[tuple[str, float, float]]:
@@ -84,7 +84,7 @@ def test_readings_of_sensors_that_are_no_features_are_counted(tmp_path: Path) ->
             columns[name].append(cell)
     table = prepared_irregular(tmp_path, columns, exclude=("excluded",))
     assert table.schema.names == ("x", "y")
-    assert table.skipped_by_reason == {UNKNOWN: 1 + len(held_out)}
+    assert table.skipped_by_reason == {UNKNOWN: len(held_out)}  # without those that the user has excluded
 
 
 def test_values_that_differ_only_beyond_float32_are_no_repetitions(tmp_path: Path) -> None:
@@ -154,8 +154,8 @@ def test_records_without_a_usable_reading_are_counted_and_not_selected(tmp_path:
     assert len(table.split) == 60
     selected = [table.select_rows(part) for part in (Split.TRAIN, Split.VALIDATION, Split.CALIBRATION)]
     assert sorted(np.concatenate(selected).tolist()) == list(range(30))
-    assert table.skipped_by_reason[EMPTY] == 30
-    assert sum(table.summarize()["rows"].values()) == 60
+    assert table.skipped_by_reason[EMPTY_RECORDS] == 30
+    assert sum(table.summarize()["rows"].values()) == 30
 
 
 def test_records_without_times_are_refused(tmp_path: Path) -> None:
