@@ -356,6 +356,14 @@ def test_large_files_are_estimated_from_their_beginning(plant: Path) -> None:
     assert view.num_rows == pytest.approx(120_000, rel=0.05)
 
 
+def test_text_for_no_value_is_a_label_among_codes(plant: Path) -> None:
+    pd.DataFrame({"flow": np.arange(1000) * 0.37 % 5, "fault": ["none"] * 980 + ["12", "13"] * 10}).to_csv(
+        "plant.csv", index=False
+    )
+    view = look_at_tables(["plant.csv"], TableOptions())
+    assert view.label_counts == {"fault": {"none": 980, "12": 10, "13": 10}}
+
+
 def test_rows_after_a_column_has_changed_its_type_are_counted(plant: Path) -> None:
     table = pd.DataFrame(
         {"note": "x" * 80, "flow": ["120"] * 15_000 + ["broken"] * 4000, "time": pd.date_range("2026", periods=19_000)}

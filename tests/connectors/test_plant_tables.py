@@ -148,6 +148,30 @@ def test_a_bad_cell_of_a_wide_table_rejects_one_reading(tmp_path: Path) -> None:
     assert [(r.message_index, r.reason.value) for r in rejections] == [(1, "wrong_type")]
 
 
+@pytest.mark.parametrize("window_assigner", [None, WINDOWS])
+def test_labels_with_a_decimal_comma_are_those_of_training(
+    tmp_path: Path, window_assigner: WindowAssigner | None
+) -> None:
+    schema = Schema((Feature("level", "discrete", labels=("0.5", "1.5")), Feature("a", "continuous")))
+    (tmp_path / "t.csv").write_text("time;level;a\n31;1,5;2,25\n45;0,5;3,75\n60;2,5;4,25\n")
+    data = open_source([tmp_path / "t.csv"], schema, ReadOptions(window_assigner=window_assigner)).poll(0).data
+    assert data is not None
+    batch, rejections = Codec(schema, window_assigner=window_assigner).decode(data)
+    assert rejections == []
+    assert batch.values[batch.features == 0].tolist() == [1.0, 0.0, 2.0]
+    assert list(batch.unseen_labels.values()) == ["2.5"]
+
+
+def test_times_of_day_are_numbers_if_training_made_them_a_measurement(tmp_path: Path) -> None:
+    schema = Schema((Feature("tod", "continuous"), Feature("a", "continuous")))
+    (tmp_path / "t.csv").write_text("tod,a\n13:45,1\n00:01,2\n")
+    data = open_source([tmp_path / "t.csv"], schema, ReadOptions()).poll(0).data
+    assert data is not None
+    batch, rejections = Codec(schema).decode(data)
+    assert rejections == []
+    assert batch.values[batch.features == 0].tolist() == [13.75 * 3600, 60.0]
+
+
 def test_long_csv_files_have_decimal_commas_and_labels(tmp_path: Path) -> None:
     (tmp_path / "l.csv").write_text(
         "record;feature;value;time\n01;a;59,1;31.12.2025 23:59:59\n01;state;3,0;31.12.2025 23:59:59\n01;b;Bad;noon\n"
