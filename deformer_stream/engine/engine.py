@@ -51,7 +51,7 @@ from deformer_stream.engine.snapshot import Snapshot, Vocabulary, export_state, 
 from deformer_stream.engine.snapshot_adaptation import adapt_snapshot
 from deformer_stream.engine.suggestions import DEFAULT_NUM_DRAWS, DEFAULT_SUSPICIOUS, NextReading
 from deformer_stream.engine.suspicious import SuspiciousRecords, suggest_next_readings
-from deformer_stream.engine.ties import decide_tie_groups
+from deformer_stream.engine.ties import decide_tie_groups, sort_groups
 from deformer_stream.errors import ConfigError, InvariantViolated
 from deformer_stream.model.load_network import require_torch
 from deformer_stream.model.parameters import Model
@@ -547,14 +547,16 @@ class Engine:
 
         Returns:
             What happens to the open records. It is "rescore" in spite of `open_records="finish"` if the models have
-            different features, labels, tie policies, or rules for several readings of a time slot. The same holds if
-            readings are irregular in only one of them.
+            different features, labels, context features, tie policies, or rules for several readings of a time slot.
+            The same holds if readings are irregular in only one of them.
 
         Raises:
             ConfigError: The new model does not fit this engine, or PyTorch is missing. The engine is unchanged.
         """
         has_same_vocabulary = Vocabulary.from_schema(self.schema) == Vocabulary.from_schema(model.schema)
         has_same_vocabulary &= (self.schema.reading_times is None) == (model.schema.reading_times is None)
+        # The table of records has one schema for all models, and its context features order the readings of tie groups.
+        has_same_vocabulary &= np.array_equal(self.schema.is_context, model.schema.is_context)
         holds_ties = self._holds_ties(model, calibration)
         has_same_ties = holds_ties == self.records.holds_ties
         # How several readings of a time slot become one, by sensor.
@@ -1028,6 +1030,10 @@ class Engine:
         # Of each reading: index into `record_index`, and place in the log.
         record, place = ragged_indices(num_to_score)
         num_dropped = self.records.num_readings[record_index] - num_stored
+        if self.records.holds_ties and len(record):
+            # The order within a tie group follows from the features of the model, which may differ from those before.
+            is_tied = self.records.log.is_tied(record_index[record], place)
+            sort_groups(self.records, record_index[record], place, np.cumsum(~is_tied))
         self._score(record_index[record], num_dropped[record] + place, NO_ALPHAS)
 
     def _free_unneeded_pages(self, ending: list[int], now: int) -> None:

@@ -199,6 +199,30 @@ def test_new_vocabulary_rescores_open_records(policy: OpenRecordPolicy) -> None:
     assert effects.closed.log_likelihood[0] == pytest.approx(expected.log_likelihood[0], abs=1e-9)
 
 
+OTHER_CONTEXT = replace(
+    SCHEMA, features=tuple(replace(feature, context=feature.name == "heat") for feature in SCHEMA.features)
+)
+"""The features of `SCHEMA`, but the context feature is another one."""
+
+
+@pytest.mark.parametrize("ties", ["arrival", "hold"])
+def test_other_context_features_rescore_open_records(ties: TiePolicy) -> None:
+    """Tie groups are ordered by the context features of the new model, also those that were scored before."""
+    model, calibration = make_calibrated_model(1, schema=OTHER_CONTEXT)
+    engine = make_engine(ties=ties)
+    fresh = Engine(model, calibration, "model-1", ALPHA, effort="fast", ties=ties)
+    group = [Event(0, "r", False, 1, 0, 1.0), Event(0, "r", False, 1, 2, -4.0)]
+    for each in (engine, fresh):
+        each.handle(make_batch([*group, Event(0, "s", False, 2, 0, 0.5), Event(0, "r", False, 2, 3, 1.0)]), 0)
+        each.handle(make_batch([Event(0, "s", False, 3, 3, 1.0)]), 1)
+        if each is engine:
+            assert each.change_model(model, calibration, "model-1", "finish") == "rescore"
+    later = [*(Event(0, "t", False, 4, feature, 1.5) for feature in (3, 0, 2, 1)), Event(0, "s", False, 5, 2, -3.0)]
+    assert_same_effects(engine.handle(make_batch(later), 2), fresh.handle(make_batch(later), 2), 1e-9)
+    assert_same_effects(engine.finish(), fresh.finish(), 1e-9)
+    assert engine.pop_unscorable() is None
+
+
 def test_records_completed_by_a_new_vocabulary_are_closed_after_the_replay() -> None:
     """The first `handle` after the replay closes a record that has a value for every feature of the new model."""
     engine = make_engine()
