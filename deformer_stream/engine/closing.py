@@ -107,7 +107,7 @@ class ClosingRules:
 
     def select_closing(
         self, records: RecordTable, accepted: AcceptedReadings, now: int, restoring_partitions: Collection[int]
-    ) -> tuple[list[int], list[CloseReason]]:
+    ) -> tuple[list[int], list[CloseReason], list[int]]:
         """Select the records to close after a batch: complete ones, idle ones, and those that exceed a limit.
 
         Args:
@@ -119,7 +119,8 @@ class ClosingRules:
                 the batch has ended them.
 
         Returns:
-            The rows of the records in the table, and the reason for closing each.
+            The rows of the records in the table; the reason for closing each; and the rows of those that are complete
+            only because the current model lacks the features that they still awaited.
         """
         complete = self._select_completed_by_translation(records, restoring_partitions)
         idle = self._select_timeouts(records, now, restoring_partitions)
@@ -144,7 +145,7 @@ class ClosingRules:
             *[CloseReason.TIMEOUT] * len(idle),
             *[CloseReason.EVICTED] * len(evicted),
         ]
-        return [*accepted.close_reasons, *complete, *idle, *evicted], reasons
+        return [*accepted.close_reasons, *complete, *idle, *evicted], reasons, complete
 
     def select_tie_timeouts(
         self, records: RecordTable, now: int, excluded: Collection[int], restoring_partitions: Collection[int]

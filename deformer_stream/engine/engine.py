@@ -307,7 +307,12 @@ class Engine:
         batch, accepted, rejections, num_combined = self._ingest(batch, now)
         # From now on, it is an error to restore or replay these partitions.
         self._live_partitions.update(self.records.partitions.keys() - set(restoring_partitions))
-        ending, close_reasons = self._closing_rules.select_closing(self.records, accepted, now, restoring_partitions)
+        ending, close_reasons, completed = self._closing_rules.select_closing(
+            self.records, accepted, now, restoring_partitions
+        )
+        completed_by_model = {
+            (int(self.records.partition_ids[index]), self.records.record_ids[index]) for index in completed
+        }
         # Readings that wait for the end of their time slot are scored if their record ends before.
         batch, accepted = release_slots(self.records, batch, accepted, ending, now)
         self._free_unneeded_pages(ending, now)
@@ -354,6 +359,7 @@ class Engine:
             model=self.fingerprint,
             suspicious_records=suspicious_records,
             withdrawn_records=withdrawn_records,
+            completed_by_model=completed_by_model,
         )
 
     def has_work(self, now: int) -> bool:
@@ -437,7 +443,8 @@ class Engine:
         """Repeat the decisions of the previous run about a partition, after its events have been replayed.
 
         The partition's log alone cannot reproduce these decisions. They are timeouts, evictions (closings of records
-        because of a limit), alerts that were raised, and the evidence of drift.
+        because of a limit), closings of records whose remaining features a new model lacks, alerts that were raised,
+        and the evidence of drift.
 
         Args:
             partition: Number of the partition.

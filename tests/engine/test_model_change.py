@@ -20,7 +20,7 @@ from deformer_stream.calibration.conformal import Calibration, TiePolicy
 from deformer_stream.calibration.false_alarms import bound_false_alarms
 from deformer_stream.calibration.torch_scoring import compute_max_statistics
 from deformer_stream.engine.engine import Engine, Limits, OpenRecordPolicy
-from deformer_stream.engine.events import Alert, CloseReason, Effects, EventBatch
+from deformer_stream.engine.events import Alert, CloseReason, Decisions, Effects, EventBatch
 from deformer_stream.errors import InvariantViolated
 from deformer_stream.model.deformer import DEformer
 from deformer_stream.model.schema import Feature, Schema
@@ -231,8 +231,14 @@ def test_records_completed_by_a_new_vocabulary_are_closed_after_the_replay() -> 
     second.restore(0, engine.snapshot(0, 0), 0)
     second.replay(EventBatch.empty(), 0)
     assert second.handle(EventBatch.empty(), 0, restoring_partitions={0}).closed.record_ids == []
-    assert second.handle(EventBatch.empty(), 0).closed.record_ids == ["whole"]
+    effects = second.handle(EventBatch.empty(), 0)
+    assert effects.closed.record_ids == ["whole"]
+    assert effects.decisions() == {0: Decisions(("whole",))}, "the log alone does not say that the record is complete"
     assert second.handle(EventBatch.empty(), 0).closed.record_ids == []
+    third = Engine(*make_calibrated_model(2, schema=OTHER_SCHEMA), "other", ALPHA)
+    third.restore(0, engine.snapshot(0, 0), 0)
+    third.apply_decisions(0, effects.decisions()[0])
+    assert third.handle(EventBatch.empty(), 0).closed.record_ids == []
 
 
 def readings_of(names: Sequence[str], features: Sequence[int]) -> EventBatch:
