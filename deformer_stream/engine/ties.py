@@ -283,7 +283,7 @@ def decide_tie_groups(
     is_earlier = event_index < 0
     event_index[is_earlier] = len(batch) + np.arange(int(is_earlier.sum()))
     times, message_indices = arrivals.tie_time[owner[is_earlier]], arrivals.message_index[owner[is_earlier]]
-    batch = _append_readings(batch, records, record_index[is_earlier], place[is_earlier], times, message_indices)
+    batch = append_readings(batch, records, record_index[is_earlier], place[is_earlier], times, message_indices)
     return batch, AcceptedReadings(event_index, record_index, place, accepted.close_reasons)
 
 
@@ -407,7 +407,7 @@ def _mark_ties(
     return _SortedArrivals(event_indices, record_indices, places[start], start, num_waiting, tie_time, message_index)
 
 
-def _append_readings(
+def append_readings(
     batch: EventBatch, records: RecordTable, record_indices: Ints, places: Ints, times: Ints, message_indices: Ints
 ) -> EventBatch:
     """Return a batch extended by events for N readings of earlier batches, which are scored with this batch.

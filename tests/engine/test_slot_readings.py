@@ -473,6 +473,33 @@ def test_change_of_the_rule_keeps_the_readings_that_wait(data: st.DataObject, ru
     assert len(engine.records.partition(0).slot_readings) == 0
 
 
+@pytest.mark.parametrize("ties", ["arrival", "hold"])
+@pytest.mark.parametrize("end", ["change", "saved after the change", "restart", "replay"])
+def test_reading_that_no_longer_waits_raises_its_alert(ties: TiePolicy, end: str) -> None:
+    """The record gets no further reading, and is closed by a timeout. An alert is not raised twice."""
+    schema, new_schema, limits = make_schema("mean"), make_schema("last"), Limits(record_timeout=10)
+    engine = make_engine(limits, ties=ties, schema=schema)
+    assert not handle(engine, make_event(schema, "flow", 1, 1e9)).alerts
+    if end in ("change", "saved after the change"):
+        engine.change_model(*make_calibrated_model(1, schema=new_schema), "model-1", "finish")
+    num_readings = 1
+    if end != "change":
+        snapshot = encode_and_decode(engine.snapshot(0, 0))
+        engine = make_engine(limits, seed=1, ties=ties, schema=new_schema)
+        engine.restore(0, snapshot, 0)
+    if end == "replay" and ties == "arrival":
+        # "site" does not wait, and follows "flow" in the record.
+        engine.replay(make_batch([make_event(new_schema, "site", 2, 0.5)], new_schema), 0)
+        num_readings = 2
+    assert engine.has_work(0)
+    all_effects = [engine.handle(EventBatch.empty(), now) for now in (0, 10)]
+    alerts = [alert for effects in all_effects for alert in effects.alerts]
+    assert [(alert.alpha, alert.raised_at, alert.time) for alert in alerts] == [(alpha, 1, 1) for alpha in ALPHA]
+    assert sum(len(effects.scored) for effects in all_effects) == num_readings
+    assert all_effects[1].closed.record_ids == ["a@0"]
+    assert all_effects[1].closed.alert_seq.tolist() == [0]
+
+
 def test_alert_of_a_combined_reading_names_the_message_that_ended_the_slot() -> None:
     schema = make_schema("mean")
     engine = make_engine(schema=schema)
