@@ -56,6 +56,7 @@ from deformer_stream.errors import ConfigError, InvariantViolated
 from deformer_stream.model.load_network import require_torch
 from deformer_stream.model.parameters import Model
 from deformer_stream.model.schema import Schema
+from deformer_stream.model.windows import format_duration
 from deformer_stream.ragged import ragged_indices
 
 Ints = NDArray[np.int64]
@@ -575,6 +576,7 @@ class Engine:
         Raises:
             ConfigError: The new model does not fit this engine, or PyTorch is missing. The engine is unchanged.
         """
+        self._check_windows(model.schema)
         has_same_vocabulary = Vocabulary.from_schema(self.schema) == Vocabulary.from_schema(model.schema)
         has_same_vocabulary &= (self.schema.reading_times is None) == (model.schema.reading_times is None)
         # The table of records has one schema for all models, and its context features order the readings of tie groups.
@@ -844,6 +846,24 @@ class Engine:
                 "cannot be scored together: use ties 'arrival' in place of 'hold'"
             )
         return holds_ties
+
+    def _check_windows(self, schema: Schema) -> None:
+        """Check that the windows of a new model are as long as those of the current one, if both have windows.
+
+        Args:
+            schema: The schema of the new model.
+
+        Raises:
+            ConfigError: They have another length. A window that is closed and a longer one that begins at the same time
+                have the same record id, so the readings of the longer one would be late.
+        """
+        old, new = self.schema.window, schema.window
+        if old is not None and new is not None and old.width != new.width:
+            raise ConfigError(
+                f"the windows of the new model are {format_duration(new.width)} long and those of the model in use "
+                f"{format_duration(old.width)}, and windows of both can have the same record id: start another process "
+                "with the new model, and with another --group or --state-dir"
+            )
 
     def _check_is_rescored(self, method: str, partitions: Collection[int]) -> None:
         """Raise `InvariantViolated` if records of one of these partitions still wait to be scored by `rescore`.

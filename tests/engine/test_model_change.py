@@ -21,9 +21,10 @@ from deformer_stream.calibration.false_alarms import bound_false_alarms
 from deformer_stream.calibration.torch_scoring import compute_max_statistics
 from deformer_stream.engine.engine import Engine, Limits, OpenRecordPolicy
 from deformer_stream.engine.events import Alert, CloseReason, Decisions, Effects, EventBatch
-from deformer_stream.errors import InvariantViolated
+from deformer_stream.errors import ConfigError, InvariantViolated
 from deformer_stream.model.deformer import DEformer
 from deformer_stream.model.schema import Feature, Schema
+from deformer_stream.model.windows import Window
 from tests.effort import num_examples
 from tests.engine.random_models import draw_records, make_model, normalise_values
 from tests.engine.restarts import (
@@ -197,6 +198,20 @@ def test_new_vocabulary_rescores_open_records(policy: OpenRecordPolicy) -> None:
     label = OTHER_SCHEMA.code_by_label[1]["run"]
     expected = fresh.handle(make_batch([reading("part", 1, label), reading("part", 0)], OTHER_SCHEMA), 0).closed
     assert effects.closed.log_likelihood[0] == pytest.approx(expected.log_likelihood[0], abs=1e-9)
+
+
+def test_model_with_windows_of_another_length_is_refused() -> None:
+    """The window of 60 s that begins with a closed one of 10 s has its record id, so its readings would be late."""
+    schemas = [replace(SCHEMA, window=Window(width)) for width in (10_000_000, 60_000_000)]
+    engine = make_engine(schema=schemas[0])
+    engine.handle(make_batch([reading("r", 0)]), 0)
+    for policy in ("finish", "rescore"):
+        with pytest.raises(ConfigError, match="are 1m long and those of the model in use 10s"):
+            engine.change_model(*make_calibrated_model(1, schema=schemas[1]), "model-1", policy)  # type: ignore[arg-type]
+    assert engine.fingerprint == "model-0"
+    assert len(engine.handle(make_batch([reading("r", 2)]), 1).scored) == 1
+    same_width = replace(SCHEMA, window=Window(10_000_000, per_slot="last"))
+    assert engine.change_model(*make_calibrated_model(1, schema=same_width), "model-1", "finish") == "rescore"
 
 
 OTHER_CONTEXT = replace(
