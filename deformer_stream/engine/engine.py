@@ -337,7 +337,12 @@ class Engine:
         num_suggested = len({(alert.partition, alert.record) for alert in alerts if alert.next_reading is not None})
         max_ranked = self._max_suggested - num_suggested if ranks_suspicious else 0
         suspicious_records, withdrawn_records = self._state_suspicious(
-            (accepted.record_indices, accepted.missing_record_indices, to_score.record_indices),
+            (
+                accepted.record_indices,
+                accepted.missing_record_indices,
+                accepted.waiting_record_indices,
+                to_score.record_indices,
+            ),
             ending,
             closed,
             withdrawn,

@@ -124,6 +124,8 @@ class AcceptedReadings:
         missing_event_indices: (D,) index in the batch of each of D accepted events that declare a feature as missing
             ("will not be observed").
         missing_record_indices: (D,) row, in the record table, of the record of each of these events.
+        waiting_record_indices: (W,) row, in the record table, of the record of each of W accepted events whose readings
+            wait for the end of their time slot. They are not among the M readings.
     """
 
     event_indices: Ints
@@ -132,6 +134,7 @@ class AcceptedReadings:
     close_reasons: dict[int, CloseReason]
     missing_event_indices: Ints = field(default_factory=lambda: np.empty(0, np.int64))
     missing_record_indices: Ints = field(default_factory=lambda: np.empty(0, np.int64))
+    waiting_record_indices: Ints = field(default_factory=lambda: np.empty(0, np.int64))
 
     @staticmethod
     def empty() -> AcceptedReadings:

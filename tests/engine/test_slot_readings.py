@@ -473,6 +473,33 @@ def test_change_of_the_rule_keeps_the_readings_that_wait(data: st.DataObject, ru
     assert len(engine.records.partition(0).slot_readings) == 0
 
 
+@pytest.mark.parametrize("rule", RULES)
+def test_next_reading_is_none_that_waits_or_whose_slot_is_over(rule: PerSlot) -> None:
+    """A reading that begins to wait restarts the timeout of its record, so the record is stated again."""
+    schema = make_schema(rule)
+    calibrated_model = make_calibrated_model(schema=schema)
+    limits = Limits(record_timeout=50)
+    engine = Engine(*calibrated_model, "f", 0.001, limits, effort="off", max_suggested=5, suspicious=1.0)
+
+    def state(now: int, *events: Event) -> tuple[set[str], list[int | None]]:
+        """Handle events, and return the candidates of the ranking, and when the statements expire."""
+        effects = handle(engine, *events, now=now)
+        candidates = {reading.feature for reading in engine.rank_next_readings(["a@0"])["a@0"]}
+        assert all(stated.next_reading.feature in candidates for stated in effects.suspicious_records)
+        return candidates, [stated.expires for stated in effects.suspicious_records]
+
+    first, second = (
+        {schema.names[code_of(schema, sensor, time)] for sensor in ("flow", "mode", "wind")} for time in (0, 5)
+    )
+    assert state(0, make_event(schema, "site", 1, 1.0)) == (first | second, [50])
+    flow = schema.names[code_of(schema, "flow", 0)]
+    assert state(40, make_event(schema, "flow", 1, 1.0)) == (first - {flow} | second, [90])
+    # The first slot and the grace period after it are over. With "first", its readings are accepted further on.
+    still_awaited = first - {flow} if rule == "first" else set()
+    flow = schema.names[code_of(schema, "flow", 8)]
+    assert state(41, make_event(schema, "flow", 8, 1.0)) == (still_awaited | second - {flow}, [91])
+
+
 @pytest.mark.parametrize("ties", ["arrival", "hold"])
 @pytest.mark.parametrize("end", ["change", "saved after the change", "restart", "replay"])
 def test_reading_that_no_longer_waits_raises_its_alert(ties: TiePolicy, end: str) -> None:
