@@ -316,7 +316,7 @@ class RecordTable:
 
     # Opening and closing records
 
-    def allocate(self, record_id: str, partition_id: int, partition: Partition) -> int:
+    def allocate(self, record_id: str, partition_id: int, partition: Partition, is_restored: bool = False) -> int:
         """Return a free row of the table for a new record, and register the record's id as open.
 
         The caller must then pass the row to `initialize`: so far only its `observed_mask` is correct (all zero). The
@@ -326,6 +326,7 @@ class RecordTable:
             record_id: Id of the new record.
             partition_id: Number of its partition.
             partition: The `Partition` of this number.
+            is_restored: Whether the record was opened before, so that it is not checked again for being misrouted.
         """
         if not self._free_indices:
             self._grow()
@@ -334,7 +335,8 @@ class RecordTable:
         partition.record_index_by_id[record_id] = record_index
         self._num_opened += 1
         # Whether the id is open in another partition, too. This searches all partitions, so only some ids are checked.
-        if self._num_opened % MISROUTED_CHECK_INTERVAL == 0 and len(self.partitions) > 1:
+        is_checked = not is_restored and self._num_opened % MISROUTED_CHECK_INTERVAL == 0
+        if is_checked and len(self.partitions) > 1:
             self._check_misrouted(record_id, partition_id)
         return record_index
 

@@ -766,7 +766,8 @@ def import_state(records: RecordTable, partition_id: int, snapshot: Snapshot, no
         (R,) rows of the records in the table.
     """
     partition = records.partition(partition_id)
-    rows = np.array([records.allocate(record_id, partition_id, partition) for record_id in snapshot.ids], np.int64)
+    allocated = [records.allocate(record_id, partition_id, partition, is_restored=True) for record_id in snapshot.ids]
+    rows = np.array(allocated, np.int64)
     records.initialize(rows, np.full(len(rows), partition_id, np.int32), model_version)
     reading_ends, missing_ends = (
         np.append(0, np.cumsum(counts)) for counts in (snapshot.counts, snapshot.absent_counts)
