@@ -80,12 +80,14 @@ class Rescoring:
         time: The time to which the idle times of the snapshot refer, in microseconds since 1970.
         record_index: Rows of the records in the table that must be scored; None until the snapshot is loaded.
         num_scored: How many of these records are scored already.
+        num_dropped: Number of readings that were dropped when the snapshot was loaded.
     """
 
     snapshot: Snapshot
     time: int
     record_index: Ints | None = None
     num_scored: int = 0
+    num_dropped: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -893,6 +895,8 @@ class Engine:
         """Remove a partition from those that wait for `rescore` if all of its records are scored."""
         rescoring = self._rescorings[partition]
         if rescoring.record_index is not None and rescoring.num_scored == len(rescoring.record_index):
+            # Only now, because the snapshot is loaded once more if the model changes before all records are scored.
+            self.num_dropped_readings += rescoring.num_dropped
             del self._rescorings[partition]
             self._closing_rules.reset_timeouts()
 
@@ -908,7 +912,7 @@ class Engine:
         rescoring = self._rescorings[partition]
         adapted = adapt_snapshot(rescoring.snapshot, self.schema, self.records.holds_ties)
         snapshot = adapted.snapshot
-        self.num_dropped_readings += adapted.num_dropped
+        rescoring.num_dropped = adapted.num_dropped
         if adapted.is_translated:
             self._closing_rules.add_translated_partition(partition)
         # Models whose scores of records remain valid, with their version numbers.

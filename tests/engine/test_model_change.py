@@ -481,6 +481,18 @@ def test_partitions_that_are_scored_again_are_not_handled_and_others_are() -> No
     assert engine.handle(EventBatch.empty(), 22).closed.record_ids == ["s"]
 
 
+def test_dropped_readings_are_counted_once_if_the_model_changes_again() -> None:
+    engine = make_engine()
+    engine.handle(make_batch([reading("r", 0), reading("r", 2)]), 0)
+    for seed in (1, 2):
+        model, calibration = make_calibrated_model(seed, schema=OTHER_SCHEMA)
+        engine.change_model(model, calibration, f"other-{seed}", "rescore", at_once=False)
+        engine.rescore()  # loads the snapshot, and scores no record
+    engine.rescore()
+    assert not engine.partitions_to_rescore
+    assert engine.num_dropped_readings == 1
+
+
 def test_revoked_partitions_are_not_scored_again() -> None:
     engine = make_engine()
     engine.handle(make_batch([reading("r", 0), reading("s", 0, partition=1)]), 0)
