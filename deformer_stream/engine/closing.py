@@ -29,8 +29,8 @@ class Limits:
         cache_bytes: Largest number of bytes of the KV caches, which hold the network's keys and values of the readings
             that are scored already. It is fixed when an engine is created.
         max_closed_ids: Number of ids of closed records that are kept per partition, so that late events of these
-            records are rejected. It is also the number of devices whose watermark (latest event time) is kept. It is
-            fixed when an engine is created.
+            records are rejected; 0 for none. It is also the number of devices whose watermark (latest event time) is
+            kept, at least one. It is fixed when an engine is created.
         tie_wait: Only used if readings of one record with the same event time are scored together (a tie group). They
             wait for further readings of the group until the record has had no accepted event for `tie_wait`
             microseconds. None: they wait until a reading with another event time arrives, or the record is closed.
