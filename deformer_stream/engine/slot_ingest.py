@@ -287,29 +287,30 @@ def release_slots(
     rules, cycles = records.slot_rules, records.schema.slot_mean_cycles
     if rules is None:
         return batch, accepted
+    released: list[tuple[int, SlotReading]] = []  # row of the record, and the reading
+    for record_index in ending:
+        record_id = records.record_ids[record_index]
+        partition = records.partitions[int(records.partition_ids[record_index])]
+        # If the record was closed within the batch, none of its readings waits.
+        if partition.record_index_by_id.get(record_id) == record_index:
+            released += ((record_index, reading) for reading in partition.slot_readings.pop_record(record_id))
+    if not released:
+        return batch, accepted
     collector, builder = ReadingCollector(records), _BatchBuilder(batch)
     for i in range(len(batch)):
         builder.add_event(i)
-    num_released = 0
-    for record_index in ending:
+    for record_index, reading in released:
         record_id, partition_id = records.record_ids[record_index], int(records.partition_ids[record_index])
-        partition = records.partitions[partition_id]
-        if partition.record_index_by_id.get(record_id) != record_index:
-            continue  # the record was closed within the batch, so that none of its readings waits
-        for reading in partition.slot_readings.pop_record(record_id):
-            rule, cycle = rules[reading.feature], cycles[reading.feature]
-            event_index = builder.add_reading(record_id, partition_id, reading, rule, cycle, -1)
-            _accept_reading(collector, event_index, record_index, None, reading)
-            num_released += 1
-    if not num_released:
-        return batch, accepted
+        rule, cycle = rules[reading.feature], cycles[reading.feature]
+        event_index = builder.add_reading(record_id, partition_id, reading, rule, cycle, -1)
+        _accept_reading(collector, event_index, record_index, None, reading)
     extended = builder.build()
-    released = collector.store(extended, now, model_version=0)  # no record is opened
+    stored = collector.store(extended, now, model_version=0)  # no record is opened
     return extended, replace(
         accepted,
-        event_indices=np.append(accepted.event_indices, released.event_indices),
-        record_indices=np.append(accepted.record_indices, released.record_indices),
-        seq=np.append(accepted.seq, released.seq),
-        missing_event_indices=np.append(accepted.missing_event_indices, released.missing_event_indices),
-        missing_record_indices=np.append(accepted.missing_record_indices, released.missing_record_indices),
+        event_indices=np.append(accepted.event_indices, stored.event_indices),
+        record_indices=np.append(accepted.record_indices, stored.record_indices),
+        seq=np.append(accepted.seq, stored.seq),
+        missing_event_indices=np.append(accepted.missing_event_indices, stored.missing_event_indices),
+        missing_record_indices=np.append(accepted.missing_record_indices, stored.missing_record_indices),
     )

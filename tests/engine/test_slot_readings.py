@@ -18,8 +18,10 @@ from hypothesis import strategies as st
 
 from deformer_stream.calibration.conformal import TiePolicy
 from deformer_stream.codec.state import decode_snapshot, encode_snapshot
+from deformer_stream.engine import slot_ingest
 from deformer_stream.engine.engine import Engine, Limits
 from deformer_stream.engine.events import CloseReason, Effects, EventBatch, RejectionReason
+from deformer_stream.engine.records import AcceptedReadings
 from deformer_stream.engine.snapshot import Snapshot
 from deformer_stream.model.schema import Feature, Schema
 from deformer_stream.model.time_slots import expand_time_slots
@@ -525,6 +527,18 @@ def test_reading_that_no_longer_waits_raises_its_alert(ties: TiePolicy, end: str
     assert sum(len(effects.scored) for effects in all_effects) == num_readings
     assert all_effects[1].closed.record_ids == ["a@0"]
     assert all_effects[1].closed.alert_seq.tolist() == [0]
+
+
+def test_events_are_not_copied_if_no_reading_is_released(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A record ends, but none of its readings waits."""
+    schema = make_schema("mean")
+    engine = make_engine(schema=schema)
+    handle(engine, make_event(schema, "site", 1, 0.5))
+    records = engine.records
+    batch = make_batch([make_event(schema, "site", 2, 0.5, device="b")], schema)
+    monkeypatch.setattr(slot_ingest, "_BatchBuilder", None)
+    accepted = AcceptedReadings.empty()
+    assert slot_ingest.release_slots(records, batch, accepted, records.indices_of_partitions(), 0) == (batch, accepted)
 
 
 def test_alert_of_a_combined_reading_names_the_message_that_ended_the_slot() -> None:
