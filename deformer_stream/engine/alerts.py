@@ -25,6 +25,7 @@ from deformer_stream.engine.last_context import find_last_context
 from deformer_stream.engine.model_versions import ModelVersions
 from deformer_stream.engine.records import AcceptedReadings, RecordTable
 from deformer_stream.engine.scoring import ModelVersion
+from deformer_stream.ragged import ragged_indices
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -137,17 +138,21 @@ class AlertBuilder:
             [raised[k][0] for k in select_most_severe([float(self.alphas[a]) for _, a in raised], self.max_explained)]
         ] = True
         explanations = self._explain(record_index, num_readings, record_ids, evidence, is_thorough)
+        declared_later = self._find_later_declarations(batch, readings, arrivals, alerting)
+        # How many features each record was expected to have when its alert was raised.
+        num_expected = np.full(len(alerting), len(self.records.schema))
         if self.records.is_irregular:
             num_seen = self.records.count_sensors_seen(record_index, num_readings)
-            num_expected = np.full(len(alerting), len(self.records.schema))
         else:
             num_seen = num_readings
-            num_expected = self._count_expected_features(batch, readings, arrivals, alerting)
+            # `num_declared_missing` counts all declarations of the batch. Those after the alert are added back.
+            num_expected -= self.records.num_declared_missing[record_index]
+            num_expected += np.bincount(declared_later[0], minlength=len(alerting))
         is_incomplete = num_seen < num_expected
         faults = self._name_faults(record_index, num_readings, is_thorough)
         suggestions = {}
         if self.max_suggested and not self.records.is_irregular:
-            suggestions = self._suggest(batch, readings, arrivals, alerting, is_incomplete, scored)
+            suggestions = self._suggest(readings, alerting, is_incomplete, declared_later, scored)
         alerts = []
         for i, alpha_index in raised:
             reading = int(alerting[i])
@@ -199,11 +204,10 @@ class AlertBuilder:
 
     def _suggest(
         self,
-        batch: EventBatch,
         readings: AcceptedReadings,
-        arrivals: AcceptedReadings,
         alerting: Ints,
         is_incomplete: Bools,
+        declared_later: tuple[Ints, Ints],
         scored: ScoredReadings,
     ) -> dict[int, SuggestedReading]:
         """Return the reading to take next of records that alert before they are complete, by indexes in `alerting`.
@@ -213,11 +217,10 @@ class AlertBuilder:
         suggestion therefore does not depend on how the input is divided into batches.
 
         Args:
-            batch: As for `build`.
             readings: As for `build`.
-            arrivals: As for `build`.
             alerting: (A,) indexes into `readings` of the readings that raise alerts.
             is_incomplete: (A,) whether the record lacks an expected feature at its alert.
+            declared_later: The features that were declared after the alerts, from `_find_later_declarations`.
             scored: As for `build`.
         """
         from deformer_stream.engine.next_reading import collect_alerted_records, suggest_readings
@@ -227,12 +230,11 @@ class AlertBuilder:
             return {}
         rows = alerting[chosen]
         record_index, num_readings = readings.record_indices[rows], readings.seq[rows] + 1
-        declared_later = np.zeros((len(chosen), len(self.records.schema)), bool)
-        if len(arrivals.missing_event_indices):
-            raising_event = self._find_raising_events(batch, readings, arrivals, rows)
-            for k, (index, event) in enumerate(zip(record_index.tolist(), raising_event.tolist(), strict=True)):
-                is_later = (arrivals.missing_record_indices == index) & (arrivals.missing_event_indices > event)
-                declared_later[k, batch.features[arrivals.missing_event_indices[is_later]]] = True
+        alert, feature = declared_later
+        place = np.searchsorted(chosen, alert)  # of each alert among the chosen ones, if it is one of them
+        is_chosen = np.isin(alert, chosen)
+        is_declared_later = np.zeros((len(chosen), len(self.records.schema)), bool)
+        is_declared_later[place[is_chosen], feature[is_chosen]] = True
         suggestions: dict[int, SuggestedReading] = {}
         for version, members in self.versions.group(self.records, record_index):
             alerted = collect_alerted_records(
@@ -241,7 +243,7 @@ class AlertBuilder:
                 record_index[members],
                 num_readings[members],
                 scored.score[rows[members]],
-                declared_later[members],
+                is_declared_later[members],
             )
             # An alerted record never loses its alert. What can change is whether it alerts at a smaller alpha, too.
             num_reached = (scored.p_value[rows[members]][:, None] <= self.alphas).sum(1)
@@ -262,14 +264,13 @@ class AlertBuilder:
         name = EVIDENCE_KINDS[kind]
         return AlertCause(name, None if name == "record" else self.records.schema.names[feature])
 
-    def _count_expected_features(
+    def _find_later_declarations(
         self, batch: EventBatch, readings: AcceptedReadings, arrivals: AcceptedReadings, alerting: Ints
-    ) -> Ints:
-        """Return how many features each of A alerting records was expected to have when its alert was raised, (A,).
+    ) -> tuple[Ints, Ints]:
+        """Find the features that the batch has declared as "will not be observed" after the alert of their record.
 
-        These are all features of the schema, except those that events before the alert have declared as "will not be
-        observed". A declaration after the alert is ignored, even if it is in the same batch. The content of an alert
-        therefore does not depend on how the input is divided into batches.
+        A declaration after the alert is ignored, even if it is in the same batch. The content of an alert therefore
+        does not depend on how the input is divided into batches.
 
         Args:
             batch: The events.
@@ -278,17 +279,22 @@ class AlertBuilder:
                 the same event time wait for each other. Some of these readings may therefore be scored with a later
                 batch, and some of `readings` may have arrived with an earlier batch.
             alerting: (A,) indexes into `readings` of the readings that raise alerts.
+
+        Returns:
+            (D,) index into `alerting` of each alert that a declaration of its record follows; and (D,) the feature code
+            of the declaration.
         """
-        record_index = readings.record_indices[alerting]
-        num_expected = len(self.records.schema) - self.records.num_declared_missing[record_index].astype(np.int64)
         if not len(arrivals.missing_event_indices):
-            return num_expected
-        raising_event = self._find_raising_events(batch, readings, arrivals, alerting)
-        for i, (index, event) in enumerate(zip(record_index.tolist(), raising_event.tolist(), strict=True)):
-            # `num_declared_missing` counts all declarations of the batch. Those after the alert are added back.
-            is_later = (arrivals.missing_record_indices == index) & (arrivals.missing_event_indices > event)
-            num_expected[i] += int(is_later.sum())
-        return num_expected
+            return np.empty(0, np.int64), np.empty(0, np.int64)
+        # Sort the declarations by record, so that those of each alerting record are one run.
+        order = arrivals.missing_record_indices.argsort(kind="stable")
+        owners, events = arrivals.missing_record_indices[order], arrivals.missing_event_indices[order]
+        record_index = readings.record_indices[alerting]
+        first = owners.searchsorted(record_index, side="left")
+        alert, place = ragged_indices(owners.searchsorted(record_index, side="right") - first)
+        event = events[first[alert] + place]
+        is_later = event > self._find_raising_events(batch, readings, arrivals, alerting)[alert]
+        return alert[is_later], batch.features[event[is_later]].astype(np.int64)
 
     def _find_raising_events(
         self, batch: EventBatch, readings: AcceptedReadings, arrivals: AcceptedReadings, alerting: Ints

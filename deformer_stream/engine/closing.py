@@ -29,8 +29,8 @@ class Limits:
         cache_bytes: Largest number of bytes of the KV caches, which hold the network's keys and values of the readings
             that are scored already. It is fixed when an engine is created.
         max_closed_ids: Number of ids of closed records that are kept per partition, so that late events of these
-            records are rejected. It is also the number of devices whose watermark (latest event time) is kept. It is
-            fixed when an engine is created.
+            records are rejected; 0 for none. It is also the number of devices whose watermark (latest event time) is
+            kept, at least one. It is fixed when an engine is created.
         tie_wait: Only used if readings of one record with the same event time are scored together (a tie group). They
             wait for further readings of the group until the record has had no accepted event for `tie_wait`
             microseconds. None: they wait until a reading with another event time arrives, or the record is closed.
@@ -107,7 +107,7 @@ class ClosingRules:
 
     def select_closing(
         self, records: RecordTable, accepted: AcceptedReadings, now: int, restoring_partitions: Collection[int]
-    ) -> tuple[list[int], list[CloseReason]]:
+    ) -> tuple[list[int], list[CloseReason], list[int]]:
         """Select the records to close after a batch: complete ones, idle ones, and those that exceed a limit.
 
         Args:
@@ -119,7 +119,8 @@ class ClosingRules:
                 the batch has ended them.
 
         Returns:
-            The rows of the records in the table, and the reason for closing each.
+            The rows of the records in the table; the reason for closing each; and the rows of those that are complete
+            only because the current model lacks the features that they still awaited.
         """
         complete = self._select_completed_by_translation(records, restoring_partitions)
         idle = self._select_timeouts(records, now, restoring_partitions)
@@ -144,7 +145,7 @@ class ClosingRules:
             *[CloseReason.TIMEOUT] * len(idle),
             *[CloseReason.EVICTED] * len(evicted),
         ]
-        return [*accepted.close_reasons, *complete, *idle, *evicted], reasons
+        return [*accepted.close_reasons, *complete, *idle, *evicted], reasons, complete
 
     def select_tie_timeouts(
         self, records: RecordTable, now: int, excluded: Collection[int], restoring_partitions: Collection[int]

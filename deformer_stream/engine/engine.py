@@ -51,11 +51,12 @@ from deformer_stream.engine.snapshot import Snapshot, Vocabulary, export_state, 
 from deformer_stream.engine.snapshot_adaptation import adapt_snapshot
 from deformer_stream.engine.suggestions import DEFAULT_NUM_DRAWS, DEFAULT_SUSPICIOUS, NextReading
 from deformer_stream.engine.suspicious import SuspiciousRecords, suggest_next_readings
-from deformer_stream.engine.ties import decide_tie_groups
+from deformer_stream.engine.ties import append_readings, decide_tie_groups, sort_groups
 from deformer_stream.errors import ConfigError, InvariantViolated
 from deformer_stream.model.load_network import require_torch
 from deformer_stream.model.parameters import Model
 from deformer_stream.model.schema import Schema
+from deformer_stream.model.windows import format_duration
 from deformer_stream.ragged import ragged_indices
 
 Ints = NDArray[np.int64]
@@ -79,12 +80,14 @@ class Rescoring:
         time: The time to which the idle times of the snapshot refer, in microseconds since 1970.
         record_index: Rows of the records in the table that must be scored; None until the snapshot is loaded.
         num_scored: How many of these records are scored already.
+        num_dropped: Number of readings that were dropped when the snapshot was loaded.
     """
 
     snapshot: Snapshot
     time: int
     record_index: Ints | None = None
     num_scored: int = 0
+    num_dropped: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,6 +210,8 @@ class Engine:
         # By partition and record id: how many readings the record had each time a timeout of the previous run ended
         # one of its tie groups.
         self._tie_timeouts: dict[int, dict[str, set[int]]] = {}
+        # Partitions with restored readings that no model has scored yet, because they waited before.
+        self._unscored_partitions: set[int] = set()
         # Partitions for which `replay` or `handle` was called; used to check the order of calls.
         self._replayed_partitions: set[int] = set()
         self._live_partitions: set[int] = set()
@@ -304,14 +309,20 @@ class Engine:
                     f"{partition}, but the methods must be called in the order {CALL_ORDER}: report this bug"
                 )
         withdrawn = self._take_over_suspicious(restoring_partitions)
+        unscored = self._select_unscored(restoring_partitions)
         batch, accepted, rejections, num_combined = self._ingest(batch, now)
         # From now on, it is an error to restore or replay these partitions.
         self._live_partitions.update(self.records.partitions.keys() - set(restoring_partitions))
-        ending, close_reasons = self._closing_rules.select_closing(self.records, accepted, now, restoring_partitions)
+        ending, close_reasons, completed = self._closing_rules.select_closing(
+            self.records, accepted, now, restoring_partitions
+        )
+        completed_by_model = {
+            (int(self.records.partition_ids[index]), self.records.record_ids[index]) for index in completed
+        }
         # Readings that wait for the end of their time slot are scored if their record ends before.
         batch, accepted = release_slots(self.records, batch, accepted, ending, now)
         self._free_unneeded_pages(ending, now)
-        to_score = accepted
+        batch, to_score = self._add_unscored(batch, accepted, unscored)
         timed_out: list[int] = []
         if self.records.holds_ties:
             # Some of the accepted readings wait for others with the same event time (a tie group). The readings to
@@ -328,7 +339,12 @@ class Engine:
         num_suggested = len({(alert.partition, alert.record) for alert in alerts if alert.next_reading is not None})
         max_ranked = self._max_suggested - num_suggested if ranks_suspicious else 0
         suspicious_records, withdrawn_records = self._state_suspicious(
-            (accepted.record_indices, accepted.missing_record_indices, to_score.record_indices),
+            (
+                accepted.record_indices,
+                accepted.missing_record_indices,
+                accepted.waiting_record_indices,
+                to_score.record_indices,
+            ),
             ending,
             closed,
             withdrawn,
@@ -354,6 +370,7 @@ class Engine:
             model=self.fingerprint,
             suspicious_records=suspicious_records,
             withdrawn_records=withdrawn_records,
+            completed_by_model=completed_by_model,
         )
 
     def has_work(self, now: int) -> bool:
@@ -362,7 +379,8 @@ class Engine:
         Args:
             now: The current time in microseconds since 1970.
         """
-        return self._suspicious is not None or self._closing_rules.is_due(self.records, now)
+        is_pending = self._suspicious is not None or bool(self._unscored_partitions)
+        return is_pending or self._closing_rules.is_due(self.records, now)
 
     def has_partition(self, partition: int) -> bool:
         """Return whether there is any state of a partition."""
@@ -403,6 +421,16 @@ class Engine:
             _, to_score = decide_tie_groups(
                 self.records, batch, accepted, np.array(ending, np.int64), self._get_timeout_places
             )
+        elif self._unscored_partitions:
+            # The next `handle` scores the readings that waited before, and all later ones of their records.
+            is_pending = self.records.num_pending[to_score.record_indices] > 0
+            self.records.add_pending(to_score.record_indices[is_pending])
+            to_score = replace(
+                to_score,
+                event_indices=to_score.event_indices[~is_pending],
+                record_indices=to_score.record_indices[~is_pending],
+                seq=to_score.seq[~is_pending],
+            )
         # The scores of records that stay open are needed for their later readings.
         stays_open = ~np.isin(to_score.record_indices, ending)
         self._score(to_score.record_indices[stays_open], to_score.seq[stays_open], NO_ALPHAS)
@@ -437,7 +465,8 @@ class Engine:
         """Repeat the decisions of the previous run about a partition, after its events have been replayed.
 
         The partition's log alone cannot reproduce these decisions. They are timeouts, evictions (closings of records
-        because of a limit), alerts that were raised, and the evidence of drift.
+        because of a limit), closings of records whose remaining features a new model lacks, alerts that were raised,
+        and the evidence of drift.
 
         Args:
             partition: Number of the partition.
@@ -529,7 +558,8 @@ class Engine:
         """Replace the model by another one, which scores all records that are opened from now on.
 
         A record that is scored again does not raise a second alert at an alpha at which it has raised one. If its new
-        p-value is at most a smaller alpha, it raises an alert at that alpha when its next reading is scored.
+        p-value is at most a smaller alpha, it raises an alert at that alpha when its next reading is scored. Readings
+        that waited and that the new model does not let wait are scored by the next call of `handle`, with alerts.
 
         The guarantee holds per model: under each model, a normal record raises an alert with probability at most alpha.
         A record that is scored again is tested under two models. So the probability that it raises an alert under
@@ -547,14 +577,17 @@ class Engine:
 
         Returns:
             What happens to the open records. It is "rescore" in spite of `open_records="finish"` if the models have
-            different features, labels, tie policies, or rules for several readings of a time slot. The same holds if
-            readings are irregular in only one of them.
+            different features, labels, context features, tie policies, or rules for several readings of a time slot.
+            The same holds if readings are irregular in only one of them.
 
         Raises:
             ConfigError: The new model does not fit this engine, or PyTorch is missing. The engine is unchanged.
         """
+        self._check_windows(model.schema)
         has_same_vocabulary = Vocabulary.from_schema(self.schema) == Vocabulary.from_schema(model.schema)
         has_same_vocabulary &= (self.schema.reading_times is None) == (model.schema.reading_times is None)
+        # The table of records has one schema for all models, and its context features order the readings of tie groups.
+        has_same_vocabulary &= np.array_equal(self.schema.is_context, model.schema.is_context)
         holds_ties = self._holds_ties(model, calibration)
         has_same_ties = holds_ties == self.records.holds_ties
         # How several readings of a time slot become one, by sensor.
@@ -575,6 +608,7 @@ class Engine:
             self.records = self.records.empty_copy(model.schema, holds_ties)
             self._versions.drop_all_others()
             self._set_context_limits()
+            self._unscored_partitions.clear()  # the snapshots show which readings are not scored
             if self._suspicious is not None:
                 self._suspicious.reset_partitions()
         self._versions.drop_unused(self.records)
@@ -636,7 +670,7 @@ class Engine:
         if self._suspicious is not None:
             self._suspicious.drop_partitions(partitions)
         self._closing_rules.drop_partitions(partitions)
-        for partition_set in (self._replayed_partitions, self._live_partitions):
+        for partition_set in (self._unscored_partitions, self._replayed_partitions, self._live_partitions):
             partition_set.difference_update(partitions)
         return Effects(
             EventBatch.empty(), ScoredReadings.empty(), alerts=[], rejections=[], closed=closed, model=self.fingerprint
@@ -735,9 +769,10 @@ class Engine:
         """
         self._rescore_all()
         open_records = self.records.indices_of_partitions()
+        unscored = self._select_unscored()
         # All records end now, so the current time has no effect.
         batch, accepted = release_slots(self.records, EventBatch.empty(), AcceptedReadings.empty(), open_records, now=0)
-        to_score = accepted
+        batch, to_score = self._add_unscored(batch, accepted, unscored)
         if self.records.holds_ties:
             # No further reading can join a tie group, so all groups that wait are scored.
             batch, to_score = decide_tie_groups(self.records, batch, accepted, np.array(open_records, np.int64))
@@ -819,6 +854,24 @@ class Engine:
             )
         return holds_ties
 
+    def _check_windows(self, schema: Schema) -> None:
+        """Check that the windows of a new model are as long as those of the current one, if both have windows.
+
+        Args:
+            schema: The schema of the new model.
+
+        Raises:
+            ConfigError: They have another length. A window that is closed and a longer one that begins at the same time
+                have the same record id, so the readings of the longer one would be late.
+        """
+        old, new = self.schema.window, schema.window
+        if old is not None and new is not None and old.width != new.width:
+            raise ConfigError(
+                f"the windows of the new model are {format_duration(new.width)} long and those of the model in use "
+                f"{format_duration(old.width)}, and windows of both can have the same record id: start another process "
+                "with the new model, and with another --group or --state-dir"
+            )
+
     def _check_is_rescored(self, method: str, partitions: Collection[int]) -> None:
         """Raise `InvariantViolated` if records of one of these partitions still wait to be scored by `rescore`.
 
@@ -842,6 +895,8 @@ class Engine:
         """Remove a partition from those that wait for `rescore` if all of its records are scored."""
         rescoring = self._rescorings[partition]
         if rescoring.record_index is not None and rescoring.num_scored == len(rescoring.record_index):
+            # Only now, because the snapshot is loaded once more if the model changes before all records are scored.
+            self.num_dropped_readings += rescoring.num_dropped
             del self._rescorings[partition]
             self._closing_rules.reset_timeouts()
 
@@ -857,7 +912,7 @@ class Engine:
         rescoring = self._rescorings[partition]
         adapted = adapt_snapshot(rescoring.snapshot, self.schema, self.records.holds_ties)
         snapshot = adapted.snapshot
-        self.num_dropped_readings += adapted.num_dropped
+        rescoring.num_dropped = adapted.num_dropped
         if adapted.is_translated:
             self._closing_rules.add_translated_partition(partition)
         # Models whose scores of records remain valid, with their version numbers.
@@ -872,10 +927,60 @@ class Engine:
         if self._drift_monitor is not None:
             self._drift_monitor.import_state(partition, snapshot.drift)
         record_index = import_state(self.records, partition, snapshot, rescoring.time, version_by_record)
+        if not self.records.holds_ties and self.records.num_pending[record_index].any():
+            self._unscored_partitions.add(partition)
         self._versions.grow_caches(self.records)
         self.records.drop_old_readings(record_index[~needs_rescoring])
         rescoring.record_index = record_index[needs_rescoring]
         self._end_rescoring_if_done(partition)
+
+    def _select_unscored(self, restoring_partitions: Collection[int] = ()) -> tuple[Ints, Ints]:
+        """Return the readings of restored records that no model has scored yet, and do not return them again.
+
+        They waited for the end of their time slot, or for readings with the same event time. Under the present rules
+        they do not wait.
+
+        Args:
+            restoring_partitions: Partitions whose readings a later call returns, because their events are still being
+                replayed.
+
+        Returns:
+            (M,) row of each reading's record in the table, and (M,) position of each reading in its record.
+        """
+        partitions = self._unscored_partitions.difference(restoring_partitions)
+        if not partitions:
+            return np.empty(0, np.int64), np.empty(0, np.int64)
+        self._unscored_partitions -= partitions
+        rows = np.array(self.records.indices_of_partitions(partitions), np.int64)
+        num_pending = self.records.num_pending[rows]
+        record, place = ragged_indices(num_pending)
+        return rows[record], place + (self.records.num_readings[rows] - num_pending)[record]
+
+    def _add_unscored(
+        self, batch: EventBatch, accepted: AcceptedReadings, unscored: tuple[Ints, Ints]
+    ) -> tuple[EventBatch, AcceptedReadings]:
+        """Return the readings to score: those of earlier batches that are not scored yet, and the accepted ones.
+
+        Args:
+            batch: The batch of events.
+            accepted: The readings that were accepted from the batch.
+            unscored: The readings from `_select_unscored`.
+
+        Returns:
+            The batch, extended by an event for each reading of an earlier batch; and the readings to score.
+        """
+        record_index, place = unscored
+        if not len(record_index):
+            return batch, accepted
+        self.records.clear_pending(record_index)
+        times, no_message = self.records.tie_time[record_index], np.full(len(record_index), -1)
+        extended = append_readings(batch, self.records, record_index, place, times, no_message)
+        return extended, replace(
+            accepted,
+            event_indices=np.append(np.arange(len(batch), len(extended)), accepted.event_indices),
+            record_indices=np.append(record_index, accepted.record_indices),
+            seq=np.append(place, accepted.seq),
+        )
 
     def _get_timeout_places(self, record_index: int) -> Collection[int]:
         """Return where timeouts of the previous run have ended tie groups of a record.
@@ -1015,8 +1120,8 @@ class Engine:
         """Score all readings of records again, without alerts, after their model or the rules of scoring have changed.
 
         If the new p-value of a record is small enough for an alert, the record raises it when its next reading is
-        scored. Readings that still wait for others with the same event time are left out, and so are older irregular
-        readings, which are not stored any more.
+        scored. Readings that no model has scored yet because they wait, or waited under the rules before, are left out:
+        they are scored later, with alerts. Older irregular readings are left out, too; they are not stored any more.
 
         Args:
             record_index: (R,) row of each record in the table.
@@ -1028,6 +1133,10 @@ class Engine:
         # Of each reading: index into `record_index`, and place in the log.
         record, place = ragged_indices(num_to_score)
         num_dropped = self.records.num_readings[record_index] - num_stored
+        if self.records.holds_ties and len(record):
+            # The order within a tie group follows from the features of the model, which may differ from those before.
+            is_tied = self.records.log.is_tied(record_index[record], place)
+            sort_groups(self.records, record_index[record], place, np.cumsum(~is_tied))
         self._score(record_index[record], num_dropped[record] + place, NO_ALPHAS)
 
     def _free_unneeded_pages(self, ending: list[int], now: int) -> None:

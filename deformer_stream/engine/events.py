@@ -8,7 +8,7 @@ consumer cannot compute again from the log of a partition.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -623,6 +623,8 @@ class Effects:
             as this was computed now. Empty unless it was requested.
         withdrawn_records: Partition number and id of each record of earlier `suspicious_records` that has changed, and
             is not in `suspicious_records` again.
+        completed_by_model: Partition number and id of each closed record that is complete only because the current
+            model lacks the features that it still awaited.
     """
 
     batch: EventBatch
@@ -640,6 +642,7 @@ class Effects:
     storm_notices: list[StormNotice] = field(default_factory=list)
     suspicious_records: list[SuspiciousRecord] = field(default_factory=list)
     withdrawn_records: list[tuple[int, str]] = field(default_factory=list)
+    completed_by_model: Collection[tuple[int, str]] = frozenset()
 
     @staticmethod
     def empty(model: str = "", model_name: str = ONLY_MODEL) -> Effects:
@@ -666,9 +669,9 @@ class Effects:
     def decisions(self) -> dict[int, Decisions]:
         """Return, by partition number, the decisions that cannot be reproduced by reading the partition's log again.
 
-        These are closings by timeout or eviction, alerts, the evidence of drift, and timeouts of tie groups. A tie
-        group is readings of one record with the same event time, which wait for each other. Partitions without
-        decisions are left out.
+        These are closings by timeout, by eviction or by the features of a new model, alerts, the evidence of drift, and
+        timeouts of tie groups. A tie group is readings of one record with the same event time, which wait for each
+        other. Partitions without decisions are left out.
 
         An alert is left out if its record was closed in the same batch because it is complete or its window is over.
         Reading the log again closes such a record again, so it cannot repeat its alert.
@@ -684,8 +687,9 @@ class Effects:
         closed_ids: dict[int, list[str]] = {}
         closed = zip(self.closed.record_ids, self.closed.reasons, self.closed.partitions.tolist(), strict=True)
         for record_id, reason, partition in closed:
-            # These closings depend on the clock and on memory. The other reasons follow from the log.
-            if reason in (CloseReason.TIMEOUT, CloseReason.EVICTED):
+            # These closings depend on the clock, on memory or on the model. The other reasons follow from the log.
+            is_decided = reason in (CloseReason.TIMEOUT, CloseReason.EVICTED)
+            if is_decided or (partition, record_id) in self.completed_by_model:
                 closed_ids.setdefault(partition, []).append(record_id)
         # `Decisions` of several batches can be added up, so they hold a tuple of numbers of readings for each record.
         tie_timeouts = {
@@ -729,7 +733,8 @@ class Decisions:
     `Engine.apply_decisions`.
 
     Attributes:
-        closed_ids: Ids of records that were closed by a timeout or evicted, in the order of closing.
+        closed_ids: Ids of records that were closed by a timeout or evicted, or because a new model lacks the features
+            that they still awaited, in the order of closing.
         alert_states: By record id, a summary of the record's alerts, so that the record does not raise them again.
             Records that were complete, or whose window was over, in the batch of the alert are left out. A restart
             closes them while it reads the log again, and a closed record raises no alert.

@@ -44,6 +44,7 @@ from deformer_stream.engine.events import SuggestedReading
 from deformer_stream.engine.imputation import iterate_conditionals
 from deformer_stream.engine.records import PREFIX_FIELDS, RecordTable
 from deformer_stream.engine.single_readings import check_single_readings
+from deformer_stream.engine.slot_ingest import find_settled_features
 from deformer_stream.engine.suggestions import DEFAULT_NUM_DRAWS, DEFAULT_SUSPICIOUS, NextReading
 from deformer_stream.model.alert_distance import AlertDistance
 from deformer_stream.model.alert_prior import AlertPrior, PriorPValues
@@ -85,8 +86,9 @@ class OpenRecords:
 def collect_open_records(records: RecordTable, record_indices: Ints) -> OpenRecords:
     """Return what the ranking needs of R open records.
 
-    Readings that wait for others with the same event time are not scored yet. They are left out, and so are their
-    features.
+    Readings that wait for others with the same event time, or for the end of their time slot, are not scored yet. They
+    are left out, and so are their features. Features whose time slot is over are left out, too, if the readings of a
+    slot are combined.
 
     Args:
         records: The table of open records, whose readings are not irregular.
@@ -101,6 +103,7 @@ def collect_open_records(records: RecordTable, record_indices: Ints) -> OpenReco
     # The bits of the features that have a reading or were declared missing.
     mask = records.observed_mask[record_indices]
     is_decided = np.unpackbits(mask, axis=1, count=num_features, bitorder="little").astype(np.bool_)
+    is_decided |= find_settled_features(records, record_indices)
     running = records.running[record_indices]
     state = PrefixState(*(running[name].copy() for name in PREFIX_FIELDS))
     return OpenRecords([records.record_ids[index] for index in record_indices.tolist()], values, ~is_decided, state)

@@ -27,6 +27,9 @@ of a closed record is rejected as late. It is rejected as repeated if the record
 and closed because it is complete. If the model combines the readings of a time slot, a record can also have readings
 that wait for the end of their slot (`deformer_stream.engine.slot_readings`).
 
+A record can also be pending because it was restored. Some of its readings waited in the previous run, and cannot wait
+under the rules of this run. They are scored at the next opportunity, with the alerts that they raise.
+
 If readings are irregular (`Schema.reading_times`), a record has any number of readings of a sensor, and each keeps its
 time (`deformer_stream.engine.irregular_ingest`). It is complete when all sensors are declared as "will not report".
 """
@@ -121,6 +124,8 @@ class AcceptedReadings:
         missing_event_indices: (D,) index in the batch of each of D accepted events that declare a feature as missing
             ("will not be observed").
         missing_record_indices: (D,) row, in the record table, of the record of each of these events.
+        waiting_record_indices: (W,) row, in the record table, of the record of each of W accepted events whose readings
+            wait for the end of their time slot. They are not among the M readings.
     """
 
     event_indices: Ints
@@ -129,6 +134,7 @@ class AcceptedReadings:
     close_reasons: dict[int, CloseReason]
     missing_event_indices: Ints = field(default_factory=lambda: np.empty(0, np.int64))
     missing_record_indices: Ints = field(default_factory=lambda: np.empty(0, np.int64))
+    waiting_record_indices: Ints = field(default_factory=lambda: np.empty(0, np.int64))
 
     @staticmethod
     def empty() -> AcceptedReadings:
@@ -185,9 +191,10 @@ class RecordTable:
             restart, that of the readings that are still stored. Only if readings are irregular.
         latest_event_time: The latest event time of the record's readings, `NO_TIME` if none of them has a time. Dropped
             readings count, too.
-        num_pending: How many readings at the end of the record wait for further readings of their tie group. They are
-            not scored yet.
-        tie_time: Event time of the record's last tie group, `NO_TIME` if there is none.
+        num_pending: How many readings at the end of the record wait for further readings of their tie group, or waited
+            when the record was restored. They are not scored yet.
+        tie_time: Event time of the record's last tie group, or of the readings that waited when the record was
+            restored; `NO_TIME` if there is none.
         running: Running statistics of the record's scores, of dtype `RUNNING_DTYPE`. Kernels update them in place.
         alert_seq: Position in the record of the reading that raised the first alert, -1 if there is none.
         alert_alpha: The strictest (smallest) alpha at which the record has alerted, `NO_ALERT` if there is none.
@@ -309,7 +316,7 @@ class RecordTable:
 
     # Opening and closing records
 
-    def allocate(self, record_id: str, partition_id: int, partition: Partition) -> int:
+    def allocate(self, record_id: str, partition_id: int, partition: Partition, is_restored: bool = False) -> int:
         """Return a free row of the table for a new record, and register the record's id as open.
 
         The caller must then pass the row to `initialize`: so far only its `observed_mask` is correct (all zero). The
@@ -319,6 +326,7 @@ class RecordTable:
             record_id: Id of the new record.
             partition_id: Number of its partition.
             partition: The `Partition` of this number.
+            is_restored: Whether the record was opened before, so that it is not checked again for being misrouted.
         """
         if not self._free_indices:
             self._grow()
@@ -327,7 +335,8 @@ class RecordTable:
         partition.record_index_by_id[record_id] = record_index
         self._num_opened += 1
         # Whether the id is open in another partition, too. This searches all partitions, so only some ids are checked.
-        if self._num_opened % MISROUTED_CHECK_INTERVAL == 0 and len(self.partitions) > 1:
+        is_checked = not is_restored and self._num_opened % MISROUTED_CHECK_INTERVAL == 0
+        if is_checked and len(self.partitions) > 1:
             self._check_misrouted(record_id, partition_id)
         return record_index
 
@@ -867,6 +876,14 @@ class RecordTable:
         # The queue orders records with waiting readings by their last event, to find those whose wait is too long.
         waiting = record_indices[num_pending > 0]
         self._pending_queue.push(waiting, self.last_accepted_at[waiting])
+
+    def add_pending(self, record_indices: Ints) -> None:
+        """Store that M readings, the last ones of their records, are pending like the readings before them.
+
+        Args:
+            record_indices: (M,) row of each reading's record; a row may occur several times.
+        """
+        np.add.at(self.num_pending, record_indices, 1)
 
     def clear_pending(self, record_indices: Ints) -> None:
         """Store that the records in these rows have no reading that waits for its tie group.

@@ -6,7 +6,8 @@ rule of a sensor is not "first" (`Window.per_slot`), its readings wait for the e
 
 `ingest_slots` does for these models what `ingest` does for all others. A combined reading is stored in its
 record directly before the event that ends its slot, so that it precedes the closing of its window. `release_slots`
-stores the waiting readings of records that end for another reason, such as a timeout.
+stores the waiting readings of records that end for another reason, such as a timeout. `find_settled_features` says
+which features of open records await no reading.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from deformer_stream.engine.events import CloseReason, EventBatch, Rejection, RejectionReason
 from deformer_stream.engine.ingest import ReadingCollector, ingest, reject
@@ -23,6 +25,9 @@ from deformer_stream.engine.records import AcceptedReadings, RecordTable
 from deformer_stream.engine.slot_readings import SlotReading
 from deformer_stream.model.cycles import Cycle
 from deformer_stream.model.windows import PerSlot, Window
+
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
 
 
 class _BatchBuilder:
@@ -126,7 +131,7 @@ def ingest_slots(
         accepted, rejections = ingest(records, batch, now, model_version)
         return batch, accepted, rejections, 0
     collector, builder = ReadingCollector(records), _BatchBuilder(batch)
-    rejections, num_combined = [], 0
+    rejections, num_combined, waiting_rows = [], 0, list[int]()
     devices = [""] * len(batch) if batch.windows is None else batch.windows.devices
     deadlines = None if batch.windows is None else batch.windows.deadlines.tolist()
     columns = zip(
@@ -168,6 +173,7 @@ def ingest_slots(
         record_index = collector.open_record(record_id, partition_id, partition) if open_index is None else open_index
         if is_combined and not collector.has_feature(record_index, feature):
             collector.touch(record_index)
+            waiting_rows.append(record_index)
             unseen_label = batch.unseen_labels.get(i)
             num_combined += partition.slot_readings.add(
                 device,
@@ -189,7 +195,41 @@ def ingest_slots(
             reason = RejectionReason.REPEATED if device else RejectionReason.DUPLICATE
             rejections.append(reject(records, batch, i, reason))
     extended = builder.build()
-    return extended, collector.store(extended, now, model_version), rejections, num_combined
+    accepted = collector.store(extended, now, model_version)
+    accepted = replace(accepted, waiting_record_indices=np.array(waiting_rows, np.int64))
+    return extended, accepted, rejections, num_combined
+
+
+def find_settled_features(records: RecordTable, record_indices: Ints) -> Bools:
+    """Return which features of R open records have a reading that waits for the end of its time slot, or a slot that is
+    over, (R, F). A further reading of such a feature cannot become a reading of its record.
+
+    Args:
+        records: The record table.
+        record_indices: (R,) rows of the records.
+    """
+    is_settled = np.zeros((len(record_indices), len(records.schema)), np.bool_)
+    window, rules = records.schema.window, records.slot_rules
+    if window is None or rules is None:
+        return is_settled
+    # By feature code: how long before the end of the window the slot of the feature ends. A feature without time slots,
+    # or whose first reading counts, is awaited until the end.
+    lead = np.zeros(len(records.schema), np.int64)
+    for first_code, code_step in records.schema.slot_layout_by_sensor.values():
+        if code_step and rules[first_code] != "first":
+            ends = [window.time_slot_offset(slot + 1) for slot in range(window.slots)]
+            lead[first_code : first_code + window.slots] = window.width - np.array(ends, np.int64)
+    partition_ids = records.partition_ids[record_indices].tolist()
+    for i, (row, partition_id) in enumerate(zip(record_indices.tolist(), partition_ids, strict=True)):
+        record_id, partition = records.record_ids[row], records.partitions[partition_id]
+        device = partition.watermarks.device_of(record_id)
+        if device is None:
+            continue  # an event has named the record itself
+        is_settled[i, partition.slot_readings.features_of(record_id)] = True
+        watermark = partition.watermarks.watermark_by_device.get(device)
+        if watermark is not None:
+            is_settled[i] |= partition.watermarks.deadline_of(record_id) - lead <= watermark
+    return is_settled
 
 
 def _slot_deadline(window: Window, window_deadline: int, time: int, partition: Partition, record_id: str) -> int:
@@ -247,29 +287,30 @@ def release_slots(
     rules, cycles = records.slot_rules, records.schema.slot_mean_cycles
     if rules is None:
         return batch, accepted
+    released: list[tuple[int, SlotReading]] = []  # row of the record, and the reading
+    for record_index in ending:
+        record_id = records.record_ids[record_index]
+        partition = records.partitions[int(records.partition_ids[record_index])]
+        # If the record was closed within the batch, none of its readings waits.
+        if partition.record_index_by_id.get(record_id) == record_index:
+            released += ((record_index, reading) for reading in partition.slot_readings.pop_record(record_id))
+    if not released:
+        return batch, accepted
     collector, builder = ReadingCollector(records), _BatchBuilder(batch)
     for i in range(len(batch)):
         builder.add_event(i)
-    num_released = 0
-    for record_index in ending:
+    for record_index, reading in released:
         record_id, partition_id = records.record_ids[record_index], int(records.partition_ids[record_index])
-        partition = records.partitions[partition_id]
-        if partition.record_index_by_id.get(record_id) != record_index:
-            continue  # the record was closed within the batch, so that none of its readings waits
-        for reading in partition.slot_readings.pop_record(record_id):
-            rule, cycle = rules[reading.feature], cycles[reading.feature]
-            event_index = builder.add_reading(record_id, partition_id, reading, rule, cycle, -1)
-            _accept_reading(collector, event_index, record_index, None, reading)
-            num_released += 1
-    if not num_released:
-        return batch, accepted
+        rule, cycle = rules[reading.feature], cycles[reading.feature]
+        event_index = builder.add_reading(record_id, partition_id, reading, rule, cycle, -1)
+        _accept_reading(collector, event_index, record_index, None, reading)
     extended = builder.build()
-    released = collector.store(extended, now, model_version=0)  # no record is opened
+    stored = collector.store(extended, now, model_version=0)  # no record is opened
     return extended, replace(
         accepted,
-        event_indices=np.append(accepted.event_indices, released.event_indices),
-        record_indices=np.append(accepted.record_indices, released.record_indices),
-        seq=np.append(accepted.seq, released.seq),
-        missing_event_indices=np.append(accepted.missing_event_indices, released.missing_event_indices),
-        missing_record_indices=np.append(accepted.missing_record_indices, released.missing_record_indices),
+        event_indices=np.append(accepted.event_indices, stored.event_indices),
+        record_indices=np.append(accepted.record_indices, stored.record_indices),
+        seq=np.append(accepted.seq, stored.seq),
+        missing_event_indices=np.append(accepted.missing_event_indices, stored.missing_event_indices),
+        missing_record_indices=np.append(accepted.missing_record_indices, stored.missing_record_indices),
     )

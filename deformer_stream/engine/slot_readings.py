@@ -142,6 +142,10 @@ class SlotReadings:
         """Return whether a reading of this record and this feature code waits."""
         return feature in self._readings_by_record.get(record_id, ())
 
+    def features_of(self, record_id: str) -> list[int]:
+        """Return the feature codes of the readings of a record that wait."""
+        return list(self._readings_by_record.get(record_id, ()))
+
     def add(
         self,
         device: str,

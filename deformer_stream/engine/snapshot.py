@@ -238,8 +238,8 @@ class Snapshot:
         marks: (D,) int64 watermark (latest event time) of each device, microseconds since 1970.
         drift: The evidence that the partition's records no longer resemble the calibration records; None if there is
             none.
-        ties: Tie groups (readings of one record with the same event time, which are scored together). None if each
-            reading is scored when it arrives.
+        ties: Tie groups (readings of one record with the same event time, which are scored together), and readings that
+            waited in another way and are not scored yet. None if each reading is scored when it arrives.
         waiting: Readings that wait for the end of their time slot; None if there are none.
         complete_windows: Windows that are complete, but not over; None if there are none.
         event_times: When the readings were made. None if readings are not irregular: a feature then has at most one
@@ -441,9 +441,9 @@ class Snapshot:
     def accept_waiting(self, waiting: WaitingReadings) -> Snapshot:
         """Return the snapshot in which no reading waits for the end of its time slot.
 
-        The waiting readings become the last readings of their records, in the order of their times. They are not scored
-        yet, so the caller must score the records again. A feature that was only declared as "will not be observed" is
-        absent.
+        The waiting readings become the last readings of their records, in the order of their times. No model has scored
+        them, so they are pending (`TieGroups.num_pending`). A feature that was only declared as "will not be observed"
+        is absent.
 
         Args:
             waiting: The waiting readings of this snapshot.
@@ -473,11 +473,16 @@ class Snapshot:
         all_absent_records = np.append(absent_record, waiting.record[~has_value])
         absent_order = np.argsort(all_absent_records, kind="stable")
         ties = self.ties
-        if ties is not None:
-            is_tied = np.append(ties.is_tied, np.zeros(len(added), np.bool_))[order]
-            # The waiting readings of a tie group are followed by others now, so their group is decided.
-            num_pending = np.where(num_added > 0, 0, ties.num_pending).astype(np.int32)
-            ties = TieGroups(is_tied, num_pending, ties.tie_time)
+        if ties is None:
+            no_group = np.full(len(self), NO_TIME)
+            ties = TieGroups(np.zeros(len(old_record), np.bool_), np.zeros(len(self), np.int32), no_group)
+        tie_time = np.where(num_added > 0, NO_TIME, ties.tie_time)
+        np.maximum.at(tie_time, waiting.record[added], waiting.time[added])
+        ties = TieGroups(
+            is_tied=np.append(ties.is_tied, np.zeros(len(added), np.bool_))[order],
+            num_pending=(ties.num_pending + num_added).astype(np.int32),
+            tie_time=tie_time,
+        )
         latest_event_time = self.latest_event_time
         if latest_event_time is not None:
             latest_event_time = latest_event_time.copy()
@@ -602,10 +607,10 @@ def export_state(
     running = records.running[rows]
     has_prior = bool(running["prior_total"].any() or running["prior_least"].any())
     ties = None
-    if records.holds_ties:
+    if records.holds_ties or records.num_pending[rows].any():
         record, place = ragged_indices(counts)
         ties = TieGroups(
-            is_tied=records.log.is_tied(rows[record], place),
+            is_tied=records.log.is_tied(rows[record], place) if records.holds_ties else np.zeros(len(record), np.bool_),
             num_pending=records.num_pending[rows].astype(np.int32),
             tie_time=records.tie_time[rows],
         )
@@ -761,7 +766,8 @@ def import_state(records: RecordTable, partition_id: int, snapshot: Snapshot, no
         (R,) rows of the records in the table.
     """
     partition = records.partition(partition_id)
-    rows = np.array([records.allocate(record_id, partition_id, partition) for record_id in snapshot.ids], np.int64)
+    allocated = [records.allocate(record_id, partition_id, partition, is_restored=True) for record_id in snapshot.ids]
+    rows = np.array(allocated, np.int64)
     records.initialize(rows, np.full(len(rows), partition_id, np.int32), model_version)
     reading_ends, missing_ends = (
         np.append(0, np.cumsum(counts)) for counts in (snapshot.counts, snapshot.absent_counts)
@@ -794,10 +800,12 @@ def import_state(records: RecordTable, partition_id: int, snapshot: Snapshot, no
         if snapshot.cusums is not None:
             records.cusum_states[rows[part]] = snapshot.cusums[part]
     # If only the table or only the snapshot has tie groups (readings of one record with the same event time), none are
-    # loaded. The caller then scores the records again.
-    if records.holds_ties and snapshot.ties is not None:
-        ties = snapshot.ties
+    # loaded. The caller then scores the records again, except for the readings that waited.
+    ties = snapshot.ties
+    if ties is not None and records.holds_ties:
         records.restore_ties(rows, ties.is_tied, ties.num_pending, ties.tie_time)
+    elif ties is not None:
+        records.set_pending(rows, ties.num_pending.astype(np.int64), ties.tie_time)
     # Texts of labels that the model does not have.
     label_rows = rows[snapshot.unseen_record].tolist()
     for row, place, text in zip(label_rows, snapshot.unseen_place.tolist(), snapshot.unseen_text, strict=True):

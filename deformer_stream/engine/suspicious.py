@@ -79,7 +79,8 @@ class SuspiciousRecords:
         is_suspicious = self._is_suspicious(records, changed)
         suspicious = _list_keys(records, changed[is_suspicious])
         others = [*_list_keys(records, changed[~is_suspicious]), *ended]
-        withdrawn = [key for key in (*suspicious, *others) if key in self._stated]
+        # An id occurs twice if the batch has closed its record and opened it again.
+        withdrawn = [key for key in dict.fromkeys((*suspicious, *others)) if key in self._stated]
         self._drop(withdrawn)
         for key in others:
             self._waiting.pop(key, None)

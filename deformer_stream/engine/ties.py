@@ -273,7 +273,7 @@ def decide_tie_groups(
     event_index[is_new] = arrivals.event_indices[(arrivals.start[owner] + offset_in_batch)[is_new]]
     is_tied = records.log.is_tied(record_index, place)
     group = np.cumsum(~is_tied) - 1
-    event_index = event_index[_sort_groups(records, record_index, place, group)]  # events move with their readings
+    event_index = event_index[sort_groups(records, record_index, place, group)]  # events move with their readings
     # Sort by the last event of the group, then by partition, opening of the record, and position in the record.
     last_event = np.maximum.reduceat(event_index, np.flatnonzero(~is_tied)) if len(event_index) else event_index
     sort_keys = place, records.open_order[record_index], records.partition_ids[record_index], last_event[group]
@@ -283,7 +283,7 @@ def decide_tie_groups(
     is_earlier = event_index < 0
     event_index[is_earlier] = len(batch) + np.arange(int(is_earlier.sum()))
     times, message_indices = arrivals.tie_time[owner[is_earlier]], arrivals.message_index[owner[is_earlier]]
-    batch = _append_readings(batch, records, record_index[is_earlier], place[is_earlier], times, message_indices)
+    batch = append_readings(batch, records, record_index[is_earlier], place[is_earlier], times, message_indices)
     return batch, AcceptedReadings(event_index, record_index, place, accepted.close_reasons)
 
 
@@ -407,7 +407,7 @@ def _mark_ties(
     return _SortedArrivals(event_indices, record_indices, places[start], start, num_waiting, tie_time, message_index)
 
 
-def _append_readings(
+def append_readings(
     batch: EventBatch, records: RecordTable, record_indices: Ints, places: Ints, times: Ints, message_indices: Ints
 ) -> EventBatch:
     """Return a batch extended by events for N readings of earlier batches, which are scored with this batch.
@@ -445,7 +445,7 @@ def _append_readings(
     )
 
 
-def _sort_groups(records: RecordTable, record_index: Ints, place: Ints, group: Ints) -> Ints:
+def sort_groups(records: RecordTable, record_index: Ints, place: Ints, group: Ints) -> Ints:
     """Rearrange the readings of tie groups in the record table: context features first, then by feature code.
 
     A tie group consists of the readings of one record with the same event time. Without this canonical order, later

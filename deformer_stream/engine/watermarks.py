@@ -17,9 +17,9 @@ class Watermarks:
     complete until its deadline. Times are microseconds since 1970.
 
     Args:
-        max_devices: Largest number of devices whose watermark is kept. If there are more, the watermark of the device
-            that has sent no event for the longest time is dropped, with its complete windows. Its open windows stay
-            registered. The next event of this device starts a new watermark.
+        max_devices: Largest number of devices whose watermark is kept; that of the latest event is kept in any case. If
+            there are more, the watermark of the device that has sent no event for the longest time is dropped, with its
+            complete windows. Its open windows stay registered. The next event of this device starts a new watermark.
 
     Attributes:
         watermark_by_device: The watermark of each device, ordered by when the last event of the device was processed,
@@ -27,7 +27,7 @@ class Watermarks:
     """
 
     def __init__(self, max_devices: int) -> None:
-        self.max_devices = max_devices
+        self.max_devices = max(max_devices, 1)
         self.watermark_by_device: OrderedDict[str, int] = OrderedDict()
         self._deadlines_by_device: dict[str, dict[str, int]] = {}  # deadlines by record id
         self._device_by_record: dict[str, str] = {}

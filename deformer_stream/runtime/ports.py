@@ -27,7 +27,8 @@ class PartitionState:
     Attributes:
         snapshot: The complete state, or None. It replaces everything that was saved before.
         decisions: What was decided since the last commit and cannot be derived from the partition's messages
-            (time-outs, evictions, alerts raised), or None. It is saved in addition to what was saved before.
+            (time-outs, evictions, records completed by a new model, alerts raised), or None. It is saved in addition to
+            what was saved before.
     """
 
     snapshot: bytes | None = None
@@ -46,7 +47,7 @@ class RestoredPartition:
         committed_offset: Offset of the first message whose effects were not committed.
         snapshot: The last saved snapshot (encoded complete state), or None if there is none.
         decisions: The encoded decisions of each commit after the snapshot, in order. Decisions are what the messages do
-            not determine: time-outs, evictions and alerts raised.
+            not determine: time-outs, evictions, records completed by a new model, and alerts raised.
     """
 
     partition: int

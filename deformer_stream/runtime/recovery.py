@@ -1,10 +1,10 @@
 """Recovery of partitions after a restart or a rebalance, by snapshots, saved decisions and replay.
 
 The state of a partition follows from its messages and from a few decisions, which do not follow from the messages:
-alerts that were raised, and records that were closed by a time-out or evicted. Every commit therefore saves the
-decisions made since the last one. Every few seconds a commit saves a snapshot (the complete state of a partition),
-which replaces everything saved before. A process to which the partition is assigned continues exactly where the
-previous one stopped, in three steps:
+alerts that were raised, and records that were closed by a time-out, evicted or completed by a new model. Every commit
+therefore saves the decisions made since the last one. Every few seconds a commit saves a snapshot (the complete state
+of a partition), which replaces everything saved before. A process to which the partition is assigned continues exactly
+where the previous one stopped, in three steps:
 
     1. load the snapshot; if another model has scored its records, score them again
     2. process the messages between the snapshot and the committed offset again, without effects
@@ -59,7 +59,8 @@ class Recovery:
     """Restores the engine's partitions from saved state, and collects the state that is saved with each commit.
 
     The saved state of a partition is a snapshot (its complete state) and the decisions since then, which its messages
-    do not determine. Decisions are alerts raised, and records closed by a time-out or evicted.
+    do not determine. Decisions are alerts raised, and records closed by a time-out, evicted or completed by a new
+    model.
 
     A source that saves no state, such as a file, has no partitions to restore. Then `collect_state` returns an empty
     dictionary.
@@ -89,6 +90,8 @@ class Recovery:
         self._restoring: dict[int, RestoredPartition] = {}
         self._unloaded: deque[int] = deque()  # restoring partitions whose snapshot is not loaded yet
         self._caught_up: list[int] = []  # restoring partitions whose whole history was polled
+        # Restoring partitions whose saved snapshot has scores of another model, until they are restored.
+        self._rescored: set[int] = set()
         # Polled messages of restoring partitions that are not processed yet: all of them, and those after the history.
         self._queue: deque[Messages] = deque()
         self._later_messages: list[Messages] = []
@@ -239,6 +242,8 @@ class Recovery:
                     dropped_records=len(snapshot_by_model[name]),
                 )
             self._engines.restore(restored.partition, snapshot_by_model, now)
+            if restored.partition in self._engines.partitions_to_rescore:
+                self._rescored.add(restored.partition)
         # Some decisions must be loaded before the history is processed, because they determine which of its readings
         # are scored together. `_finish_restore` applies the others.
         for decisions in self._decode_decisions(restored):
@@ -298,6 +303,9 @@ class Recovery:
         else:
             self._metrics.set_snapshot(partition, len(restored.snapshot), partial(self._has_changed, partition))
             self._has_snapshot.add(partition)
+            if partition in self._rescored:  # otherwise each restart would score the records of an idle partition again
+                self._rescored.remove(partition)
+                self._changed.add(partition)
             # For partitions that are restored together, the next snapshots are due after 8/16 to 15/16 of the interval.
             # So no commit has to save all of them.
             self._next_snapshot[partition] = self._now() + self._interval * (8 + partition % 8) / 16
@@ -327,6 +335,7 @@ class Recovery:
         self._later_messages = _leave_out(self._later_messages, revoked)
         for partition in revoked:
             self._restoring.pop(partition, None)
+            self._rescored.discard(partition)
             self._unsaved_decisions.pop(partition, None)
             self._next_snapshot.pop(partition, None)
             self._changed.discard(partition)
@@ -336,7 +345,8 @@ class Recovery:
     def record_effects(self, effects: Effects) -> None:
         """Keep the decisions of a batch of events, and which partitions it changed, until the next commit saves them.
 
-        Decisions are what messages do not determine: alerts raised, records closed by a time-out or evicted.
+        Decisions are what messages do not determine: alerts raised, and records closed by a time-out, evicted or
+        completed by a new model.
 
         Args:
             effects: The results of the engine for the batch.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from itertools import islice, product
@@ -12,8 +13,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from deformer_stream.engine.alerts import AlertBuilder
 from deformer_stream.engine.engine import Engine
-from deformer_stream.engine.events import NO_TIME, Alert, Contribution
+from deformer_stream.engine.events import NO_TIME, Alert, Contribution, EventBatch
+from deformer_stream.engine.model_versions import ModelVersions
+from deformer_stream.engine.records import AcceptedReadings, RecordTable
+from deformer_stream.engine.scoring import ModelVersion
+from deformer_stream.model.schema import Feature, Schema
 from tests.effort import IS_LONG, num_examples
 from tests.engine.restarts import ALPHA, SCHEMA, Event, make_batch, make_calibrated_model
 
@@ -145,3 +151,30 @@ def test_alerts_of_random_streams_do_not_depend_on_batch_boundaries(
     is_boundary = data.draw(st.lists(st.booleans(), min_size=len(timed) - 1, max_size=len(timed) - 1))
     boundaries = [0, *(i + 1 for i, cut in enumerate(is_boundary) if cut), len(timed)]
     assert_same_alerts(collect_alerts(timed, np.diff(boundaries).tolist(), ties, effort), whole)
+
+
+def test_declarations_after_an_alert_are_found_in_a_storm_of_alerts() -> None:
+    """16,000 rows raise an alert each and have eleven nulls. Comparing each alert with each null would take seconds."""
+    num_records, num_features = 16_000, 12
+    rows = np.arange(num_records)
+    events = np.arange(num_records * num_features).reshape(num_records, num_features)
+    is_missing = np.arange(num_features) != 3  # the fourth event of each row is the reading that raises the alert
+    codes, zeros = np.tile(np.arange(num_features, dtype=np.int32), num_records), np.zeros(events.size, np.int32)
+    batch = EventBatch([""] * events.size, codes, zeros.astype(np.float64), zeros.astype(np.int64), zeros, zeros)
+    readings = AcceptedReadings(
+        events[:, 3],
+        rows,
+        np.zeros(num_records, np.int64),
+        {},
+        missing_event_indices=events[:, is_missing].ravel(),
+        missing_record_indices=rows.repeat(num_features - 1),
+    )
+    schema = Schema(tuple(Feature(f"c{i}", "continuous") for i in range(num_features)))
+    model, calibration = make_calibrated_model()
+    versions = ModelVersions(ModelVersion(model, calibration, "f"), 0)
+    builder = AlertBuilder(RecordTable(schema), np.array(ALPHA), "off", versions)
+    start = time.process_time()
+    alert, feature = builder._find_later_declarations(batch, readings, readings, rows)
+    assert time.process_time() - start < 1.0
+    assert alert.tolist() == rows.repeat(num_features - 4).tolist()
+    assert feature.tolist() == [*range(4, num_features)] * num_records

@@ -296,6 +296,20 @@ def test_most_surprising_readings_become_candidates() -> None:
     assert explanation.contributions[-1].leave_one_out is None
 
 
+def test_contributions_have_the_documented_order() -> None:
+    """Suspects first, then candidates, then the others; in each class by the sum of surprise and relief."""
+    num_features = MAX_CANDIDATES + 6
+    schema = Schema(tuple(Feature(f"c{i}", "continuous") for i in range(num_features)))
+    model = make_model(schema, CONFIG, 1, torch.float32)
+    raw_values = np.random.default_rng(1).normal(size=num_features) * np.where(np.arange(num_features) % 7, 1.0, 5.0)
+    parts = explain_one(model, np.arange(num_features), raw_values, always_alert).contributions
+    keys = [(part.suspect, part.relief is not None, part.surprise + (part.relief or 0.0)) for part in parts]
+    assert keys == sorted(keys, reverse=True)
+    assert {key[:2] for key in keys} == {(True, True), (False, True), (False, False)}
+    reliefs = [part.relief for part in parts if part.relief is not None]
+    assert reliefs != sorted(reliefs, reverse=True), "the relief alone does not determine the order"
+
+
 def test_fast_effort_conditions_on_earlier_readings_and_off_returns_nothing(linear: DEformer) -> None:
     codes, raw_values = np.array([2, 0, 1]), np.array([1.0, 1.0, -9.0])
     fast = explain_one(linear, codes, raw_values, always_alert, "fast")

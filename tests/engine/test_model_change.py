@@ -20,10 +20,11 @@ from deformer_stream.calibration.conformal import Calibration, TiePolicy
 from deformer_stream.calibration.false_alarms import bound_false_alarms
 from deformer_stream.calibration.torch_scoring import compute_max_statistics
 from deformer_stream.engine.engine import Engine, Limits, OpenRecordPolicy
-from deformer_stream.engine.events import Alert, CloseReason, Effects, EventBatch
-from deformer_stream.errors import InvariantViolated
+from deformer_stream.engine.events import Alert, CloseReason, Decisions, Effects, EventBatch
+from deformer_stream.errors import ConfigError, InvariantViolated
 from deformer_stream.model.deformer import DEformer
 from deformer_stream.model.schema import Feature, Schema
+from deformer_stream.model.windows import Window
 from tests.effort import num_examples
 from tests.engine.random_models import draw_records, make_model, normalise_values
 from tests.engine.restarts import (
@@ -199,6 +200,44 @@ def test_new_vocabulary_rescores_open_records(policy: OpenRecordPolicy) -> None:
     assert effects.closed.log_likelihood[0] == pytest.approx(expected.log_likelihood[0], abs=1e-9)
 
 
+def test_model_with_windows_of_another_length_is_refused() -> None:
+    """The window of 60 s that begins with a closed one of 10 s has its record id, so its readings would be late."""
+    schemas = [replace(SCHEMA, window=Window(width)) for width in (10_000_000, 60_000_000)]
+    engine = make_engine(schema=schemas[0])
+    engine.handle(make_batch([reading("r", 0)]), 0)
+    for policy in ("finish", "rescore"):
+        with pytest.raises(ConfigError, match="are 1m long and those of the model in use 10s"):
+            engine.change_model(*make_calibrated_model(1, schema=schemas[1]), "model-1", policy)  # type: ignore[arg-type]
+    assert engine.fingerprint == "model-0"
+    assert len(engine.handle(make_batch([reading("r", 2)]), 1).scored) == 1
+    same_width = replace(SCHEMA, window=Window(10_000_000, per_slot="last"))
+    assert engine.change_model(*make_calibrated_model(1, schema=same_width), "model-1", "finish") == "rescore"
+
+
+OTHER_CONTEXT = replace(
+    SCHEMA, features=tuple(replace(feature, context=feature.name == "heat") for feature in SCHEMA.features)
+)
+"""The features of `SCHEMA`, but the context feature is another one."""
+
+
+@pytest.mark.parametrize("ties", ["arrival", "hold"])
+def test_other_context_features_rescore_open_records(ties: TiePolicy) -> None:
+    """Tie groups are ordered by the context features of the new model, also those that were scored before."""
+    model, calibration = make_calibrated_model(1, schema=OTHER_CONTEXT)
+    engine = make_engine(ties=ties)
+    fresh = Engine(model, calibration, "model-1", ALPHA, effort="fast", ties=ties)
+    group = [Event(0, "r", False, 1, 0, 1.0), Event(0, "r", False, 1, 2, -4.0)]
+    for each in (engine, fresh):
+        each.handle(make_batch([*group, Event(0, "s", False, 2, 0, 0.5), Event(0, "r", False, 2, 3, 1.0)]), 0)
+        each.handle(make_batch([Event(0, "s", False, 3, 3, 1.0)]), 1)
+        if each is engine:
+            assert each.change_model(model, calibration, "model-1", "finish") == "rescore"
+    later = [*(Event(0, "t", False, 4, feature, 1.5) for feature in (3, 0, 2, 1)), Event(0, "s", False, 5, 2, -3.0)]
+    assert_same_effects(engine.handle(make_batch(later), 2), fresh.handle(make_batch(later), 2), 1e-9)
+    assert_same_effects(engine.finish(), fresh.finish(), 1e-9)
+    assert engine.pop_unscorable() is None
+
+
 def test_records_completed_by_a_new_vocabulary_are_closed_after_the_replay() -> None:
     """The first `handle` after the replay closes a record that has a value for every feature of the new model."""
     engine = make_engine()
@@ -207,8 +246,14 @@ def test_records_completed_by_a_new_vocabulary_are_closed_after_the_replay() -> 
     second.restore(0, engine.snapshot(0, 0), 0)
     second.replay(EventBatch.empty(), 0)
     assert second.handle(EventBatch.empty(), 0, restoring_partitions={0}).closed.record_ids == []
-    assert second.handle(EventBatch.empty(), 0).closed.record_ids == ["whole"]
+    effects = second.handle(EventBatch.empty(), 0)
+    assert effects.closed.record_ids == ["whole"]
+    assert effects.decisions() == {0: Decisions(("whole",))}, "the log alone does not say that the record is complete"
     assert second.handle(EventBatch.empty(), 0).closed.record_ids == []
+    third = Engine(*make_calibrated_model(2, schema=OTHER_SCHEMA), "other", ALPHA)
+    third.restore(0, engine.snapshot(0, 0), 0)
+    third.apply_decisions(0, effects.decisions()[0])
+    assert third.handle(EventBatch.empty(), 0).closed.record_ids == []
 
 
 def readings_of(names: Sequence[str], features: Sequence[int]) -> EventBatch:
@@ -295,14 +340,19 @@ def test_restored_records_keep_a_model_that_is_still_used() -> None:
     assert_same_snapshot(engine.snapshot(0, 0), snapshot)
 
 
-def test_number_of_misrouted_records_survives_a_model_change() -> None:
+def test_misrouted_records_are_counted_once() -> None:
+    """A model change keeps their number; neither it nor a restart counts restored records again."""
     engine = make_engine()
     for partition in range(3):
         engine.handle(make_batch([reading(f"r{i}", 0, partition=partition) for i in range(20)]), 0)
     num_misrouted = engine.records.num_misrouted
     assert num_misrouted > 0
     engine.change_model(*make_calibrated_model(1), "model-1", "rescore")
-    assert engine.records.num_misrouted >= num_misrouted
+    assert engine.records.num_misrouted == num_misrouted
+    restored = make_engine()
+    for partition in range(3):
+        restored.restore(partition, engine.snapshot(partition, 0), 0)
+    assert restored.records.num_misrouted == 0, "the previous run has counted them"
 
 
 def calibrated_model(seed: int, num_records: int) -> tuple[DEformer, Calibration]:
@@ -429,6 +479,18 @@ def test_partitions_that_are_scored_again_are_not_handled_and_others_are() -> No
     engine.rescore()
     engine.rescore()
     assert engine.handle(EventBatch.empty(), 22).closed.record_ids == ["s"]
+
+
+def test_dropped_readings_are_counted_once_if_the_model_changes_again() -> None:
+    engine = make_engine()
+    engine.handle(make_batch([reading("r", 0), reading("r", 2)]), 0)
+    for seed in (1, 2):
+        model, calibration = make_calibrated_model(seed, schema=OTHER_SCHEMA)
+        engine.change_model(model, calibration, f"other-{seed}", "rescore", at_once=False)
+        engine.rescore()  # loads the snapshot, and scores no record
+    engine.rescore()
+    assert not engine.partitions_to_rescore
+    assert engine.num_dropped_readings == 1
 
 
 def test_revoked_partitions_are_not_scored_again() -> None:

@@ -18,8 +18,10 @@ from hypothesis import strategies as st
 
 from deformer_stream.calibration.conformal import TiePolicy
 from deformer_stream.codec.state import decode_snapshot, encode_snapshot
+from deformer_stream.engine import slot_ingest
 from deformer_stream.engine.engine import Engine, Limits
 from deformer_stream.engine.events import CloseReason, Effects, EventBatch, RejectionReason
+from deformer_stream.engine.records import AcceptedReadings
 from deformer_stream.engine.snapshot import Snapshot
 from deformer_stream.model.schema import Feature, Schema
 from deformer_stream.model.time_slots import expand_time_slots
@@ -471,6 +473,72 @@ def test_change_of_the_rule_keeps_the_readings_that_wait(data: st.DataObject, ru
     assert readings_now + num_waiting_now == num_readings + num_waiting
     engine.finish()
     assert len(engine.records.partition(0).slot_readings) == 0
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_next_reading_is_none_that_waits_or_whose_slot_is_over(rule: PerSlot) -> None:
+    """A reading that begins to wait restarts the timeout of its record, so the record is stated again."""
+    schema = make_schema(rule)
+    calibrated_model = make_calibrated_model(schema=schema)
+    limits = Limits(record_timeout=50)
+    engine = Engine(*calibrated_model, "f", 0.001, limits, effort="off", max_suggested=5, suspicious=1.0)
+
+    def state(now: int, *events: Event) -> tuple[set[str], list[int | None]]:
+        """Handle events, and return the candidates of the ranking, and when the statements expire."""
+        effects = handle(engine, *events, now=now)
+        candidates = {reading.feature for reading in engine.rank_next_readings(["a@0"])["a@0"]}
+        assert all(stated.next_reading.feature in candidates for stated in effects.suspicious_records)
+        return candidates, [stated.expires for stated in effects.suspicious_records]
+
+    first, second = (
+        {schema.names[code_of(schema, sensor, time)] for sensor in ("flow", "mode", "wind")} for time in (0, 5)
+    )
+    assert state(0, make_event(schema, "site", 1, 1.0)) == (first | second, [50])
+    flow = schema.names[code_of(schema, "flow", 0)]
+    assert state(40, make_event(schema, "flow", 1, 1.0)) == (first - {flow} | second, [90])
+    # The first slot and the grace period after it are over. With "first", its readings are accepted further on.
+    still_awaited = first - {flow} if rule == "first" else set()
+    flow = schema.names[code_of(schema, "flow", 8)]
+    assert state(41, make_event(schema, "flow", 8, 1.0)) == (still_awaited | second - {flow}, [91])
+
+
+@pytest.mark.parametrize("ties", ["arrival", "hold"])
+@pytest.mark.parametrize("end", ["change", "saved after the change", "restart", "replay"])
+def test_reading_that_no_longer_waits_raises_its_alert(ties: TiePolicy, end: str) -> None:
+    """The record gets no further reading, and is closed by a timeout. An alert is not raised twice."""
+    schema, new_schema, limits = make_schema("mean"), make_schema("last"), Limits(record_timeout=10)
+    engine = make_engine(limits, ties=ties, schema=schema)
+    assert not handle(engine, make_event(schema, "flow", 1, 1e9)).alerts
+    if end in ("change", "saved after the change"):
+        engine.change_model(*make_calibrated_model(1, schema=new_schema), "model-1", "finish")
+    num_readings = 1
+    if end != "change":
+        snapshot = encode_and_decode(engine.snapshot(0, 0))
+        engine = make_engine(limits, seed=1, ties=ties, schema=new_schema)
+        engine.restore(0, snapshot, 0)
+    if end == "replay" and ties == "arrival":
+        # "site" does not wait, and follows "flow" in the record.
+        engine.replay(make_batch([make_event(new_schema, "site", 2, 0.5)], new_schema), 0)
+        num_readings = 2
+    assert engine.has_work(0)
+    all_effects = [engine.handle(EventBatch.empty(), now) for now in (0, 10)]
+    alerts = [alert for effects in all_effects for alert in effects.alerts]
+    assert [(alert.alpha, alert.raised_at, alert.time) for alert in alerts] == [(alpha, 1, 1) for alpha in ALPHA]
+    assert sum(len(effects.scored) for effects in all_effects) == num_readings
+    assert all_effects[1].closed.record_ids == ["a@0"]
+    assert all_effects[1].closed.alert_seq.tolist() == [0]
+
+
+def test_events_are_not_copied_if_no_reading_is_released(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A record ends, but none of its readings waits."""
+    schema = make_schema("mean")
+    engine = make_engine(schema=schema)
+    handle(engine, make_event(schema, "site", 1, 0.5))
+    records = engine.records
+    batch = make_batch([make_event(schema, "site", 2, 0.5, device="b")], schema)
+    monkeypatch.setattr(slot_ingest, "_BatchBuilder", None)
+    accepted = AcceptedReadings.empty()
+    assert slot_ingest.release_slots(records, batch, accepted, records.indices_of_partitions(), 0) == (batch, accepted)
 
 
 def test_alert_of_a_combined_reading_names_the_message_that_ended_the_slot() -> None:

@@ -312,3 +312,22 @@ def test_a_feature_that_will_not_be_observed_changes_the_statement(model: DEform
     (second,) = engine.handle(make_events(model, "r", [code], [np.nan]), 2).suspicious_records
     assert second.next_reading.feature != first.next_reading.feature
     assert (second.features_seen, second.features_expected) == (1, first.features_expected - 1)
+
+
+def test_a_record_that_is_closed_and_opened_again_in_one_batch_is_withdrawn_once(
+    model: DEformer, calibration: Calibration
+) -> None:
+    """One closed id is kept, so the end of record "s" lets a late reading open "r" again."""
+    limits = Limits(max_closed_ids=1)
+    engine = Engine(model, calibration, "f", (1e-6,), limits, effort="off", max_suggested=5, suspicious=1.0)
+    codes = list(range(len(model.schema)))
+    assert engine.handle(make_events(model, "r", codes[:1], [0.5]), 1).suspicious_records
+    polls = [
+        make_events(model, record, part, [0.5] * len(part))
+        for record, part in (("r", codes[1:]), ("s", codes), ("r", codes[:1]))
+    ]
+    effects = engine.handle(join(polls), 2)
+    assert effects.closed.record_ids == ["r", "s"]
+    assert [statement.record for statement in effects.suspicious_records] == ["r"]
+    assert effects.withdrawn_records == [], "the new statement replaces the old one"
+    assert engine.finish().withdrawn_records == [(0, "r")]

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from deformer_stream.calibration.conformal import Calibration, PrefixState, advance_prefix_state, combine_p_values
 from deformer_stream.codec.state import decode_snapshot, encode_snapshot
 from deformer_stream.engine.engine import Engine, Limits
-from deformer_stream.engine.events import NO_TIME, CloseReason, Decisions, Effects, RejectionReason
+from deformer_stream.engine.events import NO_TIME, CloseReason, Decisions, Effects, EventBatch, RejectionReason
 from deformer_stream.engine.snapshot import Snapshot, Vocabulary
 from deformer_stream.engine.ties import MAX_ORDERS, draw_orders
 from deformer_stream.kernels.library import load_library
@@ -422,6 +422,23 @@ def test_new_tie_policy_rescores_open_records(before: Any, after: Any) -> None:
     assert bool(effects.alerts) == (before == "hold"), "pending readings had raised no alert yet"
     assert effects.closed.reasons == [CloseReason.COMPLETE]
     assert effects.closed.num_readings.tolist() == [4]
+
+
+def test_pending_readings_raise_their_alerts_if_ties_no_longer_wait() -> None:
+    """No further reading of the record arrives. A process that repeats the restart does not repeat the alerts."""
+    snapshot = snapshot_with_pending_readings(make_engine(ties="hold"))
+    engine = make_engine()
+    engine.restore(0, snapshot, 0)
+    effects = engine.handle(EventBatch.empty(), 0)
+    assert effects.scored.seq.tolist() == [1, 2]
+    assert {alert.alpha for alert in effects.alerts} == set(ALPHA)
+    assert {(alert.time, alert.message_index) for alert in effects.alerts} == {(2, -1)}
+    assert not len(engine.handle(EventBatch.empty(), 1).scored)
+    again = make_engine()
+    again.restore(0, snapshot, 0)
+    again.apply_decisions(0, effects.decisions()[0])
+    assert again.handle(EventBatch.empty(), 0).alerts == []
+    assert_same_snapshot(again.snapshot(0, 0), engine.snapshot(0, 0))
 
 
 def test_tie_policy_is_that_of_the_calibration() -> None:

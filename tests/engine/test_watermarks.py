@@ -243,3 +243,18 @@ def test_number_of_watermarks_is_bounded() -> None:
     marks.close_window("a@0")
     assert marks.advance("a", 99) == (99, [])
     assert len(marks) == 0
+
+
+def test_window_closes_if_no_closed_ids_are_kept() -> None:
+    """The watermark of the device that has sent the latest event is kept, also by a restart."""
+    limits = Limits(max_closed_ids=0)
+    engine = Engine(MODEL, CALIBRATION, "fp", 0.1, limits, effort="fast")
+    assert len(engine.handle(make_batch([("a", 1, 0, 1.0), ("a", 9, 1, 1.0)]), 0).scored) == 2
+    effects = engine.handle(make_batch([("a", 12, 0, 1.0), ("a", 3, 2, 1.0)]), 1)
+    assert (effects.closed.record_ids, effects.closed.reasons) == (["a@0"], [CloseReason.WINDOW])
+    assert [rejection.reason for rejection in effects.rejections] == [RejectionReason.LATE]
+    restarted = Engine(MODEL, CALIBRATION, "fp", 0.1, limits, effort="fast")
+    restarted.restore(0, engine.snapshot(0, 1), 1)
+    effects = restarted.handle(make_batch([("a", 3, 2, 1.0), ("b", 1, 0, 1.0), ("a", 13, 1, 1.0)]), 2)
+    assert [rejection.reason for rejection in effects.rejections] == [RejectionReason.LATE]
+    assert len(effects.scored) == 2

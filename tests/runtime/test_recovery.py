@@ -17,7 +17,7 @@ from structlog.testing import capture_logs
 
 from deformer_stream.codec import Codec
 from deformer_stream.codec.payloads import Messages
-from deformer_stream.codec.state import decode_snapshot
+from deformer_stream.codec.state import decode_snapshot, encode_snapshots
 from deformer_stream.engine.engine import Engine, Limits
 from deformer_stream.engine.engine_set import EngineSet
 from deformer_stream.engine.events import NO_TIME, ONLY_MODEL, EventBatch, Rejection
@@ -243,6 +243,30 @@ def test_refused_messages_are_followed_by_a_snapshot(loaded: Artifact) -> None:
     assert len(rejections) == 1
     recovery.record_effects(engine.handle(batch, 0))
     assert recovery.collect_state(0)[0].snapshot is not None
+
+
+def test_partition_that_is_scored_again_gets_a_new_snapshot(loaded: Artifact) -> None:
+    """Otherwise each restart would score the records of an idle partition again."""
+    codec, lines = Codec(loaded.schema), make_cluster(loaded, 1).events[0][:3]
+    engine = Engine(loaded.model, loaded.calibration, "old", ALPHA, Limits())
+    n = len(lines)
+    data = Messages("t", [None] * n, lines, np.full(n, NO_TIME), np.zeros(n, np.int32), np.arange(n))
+    engine.handle(codec.decode(data)[0], 0)
+    snapshot = encode_snapshots({ONLY_MODEL: engine.snapshot(0, 0)})
+    for fingerprint in ("old", "new"):
+        seconds = [0.0]
+        engine = Engine(loaded.model, loaded.calibration, fingerprint, ALPHA, Limits())
+        recovery = Recovery(engine, Metrics(), interval=1.0, now=lambda seconds=seconds: seconds[0])
+        recovery.start_restore(RestoredPartition(0, n, snapshot))
+        recovery.mark_caught_up(0)
+        recovery.advance(codec, 0)
+        assert recovery.collect_state(0) == {}
+        seconds[0] = 2.0
+        saved = recovery.collect_state(0)
+        assert bool(saved) == (fingerprint == "new")
+        if saved:
+            assert saved[0].snapshot is not None
+            assert decode_snapshot(saved[0].snapshot).models == ("new",)
 
 
 def test_decisions_are_saved_only_after_a_committed_snapshot(loaded: Artifact, monkeypatch: pytest.MonkeyPatch) -> None:
