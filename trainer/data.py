@@ -326,9 +326,13 @@ def prepare_table(
     tables.monitor.start_pass("converting the records")
     slot_counts = SlotCounts()
     values, arrival_ranks = encode_table(tables, schema, folder, options.ties, slot_counts)  # third pass
-    split = mark_empty_records(collected.split, _find_records_with_readings(values), tables.skipped_by_reason)
+    has_readings, num_missing = _count_missing_values(values)
+    split = mark_empty_records(collected.split, has_readings, tables.skipped_by_reason)
+    facts = collected.describe() | {"split": split}
+    if arrival_ranks is not None:  # a reading that never came has no cell
+        facts["missing_by_feature"] = _sum_by_sensor(schema, num_missing)
     return PreparedTable(
-        **collected.describe() | {"split": split},
+        **facts,
         schema=schema,
         values=values,
         arrival_ranks=arrival_ranks,
@@ -340,14 +344,36 @@ def prepare_table(
     )
 
 
-def _find_records_with_readings(values: NDArray[np.float32]) -> NDArray[np.bool_]:
-    """Return for each of N records whether it has a reading, (N,).
+def _count_missing_values(values: NDArray[np.float32]) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
+    """Return which records have readings, and how many of these records lack each feature.
 
     Args:
-        values: (N, F) values, NaN if missing.
+        values: (N, F) values of N records and F features, NaN if missing.
+
+    Returns:
+        (has_readings, num_missing), of shapes (N,) and (F,).
     """
-    chunks = (values[start : start + CHUNK_ROWS] for start in range(0, len(values), CHUNK_ROWS))
-    return np.concatenate([~np.isnan(chunk).all(1) for chunk in chunks])
+    has_readings = np.zeros(len(values), bool)
+    num_missing = np.zeros(values.shape[1], np.int64)
+    for start in range(0, len(values), CHUNK_ROWS):
+        is_missing = np.isnan(values[start : start + CHUNK_ROWS])
+        is_used = ~is_missing.all(1)
+        has_readings[start : start + CHUNK_ROWS] = is_used
+        num_missing += is_missing[is_used].sum(0)
+    return has_readings, num_missing
+
+
+def _sum_by_sensor(schema: Schema, counts: NDArray[np.int64]) -> dict[str, int]:
+    """Return for each sensor the sum of the counts of its features, if there are any.
+
+    Args:
+        schema: The F features.
+        counts: (F,) counts.
+    """
+    count_by_sensor = dict.fromkeys(schema.sensor_names, 0)
+    for feature, count in zip(schema.features, counts.tolist(), strict=True):
+        count_by_sensor[feature.sensor_name] += count
+    return {name: count for name, count in count_by_sensor.items() if count}
 
 
 def mark_empty_records(
@@ -419,10 +445,11 @@ def collect_input(
 
 
 def check_rows(tables: InputTables) -> list[tuple[str, str]]:
-    """Return warnings about rows that are left out: they have a wrong number of cells, or an unreadable time."""
+    """Return warnings about rows that are left out, or that are not in the order of their times."""
     message_by_code = {
         "malformed_rows": describe_bad_rows(tables.tables),
         "unreadable_times": tables.unreadable_times.describe(),
+        "newest_first": _describe_order(tables),
     }
     return [(code, message) for code, message in message_by_code.items() if message is not None]
 
@@ -437,7 +464,27 @@ def _check_slots(
     max_slots = compute_max_slots(len(schema.sensor_names) - num_single, num_single)
     num_slots = suggest_num_slots(schema.window, tables.interval_by_sensor, once, max_slots)
     message = describe_repeated_readings(counts, schema.window, num_slots)
-    return [] if message is None else [("repeated_readings", message)]
+    if message is None:
+        return []
+    labels = [feature.sensor_name for feature in schema.features if feature.labels and tables.has_unpivoted_rows]
+    if tables.device_column is None and labels:
+        names = join_names(list(dict.fromkeys(labels)))
+        message += (
+            f"; the rows of a file count as those of one device: if a column such as {names} names their device, give "
+            "it with --device-column"
+        )
+    return [("repeated_readings", message)]
+
+
+def _describe_order(tables: InputTables) -> str | None:
+    """Return a warning if most rows of windows are earlier than the row before, such as the newest row first."""
+    order = tables.time_order
+    if tables.window is None or order.num_falls <= order.num_rises:
+        return None
+    return (
+        "most rows are earlier than the row before: sort the table by time, because replay and consume reject readings "
+        "that come after the end of their window"
+    )
 
 
 def _describe_reading(tables: InputTables) -> list[str]:
@@ -675,6 +722,11 @@ def _choose_columns(tables: InputTables, options: DataOptions) -> list[ExcludedC
     known_columns = {name for table in tables.tables for name in table.schema.names}.union(tables.index_columns)
     for option, columns in columns_by_option.items():
         for column in columns:
+            if column == tables.device_column and option != "exclude":
+                raise ConfigError(
+                    f"--{option} {column}: the column is the device of the windows, and no feature; leave the option "
+                    "out (deformer-stream calibrate --group-by device gives each device thresholds of its own)"
+                )
             if column not in known_columns:
                 raise ConfigError(
                     f"--{option} {column}: {tables.tables[0].name} has no such column; "

@@ -110,10 +110,12 @@ class UnreadableTimes:
     Attributes:
         num_rows: Number of rows.
         first: Table, column, row and reason of the first one; "" if there are none.
+        has_timezone: Whether the user has set the zone of times that are written without one.
     """
 
     num_rows: int = 0
     first: str = ""
+    has_timezone: bool = False
     _first_by_file: dict[int, str] = field(default_factory=dict, init=False)
     _readable_files: set[int] = field(default_factory=set, init=False)
 
@@ -144,9 +146,11 @@ class UnreadableTimes:
         """
         for file_index, text in self._first_by_file.items():
             if file_index not in self._readable_files:
+                remedy = "write times with a zone, such as 2020-03-09T10:34:33Z, set their zone with --timezone"
+                if self.has_timezone:
+                    remedy = "write times such as 2020-03-09T10:34:33Z or 09.03.2020 10:34:33"
                 raise InputError(
-                    f"{text}; no time of the table can be read: write times with a zone, such as "
-                    "2020-03-09T10:34:33Z, set their zone with --timezone, or name another --time-column"
+                    f"{text}; no time of the table can be read: {remedy}, or name another column with --time-column"
                 )
 
     def describe(self) -> str | None:
@@ -382,6 +386,7 @@ def open_tables(
         window,
         time_column=time_column,
         excluded_features=frozenset(exclude),
+        unreadable_times=UnreadableTimes(has_timezone=options.timezone is not None),
     )
     if layout == "long" or window is not None:
         input_tables.time_column = time_column or _find_time_column(first, is_long=layout == "long")

@@ -130,7 +130,7 @@ def open_source(
         return StandardInput(max_message_bytes=options.max_message_bytes, batch_events=options.batch_events)
     files = open_input_files(inputs, schema, options)
     payloads = files.iterate() if options.order == "arrival" else files.iterate_reordered()
-    return FileSource(payloads, files.num_rows, files.ignored_columns)
+    return FileSource(payloads, files.num_rows, files.ignored_columns, files.missing_columns)
 
 
 def open_input_files(
@@ -272,6 +272,21 @@ class InputFiles:
         return tuple(dict.fromkeys(name for table in self._tables for name in table.ignored_columns))
 
     @property
+    def missing_columns(self) -> tuple[str, ...]:
+        """Features of the model for which no table has a column; empty if other contents could have them."""
+        tables = [content for content in self._contents if content is not None]
+        if not tables or len(self._options.schemas) > 1:
+            return ()
+        columns: set[str] = set()
+        for table in tables:
+            if not isinstance(table, _WideTable | _WindowedTable):
+                return ()
+            columns.update(table.feature_columns)
+        has_windows = isinstance(tables[0], _WindowedTable)
+        names = self._options.features.by_sensor if has_windows else self._options.features.by_name
+        return tuple(name for name in names if name not in columns)
+
+    @property
     def needs_reordering(self) -> bool:
         """Whether the readings of a record may be anywhere in the files, so that another order needs all of them."""
         return any(content is not None and not isinstance(content, _WideTable) for content in self._contents)
@@ -315,11 +330,18 @@ class FileSource:
         payloads: The rows and lines of the files in batches; each poll returns one batch.
         num_rows: Total number of rows, for progress reports. None if it is not known in advance.
         ignored_columns: Columns of the tables that are not read, because they are not features of the model.
+        missing_columns: Features of the model for which no table has a column.
     """
 
-    def __init__(self, payloads: Iterator[Payload], num_rows: int | None, ignored_columns: tuple[str, ...]) -> None:
+    def __init__(
+        self,
+        payloads: Iterator[Payload],
+        num_rows: int | None,
+        ignored_columns: tuple[str, ...],
+        missing_columns: tuple[str, ...] = (),
+    ) -> None:
         self.num_rows = num_rows
-        self.ignored_columns = ignored_columns
+        self.ignored_columns, self.missing_columns = ignored_columns, missing_columns
         self._payloads = Prefetcher(payloads)
         self._is_exhausted = False
 
@@ -358,10 +380,12 @@ class StandardInput:
     Attributes:
         num_rows: Always None, because the number of lines is not known in advance.
         ignored_columns: Always empty, because lines have no columns.
+        missing_columns: Always empty.
     """
 
     num_rows: int | None = None
     ignored_columns: tuple[str, ...] = ()
+    missing_columns: tuple[str, ...] = ()
 
     def __init__(
         self, descriptor: int | None = None, *, max_message_bytes: int = 1_048_576, batch_events: int = 8192

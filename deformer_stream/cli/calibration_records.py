@@ -49,7 +49,7 @@ def score_records(
     source.close()
     if stop.is_set():
         return None
-    warning = totals.repeated_readings.describe() if totals.repeated_readings else ""
+    warning = "; ".join(totals.describe_warnings())
     return ScoredRecords(collector.collect(), totals.rejected.total(), warning)
 
 

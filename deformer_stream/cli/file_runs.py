@@ -94,6 +94,31 @@ def open_replay_sinks(
     return sinks
 
 
+def log_columns(ignored_columns: Sequence[str], missing_columns: Sequence[str]) -> None:
+    """Log which columns of tables are not used, and which features of the model have no column.
+
+    Args:
+        ignored_columns: Columns that are not features of the model.
+        missing_columns: Features for which no table has a column.
+    """
+    from difflib import get_close_matches
+
+    from deformer_stream import log
+
+    logger = log.get_logger("replay")
+    if ignored_columns:
+        logger.info("columns_ignored", columns=list(ignored_columns))
+    if missing_columns:
+        name = missing_columns[0]
+        similar = get_close_matches(name, ignored_columns, 1)
+        logger.warning(
+            "columns_missing",
+            columns=list(missing_columns),
+            message=f"the input has no column {name}{f' (is it {similar[0]}?)' if similar else ''}, so all records are "
+            "scored without this feature: rename the column if it has another name",
+        )
+
+
 def run_on_files(
     title: str,
     source: FileSource | StandardInput,
@@ -181,11 +206,11 @@ def summarize_totals(totals: Totals, alphas: Sequence[float], is_interrupted: bo
         is_interrupted: Whether a signal ended the run before the end of the input.
     """
     reasons = ", ".join(f"{count} {reason}" for reason, count in totals.rejected.most_common())
+    warnings = [] if is_interrupted and not totals.events else totals.describe_warnings()
     return (
         f"{totals.events} events accepted, {totals.rejected.total()} refused{f' ({reasons})' if reasons else ''}, "
         f"{totals.closed} records, {totals.alerts} alerts at alpha {factory.format_alphas(alphas)}"
         + (f", {totals.combined} readings combined with others of their time slot" if totals.combined else "")
         + (", interrupted" if is_interrupted else "")
-        + (f"; {totals.repeated_readings.describe()}" if totals.repeated_readings else "")
-        + (f"; {totals.alert_share.describe()}" if totals.alert_share else "")
+        + "".join(f"; {warning}" for warning in warnings)
     )

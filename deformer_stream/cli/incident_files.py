@@ -5,7 +5,7 @@ Heavy packages are imported inside the functions, so that `--help` is printed wi
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -68,12 +68,16 @@ def open_incident_sink(settings: ReplaySettings, cleanup: ExitStack) -> Incident
     return IncidentSink(plan_by_name, lines.add, lines.flush, lines.close)
 
 
-def replay_evidence(inputs: Sequence[str], settings: ReplaySettings, stop: threading.Event) -> int:
+def replay_evidence(
+    inputs: Sequence[str], settings: ReplaySettings, given_flags: Collection[str], stop: threading.Event
+) -> int:
     """Make incidents of files of evidence, without scoring.
 
     Args:
         inputs: The files.
         settings: Options of `replay`.
+        given_flags: The options on the command line. Other outputs, of a configuration that is written for events, are
+            not written.
         stop: An event that a signal handler sets; the run then ends early.
 
     Returns:
@@ -89,10 +93,13 @@ def replay_evidence(inputs: Sequence[str], settings: ReplaySettings, stop: threa
 
     path_by_flag = settings.get_output_by_flag()
     others = [flag for flag, path in path_by_flag.items() if path and flag != "--incidents"]
-    if others:
+    wrong = next((flag for flag in others if flag in given_flags), None)
+    if wrong is not None:
         raise ConfigError(
-            f"{others[0]} needs events, but {inputs[0]} holds evidence: leave the option out, or give the events"
+            f"{wrong} needs events, but {inputs[0]} holds evidence: leave the option out, or give the events"
         )
+    for flag in others:
+        click.echo(f"{flag} of the configuration is not written, because {inputs[0]} holds evidence", err=True)
     with ExitStack() as cleanup:
         sink = open_incident_sink(settings, cleanup)
         with Progress("replay", None, "records") as progress:

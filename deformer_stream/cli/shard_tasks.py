@@ -286,7 +286,7 @@ def _place_outputs(job: ShardJob, folder: Path) -> Any:
 
 def _describe_totals(totals: Totals) -> Receipt:
     """Return the numbers of a shard for its receipt."""
-    warnings = [report.describe() for report in (totals.repeated_readings, totals.alert_share) if report is not None]
+    warnings = totals.describe_warnings()
     return {
         "readings": totals.events,
         "records": totals.closed,

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from deformer_stream import __version__, log
+from deformer_stream import __version__
 from deformer_stream.cli import factory, incident_files, shard_run
+from deformer_stream.cli.file_runs import log_columns
 from deformer_stream.cli.shard_tasks import load_job_models, prepare_scoring
 from deformer_stream.cli_utils import INTERRUPTED_EXIT_CODE
 from deformer_stream.durable_file import replace_file
@@ -51,8 +52,7 @@ def replay_in_shards(inputs: Sequence[str], settings: ReplaySettings, folder: Pa
     with lock_folder(folder):
         models = load_job_models(settings, warns=True)
         job, files = shard_run.open_job(inputs, models, settings, folder, "--output-dir", _REMEDY)
-        if files.ignored_columns:
-            log.get_logger("replay").info("columns_ignored", columns=list(files.ignored_columns))
+        log_columns(files.ignored_columns, files.missing_columns)
         num_scored = shard_run.run_shards(job, "replay", prepare_scoring, files.num_rows, stop)
         if num_scored is None:
             return INTERRUPTED_EXIT_CODE
@@ -128,4 +128,4 @@ def _make_incidents(settings: ReplaySettings, evidence: Path, incidents: Path, s
     """Make incidents of the merged evidence."""
     outputs = dict.fromkeys(("output", "records", "explain", "rejected", "evidence", "suspicious_records"))
     settings = settings.model_copy(update={**outputs, "alerts": "", "incidents": incidents})
-    incident_files.replay_evidence([str(evidence)], settings, stop)
+    incident_files.replay_evidence([str(evidence)], settings, (), stop)

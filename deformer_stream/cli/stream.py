@@ -442,7 +442,7 @@ def _connect_to_kafka(
 
 def build_replay() -> click.Command:
     """Return the command `replay`, which scores historical logs."""
-    from deformer_stream.settings import PathText, ReplaySettings, add_options, load_settings
+    from deformer_stream.settings import PathText, ReplaySettings, add_options, load_settings, to_flag
 
     @click.command("replay", cls=HelpCommand, examples=EXAMPLES_BY_COMMAND["replay"], context_settings=HELP)
     @click.argument("inputs", metavar="INPUT...", nargs=-1, required=True, type=PathText())
@@ -466,7 +466,8 @@ def build_replay() -> click.Command:
 
         log.configure(is_debugging())
         if incident_files.has_evidence(inputs):
-            return incident_files.replay_evidence(inputs, settings, stop)
+            given_flags = {to_flag(field) for field, value in flags.items() if value is not None}
+            return incident_files.replay_evidence(inputs, settings, given_flags, stop)
         if settings.output_dir is not None:
             from deformer_stream.cli.sharded_replay import replay_in_shards
 
@@ -480,8 +481,7 @@ def build_replay() -> click.Command:
             incident_sink = incident_files.open_incident_sink(settings, cleanup) if settings.incidents else None
             if incident_sink is not None:
                 sinks.append(incident_sink)
-            if source.ignored_columns:  # columns of the tables that are not features of the model
-                log.get_logger("replay").info("columns_ignored", columns=list(source.ignored_columns))
+            file_runs.log_columns(source.ignored_columns, source.missing_columns)
             totals = file_runs.run_on_files("replay", source, codec, engine, sinks, stop, settings.drift is not None)
             # Closing a sink completes its output file. After an error, `cleanup` calls `discard` of each sink instead.
             for connector in (*sinks, source):

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from deformer_stream.codec.alert_text import MAX_LISTED_FEATURES, format_values_and_range, make_printable
 from deformer_stream.codec.timestamps import format_rfc3339
-from deformer_stream.incidents.events import Incident, IncidentSuspect
+from deformer_stream.incidents.events import Incident, IncidentSuspect, SuspectReadings
+
+MIN_SHARE = 0.005
+"""Smallest share of a suspect in the evidence with which a line names it: 0.5% is shown as 1%."""
 
 MAX_LISTED_DEVICES = 10
 """Largest number of devices of a fleet incident that its facts name."""
@@ -16,9 +19,11 @@ WHOLE_STREAM_NAME = "the whole stream"
 def summarize_incident(incident: Incident) -> str:
     """Return an incident as one line, such as "pump-7: flow 31.9 to 33.2 m³/h, expected 119 to 127".
 
-    The line names at most three suspects. Characters that could change what a terminal shows are escaped.
+    The line names at most three suspects, without those whose share is 0%. Characters that could change what a terminal
+    shows are escaped.
     """
-    suspects = "; ".join(map(_format_suspect, incident.suspects[:MAX_LISTED_FEATURES]))
+    named = [suspect for suspect in incident.suspects[:MAX_LISTED_FEATURES] if suspect.share >= MIN_SHARE]
+    suspects = "; ".join(_format_suspect(incident, suspect) for suspect in named or incident.suspects[:1])
     return f"{name_device(incident)}: {suspects or 'the readings are improbable'}"
 
 
@@ -63,13 +68,49 @@ def _list_devices(incident: Incident) -> str:
     return f"{names} and {num_more} more" if num_more > 0 else names
 
 
-def _format_suspect(suspect: IncidentSuspect) -> str:
-    """Return the observed and the expected values of a suspect; only its name if it has labels."""
+def _format_suspect(incident: Incident, suspect: IncidentSuspect) -> str:
+    """Return the observed and the expected values of a suspect; only its name if it has labels.
+
+    They are those of a typical reading if one is known, because the expected range depends on the other readings of a
+    record. Otherwise they are the range of all readings and the median ends of their expected ranges.
+    """
     name = make_printable(suspect.feature)
-    low, high, came_low, came_high = suspect.low, suspect.high, suspect.came_low, suspect.came_high
+    typical = find_typical_reading(incident.readings.get(suspect.feature))
+    came_low, came_high, low, high = typical or (suspect.came_low, suspect.came_high, suspect.low, suspect.high)
     if low is None or high is None or came_low is None or came_high is None:
         return name
     (came_low_text, came_high_text), low_text, high_text = format_values_and_range([came_low, came_high], low, high)
     came = came_low_text if came_low_text == came_high_text else f"{came_low_text} to {came_high_text}"
     unit = f" {make_printable(suspect.unit)}" if suspect.unit else ""
     return f"{name} {came}{unit}, expected {low_text} to {high_text}"
+
+
+def find_typical_reading(readings: SuspectReadings | None) -> tuple[float, float, float, float] | None:
+    """Return the value of a typical reading twice, and the ends of its expected range; None if it is not known."""
+    if readings is None:
+        return None
+    typical = keep_typical_reading(readings)
+    if not typical.values:
+        return None
+    (value,), (low,), (high,) = typical.values, typical.lows, typical.highs
+    return None if value is None or low is None or high is None else (value, value, low, high)
+
+
+def keep_typical_reading(readings: SuspectReadings) -> SuspectReadings:
+    """Return only the reading that stands for all: the last one on the side on which most are outside their range.
+
+    It is the last reading if none is outside, and no reading if none has a value.
+    """
+    sides = [find_side(*row) for row in zip(readings.values, readings.lows, readings.highs, strict=True)]
+    num_high, num_low = sides.count(1), sides.count(-1)
+    wanted = {1} if num_high > num_low else {-1} if num_low > num_high else {1, -1} if num_high else {0}
+    found = [index for index, side in enumerate(sides) if side in wanted]
+    columns = readings.times, readings.values, readings.lows, readings.highs
+    return SuspectReadings(*(column[found[-1] : found[-1] + 1] for column in columns)) if found else SuspectReadings()  # type: ignore[arg-type]
+
+
+def find_side(value: float | None, low: float | None, high: float | None) -> int | None:
+    """Return 1 if a value is above its expected range, -1 if it is below, else 0; None without a value."""
+    if value is None:
+        return None
+    return 1 if high is not None and value > high else -1 if low is not None and value < low else 0

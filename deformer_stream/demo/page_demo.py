@@ -23,7 +23,7 @@ from deformer_stream import model_store
 from deformer_stream.codec import Codec
 from deformer_stream.demo.operation import NUM_PUMPS, RECORD_TIMEOUT, RealTimeSource, iterate_operation
 from deformer_stream.demo.run import ALPHA, NUM_TRAINING_RECORDS, create_output
-from deformer_stream.demo.simulate import FEATURES, INTERVAL, SENSORS, simulate
+from deformer_stream.demo.simulate import FEATURES, INTERVAL, simulate
 from deformer_stream.demo.training import run_trainer
 from deformer_stream.engine.engine import Engine, Limits
 from deformer_stream.engine.events import ONLY_MODEL
@@ -214,7 +214,6 @@ def _run_pipeline(
 ) -> None:
     """Score the simulated pumps in real time, and append what the page shows to logs, until `stop` is set."""
     detector = model_store.read(directory)
-    detector.replace_schema(detector.schema.with_units({name: sensor.unit for name, sensor in SENSORS.items()}))
     detection = load_detection_plan(
         directory, IncidentRuleSettings.model_validate({"records_per_day": RECORDS_PER_DAY})
     )

@@ -258,7 +258,14 @@ def simulate(
     for i, name in enumerate(FEATURES):
         columns[name] = pa.array(readings[name], mask=is_missing[:, i], type=pa.string() if name == "mode" else None)
     columns["fault"] = pa.array(faults.tolist(), pa.string())
-    return SimulatedFleet(pa.table(columns), _draw_delays(num_records, order, np.random.default_rng([seed, 3])))
+    table = pa.table(columns)
+    # A table that states units lets training store them, so that alerts have them.
+    fields = [
+        field.with_metadata({"unit": SENSORS[field.name].unit}) if field.name in SENSORS else field
+        for field in table.schema
+    ]
+    table = table.cast(pa.schema(fields))
+    return SimulatedFleet(table, _draw_delays(num_records, order, np.random.default_rng([seed, 3])))
 
 
 def _draw_pumps(num_pumps: int, rng: np.random.Generator) -> Columns:

@@ -19,10 +19,10 @@ from typing import Literal, TypeVar
 import cramjam
 
 from deformer_stream.codec.encode_incidents import decode_incident, encode_incident
+from deformer_stream.codec.incident_text import keep_typical_reading
 from deformer_stream.engine.events import SuspiciousRecord
 from deformer_stream.incidents.events import NO_READINGS, FeedbackLabel, Incident, Label, Timeline
 from deformer_stream.incidents.overlay import Overlay, Presentation, takes_back
-from deformer_stream.page.texts import keep_typical_reading
 from deformer_stream.runtime.incident_ports import NextReadingMessage
 
 MAX_INCIDENTS = 50_000

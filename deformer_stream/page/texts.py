@@ -9,7 +9,7 @@ from datetime import datetime, timedelta, tzinfo
 
 from deformer_stream.calibration.incident_evidence import LN_10
 from deformer_stream.codec.alert_text import format_values_and_range
-from deformer_stream.codec.incident_text import WHOLE_STREAM_NAME
+from deformer_stream.codec.incident_text import WHOLE_STREAM_NAME, find_side, find_typical_reading
 from deformer_stream.codec.timestamps import EPOCH, format_rfc3339
 from deformer_stream.incidents.device import WHOLE_STREAM
 from deformer_stream.incidents.events import Incident, IncidentSuspect, SuspectReadings
@@ -176,42 +176,11 @@ def describe_suspect(incident: Incident, suspect: IncidentSuspect) -> str:
     return ", ".join(part for part in (came and f"came {came}", expected and f"expected {expected}") if part)
 
 
-def find_typical_reading(readings: SuspectReadings | None) -> tuple[float, float, float, float] | None:
-    """Return the value of a typical reading twice, and the ends of its expected range; None if it is not known."""
-    if readings is None:
-        return None
-    typical = keep_typical_reading(readings)
-    if not typical.values:
-        return None
-    (value,), (low,), (high,) = typical.values, typical.lows, typical.highs
-    return None if value is None or low is None or high is None else (value, value, low, high)
-
-
-def keep_typical_reading(readings: SuspectReadings) -> SuspectReadings:
-    """Return only the reading that stands for all: the last one on the side on which most are outside their range.
-
-    It is the last reading if none is outside, and no reading if none has a value.
-    """
-    sides = [_find_side(*row) for row in zip(readings.values, readings.lows, readings.highs, strict=True)]
-    num_high, num_low = sides.count(1), sides.count(-1)
-    wanted = {1} if num_high > num_low else {-1} if num_low > num_high else {1, -1} if num_high else {0}
-    found = [index for index, side in enumerate(sides) if side in wanted]
-    columns = readings.times, readings.values, readings.lows, readings.highs
-    return SuspectReadings(*(column[found[-1] : found[-1] + 1] for column in columns)) if found else SuspectReadings()  # type: ignore[arg-type]
-
-
-def _find_side(value: float | None, low: float | None, high: float | None) -> int | None:
-    """Return 1 if a value is above its expected range, -1 if it is below, else 0; None without a value."""
-    if value is None:
-        return None
-    return 1 if high is not None and value > high else -1 if low is not None and value < low else 0
-
-
 def count_outside(readings: SuspectReadings | None) -> str:
     """Return how many readings of a suspect were too high or too low; "" if none was, or it is not known."""
     if readings is None:
         return ""
-    sides = [_find_side(*row) for row in zip(readings.values, readings.lows, readings.highs, strict=True)]
+    sides = [find_side(*row) for row in zip(readings.values, readings.lows, readings.highs, strict=True)]
     parts = [f"{sides.count(side):,} too {word}" for side, word in ((1, "high"), (-1, "low")) if side in sides]
     return f"{' and '.join(parts)} of {len(sides):,}" if parts else ""
 

@@ -37,7 +37,7 @@ from deformer_stream.codec.model_choice import ModelCodecs, compute_set_fingerpr
 from deformer_stream.codec.payloads import Messages, Payload
 from deformer_stream.engine.engine import Engine, OpenRecordPolicy
 from deformer_stream.engine.engine_set import EngineSet
-from deformer_stream.engine.events import ONLY_MODEL, Effects, EventBatch, Rejection
+from deformer_stream.engine.events import ONLY_MODEL, Effects, EventBatch, Rejection, RejectionReason
 from deformer_stream.errors import ConfigError, StoppedWaiting
 from deformer_stream.model_store import Artifact
 from deformer_stream.runtime.alert_rate import AlertLimiter
@@ -76,6 +76,10 @@ BEHIND_MESSAGES = 8192
 about the number of messages of a usual poll."""
 
 
+MAX_LATE_SHARE = 0.5
+"""Share of late readings from which the end of a run says that the input is probably not in the order of time."""
+
+
 @dataclass(slots=True)
 class Totals:
     """The number of events, alerts and records that a run has processed.
@@ -107,6 +111,20 @@ class Totals:
         for rejection in effects.rejections:
             self.rejected[rejection.reason.value] += rejection.num_readings
         self.combined += effects.num_combined
+
+    def describe_warnings(self) -> list[str]:
+        """Return a clause for people about each thing that is wrong with the input; empty if there is nothing."""
+        num_readings, num_late = self.events + self.rejected.total(), self.rejected[RejectionReason.LATE.value]
+        warnings = []
+        if not num_readings:
+            warnings.append("the input has no readings")
+        if num_late >= MAX_LATE_SHARE * max(1, num_readings):
+            warnings.append(
+                f"{num_late / num_readings:.0%} of the readings are late, because the rows or lines are not in the "
+                "order of their times: sort the input by time"
+            )
+        reports = (self.repeated_readings, self.alert_share)
+        return [*warnings, *(report.describe() for report in reports if report is not None)]
 
     def to_log_fields(self) -> dict[str, Any]:
         """Return the totals as a dictionary, whose keys become the keys of a log line."""

@@ -857,7 +857,9 @@ def _require_exactly_one(settings: SettingsType, *fields: str) -> SettingsType:
     """
     values = [getattr(settings, field) for field in fields if getattr(settings, field) is not None]
     if len(values) != 1 or str(values[0]) == "":
-        raise ValueError(f"set exactly one option, {' or '.join(map(to_flag, fields))}")
+        is_model_missing = "model" in fields and len(values) < 2
+        remedy = ": --model names the directory that deformer-train wrote with --out" if is_model_missing else ""
+        raise ValueError(f"set exactly one option, {' or '.join(map(to_flag, fields))}{remedy}")
     return settings
 
 

@@ -86,6 +86,19 @@ def test_evidence_cannot_be_scored(cli: RunCommand, model: Path, wide: Path, tmp
     )
 
 
+def test_outputs_of_a_configuration_for_events_are_not_written_for_evidence(
+    cli: RunCommand, model: Path, tmp_path: Path
+) -> None:
+    log = write_log(tmp_path / "evidence.jsonl", list(make_log(get_fingerprint(model), num_records=4)))
+    config, records = tmp_path / "plant.toml", tmp_path / "records.parquet"
+    config.write_text(f'records = "{records}"\nalerts = ""\n')
+    words = ("replay", log, "--model", model, "--incidents", tmp_path / "i.jsonl", "--records-per-day", "1000")
+    result = cli(*words, "--config", config)
+    assert result.code == 0, result.err
+    assert "--records of the configuration is not written, because" in result.err
+    assert not records.exists()
+
+
 def test_line_that_is_no_evidence_is_named(cli: RunCommand, model: Path, tmp_path: Path) -> None:
     log = write_log(tmp_path / "evidence.jsonl", list(make_log("m", num_records=8)))
     log.write_bytes(log.read_bytes() + b'{"v":1}\n')

@@ -356,6 +356,20 @@ def test_large_files_are_estimated_from_their_beginning(plant: Path) -> None:
     assert view.num_rows == pytest.approx(120_000, rel=0.05)
 
 
+def test_the_order_the_times_and_the_device_of_rows_are_explained(cli: RunCommand, plant: Path) -> None:
+    times = pd.date_range("2026-03-02", periods=600, freq="min")
+    rng = np.random.default_rng(0)
+    table = pd.DataFrame({"time": times.repeat(2), "device": ["P-1", "P-2"] * 600, "flow": rng.normal(size=1200)})
+    table[::-1].to_csv("plant.csv", index=False)
+    result = cli("init", "plant.csv", "--yes")
+    assert "most rows are earlier than the row before: sort the table by time" in result.out
+    assert "with --record window --window 1m --slots 1 each row is a record of its device" in result.out
+    table["time"] = table["time"].dt.strftime("%m/%d/%Y %I:%M %p")
+    table.to_csv("plant.csv", index=False)
+    result = cli("init", "plant.csv", "--yes", "--force")
+    assert "warning  not all times in the column time can be read: the time '03/02/2026 12:00 AM'" in result.out
+
+
 def test_text_for_no_value_is_a_label_among_codes(plant: Path) -> None:
     pd.DataFrame({"flow": np.arange(1000) * 0.37 % 5, "fault": ["none"] * 980 + ["12", "13"] * 10}).to_csv(
         "plant.csv", index=False

@@ -145,6 +145,19 @@ def test_ignored_columns_are_reported(cli: RunCommand, model_dir: Path, wide: Pa
     assert json.loads(result.lines[0])["columns"] == ["note"]
 
 
+def test_missing_columns_are_a_warning_that_names_a_similar_column(
+    cli: RunCommand, model_dir: Path, wide: Path, tmp_path: Path
+) -> None:
+    table = pq.read_table(wide)
+    name = next(name for name in table.schema.names if pa.types.is_floating(table.schema.field(name).type))
+    pq.write_table(table.rename_columns({name: f"{name}_1"}), tmp_path / "t.parquet")
+    result = cli("replay", tmp_path / "t.parquet", "--model", model_dir)
+    assert result.code == 0
+    (warning,) = [entry for entry in map(json.loads, result.lines[:-1]) if entry["event"] == "columns_missing"]
+    assert (warning["columns"], warning["level"]) == ([name], "warning")
+    assert f"the input has no column {name} (is it {name}_1?)" in warning["message"]
+
+
 def test_explanations_option_chooses_content_of_alerts(
     cli: RunCommand, model_dir: Path, lines: Path, tmp_path: Path
 ) -> None:

@@ -144,3 +144,18 @@ def test_order_that_requires_complete_records_is_rejected(cli: Run, model_dir: P
     ended = cli("replay", lines, "--model", model_dir, *WINDOW, "--order", "random")
     assert (ended.code, len(ended.lines)) == (2, 1)
     assert "use --order arrival" in ended.lines[0]
+
+
+def test_replay_says_that_rows_are_not_in_the_order_of_their_times(cli: Run, model_dir: Path, tmp_path: Path) -> None:
+    rows = [{"device": "p", "temperature": 20.5, "time": float(T0 + 60 * i)} for i in range(100)]
+    pq.write_table(pa.Table.from_pylist(rows[::-1]), tmp_path / "newest_first.parquet")
+    ended = cli("replay", tmp_path / "newest_first.parquet", "--model", model_dir, *WINDOW)
+    assert ended.code == 0
+    assert "99% of the readings are late, because the rows or lines are not in the order of their times" in ended.err
+
+
+def test_replay_says_that_there_are_no_readings(cli: Run, model_dir: Path, tmp_path: Path) -> None:
+    (tmp_path / "header.csv").write_text("temperature,pressure\n")
+    ended = cli("replay", tmp_path / "header.csv", "--model", model_dir)
+    assert ended.code == 0
+    assert ended.err.rstrip().endswith("the input has no readings")

@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from deformer_stream.codec.incident_text import list_facts, summarize_incident
+from deformer_stream.incidents.events import SuspectReadings
 from tests.incidents.examples import make_fleet_incident, make_incident, make_incidents
 
 
 def test_title_names_the_device_and_what_came() -> None:
-    incident = make_incident(3, device="pump-7")
+    incident = replace(make_incident(3, device="pump-7"), readings={})
     assert summarize_incident(incident) == (
         "pump-7: flow 31.9 to 33.2 m³/h, expected 119 to 127; pressure 5.2 to 5.31, expected 4.1 to 4.9; mode"
     )
@@ -19,13 +20,29 @@ def test_title_names_the_device_and_what_came() -> None:
     )
 
 
+def test_title_has_a_typical_reading_if_it_is_known() -> None:
+    """The range of all readings is not comparable with the range that was expected for one of them."""
+    incident = make_incident(3, device="pump-7")
+    flow = replace(incident.suspects[0], came_low=31.9, came_high=140.0)
+    readings = SuspectReadings((1, 2, 3), (32.2, 31.9, 140.0), (119.0, 118.0, 119.0), (127.0, 126.0, 127.0))
+    incident = replace(incident, suspects=(flow,), readings={"flow": readings})
+    assert summarize_incident(incident) == "pump-7: flow 31.9 m³/h, expected 118 to 126"
+
+
+def test_title_leaves_out_suspects_without_a_share() -> None:
+    incident = replace(make_incident(3, device="pump-7"), readings={})
+    flow, pressure = incident.suspects[0], replace(incident.suspects[1], share=0.001)
+    title = "pump-7: flow 31.9 to 33.2 m³/h, expected 119 to 127"
+    assert summarize_incident(replace(incident, suspects=(flow, pressure))) == title
+
+
 def test_title_of_a_fleet_incident() -> None:
     fleet = make_fleet_incident(3, make_incidents(3))
     assert summarize_incident(fleet).startswith("3 devices of hall-a: flow 31.9 to 33.2")
 
 
 def test_equal_ends_are_one_value() -> None:
-    incident = make_incident(3, device="pump-7")
+    incident = replace(make_incident(3, device="pump-7"), readings={})
     suspect = replace(incident.suspects[0], came_high=31.9)
     assert summarize_incident(replace(incident, suspects=(suspect,))) == "pump-7: flow 31.9 m³/h, expected 119 to 127"
 

@@ -260,6 +260,38 @@ def test_records_without_readings_of_features_are_in_no_part(tmp_path: Path, lay
     assert data.skipped_by_reason == expected
 
 
+def test_missing_readings_are_counted_by_sensor(tmp_path: Path, rng: np.random.Generator) -> None:
+    """A reading that never came has no cell, but it is missing in its record."""
+    history = draw_history(rng, 10.0, 400)
+    data = prepare_in(tmp_path, write(tmp_path / "t.parquet", history), window=Window(10 * SECOND))
+    used = data.values[data.is_used]
+    assert data.missing_by_feature == dict(zip(data.schema.names, np.isnan(used).sum(0).tolist(), strict=True))
+    assert data.missing_by_feature["valve"] > 100
+
+
+def test_rows_with_the_newest_first_are_a_warning(tmp_path: Path, rng: np.random.Generator) -> None:
+    history = draw_history(rng, 10.0, 400)
+    for columns, is_warned in ((history, False), ({name: values[::-1] for name, values in history.items()}, True)):
+        data = prepare_in(tmp_path, write(tmp_path / "t.parquet", columns))
+        assert ("newest_first" in dict(data.warnings)) == is_warned
+
+
+def test_columns_of_labels_may_be_the_device_of_repeated_readings(tmp_path: Path, rng: np.random.Generator) -> None:
+    history = draw_history(rng, 10.0, 400)
+    history["pump"] = history.pop("device")
+    data = prepare_in(tmp_path, write(tmp_path / "t.parquet", history))
+    assert "such as valve, pump names" in dict(data.warnings)["repeated_readings"]
+    assert "--device-column" in dict(data.warnings)["repeated_readings"]
+
+
+def test_the_device_of_windows_is_no_feature(tmp_path: Path, rng: np.random.Generator) -> None:
+    source = write(tmp_path / "t.parquet", draw_history(rng, 10.0, 400))
+    with pytest.raises(
+        ConfigError, match=r"--context device: the column is the device of the windows.*--group-by device"
+    ):
+        prepare_in(tmp_path, source, context=("device",))
+
+
 def test_a_wrong_name_of_an_excluded_feature_is_reported(tmp_path: Path, rng: np.random.Generator) -> None:
     source = write(tmp_path / "t.parquet", melt(draw_history(rng, 10.0, 400)))
     with pytest.raises(ConfigError, match="--exclude flw: no feature is called so; give one of these names: flow, lev"):

@@ -71,6 +71,7 @@ def run_init(inputs: tuple[str, ...], settings: InitSettings) -> None:
         )
     from deformer_stream.cli.init.config_file import describe_reach, format_config, list_next_commands
     from deformer_stream.cli.init.questions import ask_questions
+    from deformer_stream.model.windows import format_duration
 
     if settings.topic:
         view, stream_options = _look_at_topic(settings, settings.topic)
@@ -88,6 +89,12 @@ def run_init(inputs: tuple[str, ...], settings: InitSettings) -> None:
     subject = _describe_subject(view, settings, answers, stream_options)
     with map_write_errors(settings.output):
         settings.output.write_text(format_config(subject, answers), encoding="utf-8")
+    if answers.record == "row" and len(view.devices) > 1 and view.interval is not None:
+        length = format_duration(round(1e6 * view.interval))
+        click.echo(
+            "\nnote: alerts and incidents of rows do not name the device; with --record window "
+            f"--window {length} --slots 1 each row is a record of its device"
+        )
     if reach := describe_reach(subject, answers):
         click.echo(f"\nwarning: {reach}")
     click.echo(f"\n{settings.output} was written; all commands in its folder read it. Next:\n")
@@ -129,6 +136,10 @@ def format_view(view: TableView) -> str:
             what = "at irregular times, usually a reading of a sensor"
         span = "" if view.span is None else f", over {format_rough_duration(1e6 * view.span)}"
         lines.append(f"time     {what} every {format_rough_duration(1e6 * view.interval)}{span}")
+    if view.is_newest_first:
+        lines.append("warning  most rows are earlier than the row before: sort the table by time before it is scored")
+    if view.time_error is not None:
+        lines.append(f"warning  not all times in the column {view.time_column} can be read: {view.time_error}")
     if view.device_column is not None:
         shown = ", ".join(view.devices[:5]) + (", …" if len(view.devices) > 5 else "")
         lines.append(f"devices  {len(view.devices)} in the column {view.device_column}: {shown}")

@@ -158,6 +158,8 @@ class TableView:
         suggested_exclusions: Columns that became features and probably should not: ids and answers.
         dialect: How a CSV file is read, as one line; None for other formats.
         reading_times: The times of the readings. None if there are no times.
+        is_newest_first: Whether most rows are earlier than the row before.
+        time_error: Why the first of the times that cannot be read cannot be; None if all can be read.
     """
 
     inputs: tuple[str, ...]
@@ -179,6 +181,8 @@ class TableView:
     suggested_exclusions: tuple[str, ...] = ()
     dialect: str | None = None
     reading_times: ReadingTimes | None = None
+    is_newest_first: bool = False
+    time_error: str | None = None
 
     @property
     def feature_names(self) -> list[str]:
@@ -251,7 +255,8 @@ def look_at_table(
     is_complete = len(files) <= 1 and is_end
     num_rows = num_rows_read if is_complete else _estimate_rows(files, table, num_rows_read)
     devices_of_rows = _find_devices(batch, device_column, is_long)
-    times = None if time_column is None else parse_times(batch.column(time_column), table.name)[0]
+    times, time_errors = (None, {}) if time_column is None else parse_times(batch.column(time_column), table.name)
+    steps = np.diff(times[times != NO_TIME]) if times is not None else np.empty(0)
     # The readings of a record are from one device, even if no column names it.
     owners = devices_of_rows[1]
     if owners is None and is_long and DEFAULT_RECORD_COLUMN in batch.schema.names:
@@ -288,6 +293,8 @@ def look_at_table(
         ),
         dialect=table.describe_dialect(),
         reading_times=None if times is None else _collect_reading_times(batch, times, owners, sensors),
+        is_newest_first=int((steps < 0).sum()) > int((steps > 0).sum()),
+        time_error=str(time_errors[min(time_errors)]) if time_errors else None,
     )
 
 
