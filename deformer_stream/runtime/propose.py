@@ -244,6 +244,8 @@ class ProposalOptions:
         alpha: False-alarm rate of alerts of single records, if their calibration is replaced.
         num_review: Number of records of each kind that are offered for review.
         seed: Seed of the choice of records.
+        has_segments: Whether the calibration in use has segments. A new calibration of records gives other p-values, so
+            it needs new segments, even if the rule in use is the e-detector.
     """
 
     changes: tuple[Change, ...] = ("patterns",)
@@ -252,6 +254,7 @@ class ProposalOptions:
     alpha: float = 0.01
     num_review: int = 20
     seed: int = 0
+    has_segments: bool = False
 
 
 def propose(
@@ -385,7 +388,7 @@ def _find_candidate(
     margin = detection.options.gap
     spans = IncidentSpans(unpatterned, margin)
     rescorer = None if calibration is None else _Rescorer(calibration, options.alpha)
-    has_new_segments = "segments" in options.changes or (calibration is not None and detection.plan.rule == "segments")
+    has_new_segments = "segments" in options.changes or (calibration is not None and options.has_segments)
     kinds: list[PatternCandidate] = []
     patterns = list(detection.patterns)
     if "patterns" in options.changes:

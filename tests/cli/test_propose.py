@@ -213,6 +213,22 @@ def test_a_calibration_of_records_replaces_the_manifest_and_is_rolled_back(
     assert restored_incidents.model == before.fingerprint
 
 
+def test_a_calibration_of_records_replaces_segments_that_the_rule_in_use_ignores(
+    run: Run, site: Path, model: Path, tmp_path: Path
+) -> None:
+    """Segments hold statistics of p-values, so those of the calibration before do not belong to the new one."""
+    before = read_incident_calibration(model)
+    assert before is not None
+    out = tmp_path / "candidate"
+    options = ["--change", "records", "--incident-rule", "e-detector"]
+    run("--log", site / "one.jsonl", "--feedback", site / "labels.jsonl", "--out", out, *options)
+    after = read_incident_calibration(out / "model")
+    assert after is not None
+    assert after.model != before.model
+    assert [segments.length for segments in after.segments] == [segments.length for segments in before.segments]
+    assert all(new.end != old.end for new, old in zip(after.segments, before.segments, strict=True))
+
+
 def test_a_roll_back_after_another_training_is_refused(run: Run, site: Path, model: Path, tmp_path: Path) -> None:
     make_candidate(run, site, tmp_path / "candidate")
     run("--approve", tmp_path / "candidate")

@@ -234,7 +234,7 @@ def test_a_calibration_of_records_leaves_out_only_what_was_confirmed(
         assert len(set(ids)) == len(ids) == len(scores)
         return Calibration.from_statistics(scores[:: len(scores) // NUM_CALIBRATION], "arrival")
 
-    options = ProposalOptions(changes=("patterns", "records"))
+    options = ProposalOptions(changes=("patterns", "records"), has_segments=True)
     proposal = propose(fleet.read, detection, labels, options, recalibrate, make_detection)
     num_records = NUM_DEVICES * NUM_DAYS * 144
     assert proposal.calibration is not None
