@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -14,7 +14,7 @@ from deformer_stream.calibration.false_alarm_patterns import FalseAlarmPattern
 from deformer_stream.calibration.incident_segments import SegmentCalibration
 from deformer_stream.codec.feedback_messages import make_label
 from deformer_stream.errors import InputError
-from deformer_stream.incidents.events import FeedbackLabel, Incident
+from deformer_stream.incidents.events import EvidenceBatch, FeedbackLabel, Incident
 from deformer_stream.incidents.overlay import Overlay
 from deformer_stream.runtime.incident_difference import IncidentSpans, compare_incidents, label_incidents, predict_count
 from deformer_stream.runtime.incident_plan import DetectionPlan
@@ -133,6 +133,34 @@ def test_the_result_depends_only_on_the_log_and_the_labels(
     second = propose(fleet.read, detection, labels[::-1], ProposalOptions())
     assert first == second
     assert [find.to_json() for find in first.plan.patterns] == [find.to_json() for find in second.plan.patterns]
+
+
+def test_records_that_occur_twice_count_once(
+    detection: DetectionPlan, fleet: Fleet, labels: list[FeedbackLabel]
+) -> None:
+    """Two files with evidence overlap, and a process that ended early has written each of some batches twice."""
+    given: list[Sequence[str]] = []
+
+    def recalibrate(
+        ids: Sequence[str], scores: NDArray[np.float64], record_scores: NDArray[np.float64] | None
+    ) -> Calibration:
+        given.append(ids)
+        return Calibration.from_statistics(scores[:: len(scores) // NUM_CALIBRATION], "arrival")
+
+    def read_repeated() -> Iterator[EvidenceBatch]:
+        yield from fleet.batches[: 144 * 30]
+        yield from fleet.batches[144 * 20 : 144 * 35]
+        for batch in fleet.batches[144 * 35 :]:
+            yield batch
+            yield batch
+
+    options = ProposalOptions(changes=("patterns", "records"), has_segments=True)
+    once = propose(fleet.read, detection, labels, options, recalibrate, make_detection)
+    twice = propose(read_repeated, detection, labels, options, recalibrate, make_detection)
+    assert given[0] == given[1]
+    assert twice.log == once.log
+    assert twice.segments == once.segments
+    assert twice.difference == once.difference
 
 
 def test_without_labels_nothing_changes(detection: DetectionPlan, fleet: Fleet) -> None:
