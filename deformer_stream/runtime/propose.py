@@ -11,10 +11,11 @@ Each past incident is compared with the others of its pattern and not with itsel
 on new incidents. If a confirmed fault would no longer be found with a pattern, suspects must match the pattern more
 closely. If the fault is then still not found, the pattern is left out of the candidate.
 
-A new calibration leaves out the records of confirmed faults and of known maintenance, and no others. If all unusual
-records were left out, it would give too many alerts (Label-Trim, arXiv 2502.04807). The unlabelled records with the
-largest scores are offered for review. So is a random sample of records without an alert, because labels of alerts give
-no information about faults that were missed.
+A new calibration leaves out the records of confirmed faults and of known maintenance, and no others. This follows from
+labels of incidents, labels of single records, and maintenance windows. If all unusual records were left out, it would
+give too many alerts (Label-Trim, arXiv 2502.04807). The unlabelled records with the largest scores are offered for
+review. So is a random sample of records without an alert, because labels of alerts give no information about faults
+that were missed.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from __future__ import annotations
 import hashlib
 import heapq
 import math
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
@@ -311,6 +312,7 @@ def propose(
         unpatterned,
         today=today,
         overlay=overlay,
+        label_by_record=label_by_record,
         options=options,
         calibration=calibration,
         replan=replan,
@@ -375,6 +377,7 @@ def _find_candidate(
     unpatterned: Sequence[LabelledIncident],
     today: Sequence[LabelledIncident],
     overlay: Overlay,
+    label_by_record: Mapping[str, str],
     options: ProposalOptions,
     calibration: Calibration | None,
     replan: Callable[[Sequence[SegmentCalibration]], DetectionPlan] | None,
@@ -388,6 +391,7 @@ def _find_candidate(
         unpatterned: The incidents without patterns, with their labels and largest scores.
         today: The incidents of today.
         overlay: The labels and maintenance windows.
+        label_by_record: The labels of single records.
         options: What the candidate replaces, and what is compared.
         calibration: The candidate's calibration of records, None if it stays.
         replan: As in `propose`.
@@ -407,7 +411,7 @@ def _find_candidate(
         plan, segments = detection.with_patterns(patterns), None
         if has_new_segments:
             assert replan is not None  # noqa: S101 - a programming error of the caller
-            segments = _collect_segments(read_log, plan, spans, overlay, tail, rescorer)
+            segments = _collect_segments(read_log, plan, spans, overlay, label_by_record, tail, rescorer)
             plan = replan(segments).with_patterns(patterns)
         found, num_removed, num_new = _replay(read_log, plan, spans, rescorer, options)
         incidents = label_incidents(found, overlay)
@@ -703,11 +707,31 @@ def _collect_scores(
                 id_ = owner.incident.id
                 score_by_incident[id_] = max(score, score_by_incident.get(id_, -math.inf))
             chooser.add(ReviewRecord(record, device, time, score, p_value, id_), is_alerted, owner)
-            is_fault = label_by_record.get(record) == "true"
-            is_normal = not is_fault and (owner is None or owner.label not in ("true", "maintenance"))
-            if collects and is_normal and not overlay.is_under_maintenance(device, time):
+            if collects and not _is_excluded(record, device, time, owner, label_by_record, overlay):
                 kept.add(record, score, record_score)
     return score_by_incident, chooser.make_review(), kept
+
+
+def _is_excluded(
+    record: str,
+    device: str,
+    time: int,
+    owner: LabelledIncident | None,
+    label_by_record: Mapping[str, str],
+    overlay: Overlay,
+) -> bool:
+    """Return whether a record enters no new calibration, because it is a confirmed fault or known maintenance.
+
+    Args:
+        record: Id of the record.
+        device: Its device.
+        time: Its time.
+        owner: The incident to which it belongs, None without one.
+        label_by_record: The labels of single records.
+        overlay: The maintenance windows.
+    """
+    labels = (label_by_record.get(record), None if owner is None else owner.label)
+    return "true" in labels or "maintenance" in labels or overlay.is_under_maintenance(device, time)
 
 
 def _hash_record(record: str, seed: int) -> float:
@@ -786,12 +810,13 @@ def _collect_segments(
     plan: DetectionPlan,
     spans: IncidentSpans,
     overlay: Overlay,
+    label_by_record: Mapping[str, str],
     tail: ScoreTail | None,
     rescorer: _Rescorer | None,
 ) -> tuple[SegmentCalibration, ...]:
     """Return calibrations by the segments of the log without confirmed faults and maintenance.
 
-    A segment that a confirmed fault or a maintenance window touches is left out as a whole. The patterns apply to the
+    A segment with a record of a confirmed fault or of maintenance is left out as a whole. The patterns apply to the
     segments as they will apply to new ones; otherwise the false alarms in the log would raise the threshold for all.
 
     Args:
@@ -799,6 +824,7 @@ def _collect_segments(
         plan: The rule, whose kind of detector is used, and the candidate's patterns.
         spans: The incidents without patterns, with their labels.
         overlay: The maintenance windows.
+        label_by_record: The labels of single records.
         tail: The tail by which p-values are extended, None if they are not.
         rescorer: Computes the p-values anew, None if they stay.
     """
@@ -808,9 +834,7 @@ def _collect_segments(
     for batch in _iterate_own(read_log, plan):
         for record, time in zip(batch.closed.record_ids, batch.closed.times.tolist(), strict=True):
             device = get_device(record)
-            owner = spans.find(device, time)
-            is_faulty = owner is not None and owner.label in ("true", "maintenance")
-            if is_faulty or overlay.is_under_maintenance(device, time):
+            if _is_excluded(record, device, time, spans.find(device, time), label_by_record, overlay):
                 excluded.update((device, length, time // length) for length in lengths)
     opens_early = plan.plan.opens_early
     collectors = [SegmentCollector(length, tail, plan.plan.kind, opens_early) for length in lengths]

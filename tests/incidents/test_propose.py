@@ -274,6 +274,37 @@ def test_a_calibration_of_records_leaves_out_only_what_was_confirmed(
     np.testing.assert_array_equal(again.calibration.scores, proposal.calibration.scores)
 
 
+def test_labels_of_single_records_count_in_new_calibrations(
+    detection: DetectionPlan, fleet: Fleet, labels: list[FeedbackLabel]
+) -> None:
+    """Faults and maintenance are left out, with the segments in which they are; a confirmed normal record stays."""
+    given: set[str] = set()
+
+    def recalibrate(
+        ids: Sequence[str], scores: NDArray[np.float64], record_scores: NDArray[np.float64] | None
+    ) -> Calibration:
+        given.update(ids)
+        return Calibration.from_statistics(scores[:: len(scores) // NUM_CALIBRATION], "arrival")
+
+    options = ProposalOptions(changes=("records", "segments"))
+    plain = propose(fleet.read, detection, labels, options, recalibrate, make_detection)
+    fault, maintenance, normal = (fleet.batches[144 * day + 70].closed.record_ids[day] for day in range(3))
+    assert {fault, maintenance, normal} <= given
+    given.clear()
+    more = [
+        make_label("true", 1, record=fault),
+        make_label("maintenance", 1, record=maintenance),
+        make_label("false-alarm", 1, record=normal),
+    ]
+    proposal = propose(fleet.read, detection, [*labels, *more], options, recalibrate, make_detection)
+    assert {fault, maintenance, normal} & given == {normal}
+    assert plain.segments is not None
+    assert proposal.segments is not None
+    assert [segments.num_segments for segments in proposal.segments] == [
+        segments.num_segments - 2 for segments in plain.segments
+    ]
+
+
 def test_records_for_review(detection: DetectionPlan, fleet: Fleet, labels: list[FeedbackLabel]) -> None:
     """The largest unlabelled alerts and a random sample of silent records; answers count and are not asked again."""
     review = propose(fleet.read, detection, labels, ProposalOptions(num_review=8)).review
