@@ -27,9 +27,10 @@ from deformer_stream.extras import format_remedy, is_installed
 
 if TYPE_CHECKING:
     from asyncua import Client, Node
+    from asyncua.ua import NodeClass
 
 CONNECT_SECONDS = 10.0
-"""Longest time in seconds to connect and to subscribe."""
+"""Longest time in seconds to connect, and for the answer to each further request."""
 
 RETRY_SECONDS = 1.0
 """Time in seconds between two attempts to connect."""
@@ -89,11 +90,13 @@ class OpcuaSource:
         first = threading.Event()
         self._thread = threading.Thread(target=self._run, args=(first,), name="opcua", daemon=True)
         self._thread.start()
-        first.wait(3 * CONNECT_SECONDS)
+        # A server that does not respond ends the thread sooner; one with many variables responds to many requests.
+        first.wait(max(options.patience, 3 * CONNECT_SECONDS))
         if not self._is_connected:
             self.close()
             raise self._error or Unavailable(
-                f"the OPC UA server at {options.url} does not respond: check --source and that the server is running"
+                f"the OPC UA server at {options.url} takes too long to list its variables: name fewer with --nodes, or "
+                "set a longer --patience"
             )
 
     @property
@@ -319,34 +322,53 @@ class OpcuaSource:
         found: list[Node] = []
         for text, root in zip(self._options.nodes or ("Objects",), roots, strict=True):
             try:
-                name = (await root.read_browse_name()).Name
+                name, node_class = (await root.read_browse_name()).Name, await root.read_node_class()
             except UaError as error:
                 raise _NotReadyError(
                     f"the OPC UA server at {self._options.url} has no node {text!r} ({type(error).__name__}): "
                     "check --nodes"
                 ) from None
-            await self._collect(root, () if root == client.nodes.objects else (name,), found, 0)
+            path = () if root == client.nodes.objects else (name,)
+            await self._collect(client, root, node_class, path, found, 0)
         if not found:
             raise _NotReadyError(
                 f"the OPC UA server at {self._options.url} has no variables below --nodes: choose others"
             )
         return found
 
-    async def _collect(self, node: Node, path: tuple[str, ...], found: list[Node], depth: int) -> None:
-        """Add the variables at and below a node to a list, with their paths."""
+    async def _collect(
+        self,
+        client: Client,
+        node: Node,
+        node_class: NodeClass,
+        path: tuple[str, ...],
+        found: list[Node],
+        depth: int,
+    ) -> None:
+        """Add the variables at and below a node to a list, with their paths. Each object takes one request.
+
+        Args:
+            client: The client.
+            node: The node.
+            node_class: Its class.
+            path: The browse names of the node and of those above it.
+            found: Receives the variables.
+            depth: Number of levels of objects above the node.
+        """
         from asyncua.ua import NodeClass
 
-        if await node.read_node_class() == NodeClass.Variable:
+        if node_class == NodeClass.Variable:
             if node.nodeid.to_string() not in self._path_by_id:
                 self._path_by_id[node.nodeid.to_string()] = "/".join(part.replace("/", "_") for part in path)
                 found.append(node)
             return
         if depth < MAX_DEPTH:
-            for child in await node.get_children():
+            for child in await node.get_children_descriptions():
                 # The namespace 0 holds what describes the server itself.
-                if child.nodeid.NamespaceIndex != 0:
-                    name = (await child.read_browse_name()).Name
-                    await self._collect(child, (*path, name), found, depth + 1)
+                if child.NodeId.NamespaceIndex != 0:
+                    path_of_child = (*path, child.BrowseName.Name)
+                    child_node = client.get_node(child.NodeId)
+                    await self._collect(client, child_node, child.NodeClass, path_of_child, found, depth + 1)
 
 
 def _describe(error: Exception) -> str:

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from asyncua import Client, Node, Server, ua
+from asyncua.client.ua_session import UaSession
 from asyncua.common.utils import ServiceError
 from asyncua.crypto.permission_rules import User, UserRole
 from asyncua.server.monitored_item_service import MonitoredItemService
@@ -159,6 +160,12 @@ class SimulatedServer:
         """End the server, and start it without the object."""
         self.call(self._server.stop())
         self.call(self._start())
+
+    async def add_tanks(self, count: int) -> None:
+        """Add a number of further objects, each with one variable."""
+        for number in range(count):
+            tank = await self._server.nodes.objects.add_object(self._index, f"Tank{number}")
+            await tank.add_variable(self._index, "Level", 1.0)
 
     async def _check_client(self, certificate: x509.Certificate, _description: Any) -> None:
         """Refuse other clients than the one that is known."""
@@ -304,6 +311,33 @@ def test_a_session_that_is_refused_at_a_reconnection(
     else:
         receive(source, 3)
         assert source.num_connections == 2
+    source.close()
+
+
+def test_a_server_with_many_variables_has_time_to_list_them(
+    server: SimulatedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each object takes one request, and the time to connect bounds only single requests."""
+    num_objects, seconds = 10, 0.4
+    server.call(server.add_tanks(num_objects))
+    monkeypatch.setattr(source_module, "CONNECT_SECONDS", num_objects * seconds / 4)
+    browse, read = UaSession.browse, UaSession.read
+    num_reads = 0
+
+    async def browse_slowly(*arguments: Any) -> Any:
+        await asyncio.sleep(seconds)
+        return await browse(*arguments)
+
+    async def count_read(*arguments: Any, **options: Any) -> Any:
+        nonlocal num_reads
+        num_reads += 1
+        return await read(*arguments, **options)
+
+    monkeypatch.setattr(UaSession, "browse", browse_slowly)
+    monkeypatch.setattr(UaSession, "read", count_read)
+    source = OpcuaSource(OpcuaOptions(server.url, sampling_interval=0.05))
+    assert len(receive(source, 3 + num_objects)) == 3 + num_objects
+    assert num_reads < num_objects
     source.close()
 
 
