@@ -171,6 +171,8 @@ class IncidentStore:
         self._order_by_device: dict[str, list[tuple[int, str]]] = {}  # in order of opening
         self._overlay = Overlay()
         self._label_ids: set[str] = set()
+        # By the incident, the record and the device of a label, two of which are None; also of labels not listed.
+        self._label_time_by_subject: dict[tuple[str | None, str | None, str | None], int] = {}
         self._labels_by_incident: dict[str, deque[FeedbackLabel]] = {}
         self._window_labels: deque[FeedbackLabel] = deque(maxlen=MAX_WINDOWS)
         self._record_labels: deque[FeedbackLabel] = deque(maxlen=MAX_RECORD_LABELS)
@@ -204,6 +206,8 @@ class IncidentStore:
             for label in new_labels:
                 self._label_ids.add(label.id)
                 self._overlay.add(label)
+                subject = (label.incident, label.record, label.device)
+                self._label_time_by_subject[subject] = max(label.time, self._label_time_by_subject.get(subject, 0))
                 if label.incident is not None:
                     history = self._labels_by_incident.setdefault(label.incident, deque(maxlen=MAX_LABELS_PER_INCIDENT))
                     history.append(label)
@@ -429,6 +433,29 @@ class IncidentStore:
         with self._lock:
             labels = list(self._labels_by_incident.get(incident_id, ()))
         return sorted(labels, key=lambda label: (label.time, label.id), reverse=True)
+
+    def choose_label_time(
+        self, incident: str | None = None, record: str | None = None, device: str | None = None
+    ) -> int:
+        """Return the time of a new label: now, but after all labels so far about the same subject.
+
+        They may come from a machine whose clock is ahead, and the latest label counts. Labels of the fleet incident of
+        an incident, and of its members, count as well.
+
+        Args:
+            incident: The incident of the label.
+            record: The record of the label.
+            device: The device of the maintenance window.
+        """
+        with self._lock:
+            related: set[str] = set()
+            if incident is not None:
+                entry = self._entry_by_id.get(incident)
+                parent = None if entry is None else entry.summary.parent
+                related = self._member_ids_by_fleet.get(incident, set()) | ({parent} if parent is not None else set())
+            subjects = [(incident, record, device), *((id_, None, None) for id_ in related)]
+            times = [self._label_time_by_subject.get(subject, 0) for subject in subjects]
+        return max(self.now(), max(times) + 1)
 
     def list_record_labels(self) -> list[FeedbackLabel]:
         """Return the valid labels of single records, the last one first; of at most `MAX_RECORD_LABELS` labels."""
