@@ -592,7 +592,7 @@ class Page:
             ("page_incidents_open", "Open incidents.", self.store.num_open),
             (
                 "page_maintenance_windows",
-                "Maintenance windows of devices that include the present time.",
+                "Maintenance windows of devices that include the present time and were not taken back for it.",
                 self.store.count_active_windows(self.store.now()),
             ),
             ("page_connections", "Browsers that are notified of changes.", self.notifier.num_connections),
