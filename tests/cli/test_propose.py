@@ -22,6 +22,8 @@ from deformer_stream.errors import ArtifactError, ConfigError, InputError
 from deformer_stream.incident_store import (
     INCIDENTS_FILE,
     IncidentCalibration,
+    LogEntry,
+    Replaced,
     read_incident_calibration,
     write_incident_calibration,
 )
@@ -171,6 +173,20 @@ def test_a_candidate_is_shown_approved_and_rolled_back(run: Run, site: Path, mod
     assert [entry.action for entry in calibration.log] == ["approve", "roll-back"]
     with pytest.raises(ConfigError, match="no approved candidate"):
         run("--roll-back")
+
+
+def test_each_roll_back_names_the_approval_that_it_takes_back(run: Run, model: Path) -> None:
+    calibration = read_incident_calibration(model)
+    assert calibration is not None
+    replaced = Replaced(calibration.model, calibration.segments, (), None, "0" * 64)
+    approvals = tuple(LogEntry(time, "Ada", "approve", summary) for time, summary in enumerate("ABC"))
+    write_incident_calibration(model, replace(calibration, history=(replaced,) * 3, log=approvals))
+    run("--roll-back")
+    run("--roll-back")
+    run("--roll-back")
+    calibration = read_incident_calibration(model)
+    assert calibration is not None
+    assert [entry.summary[-2:] for entry in calibration.log] == ["A", "B", "C", " C", " B", " A"]
 
 
 def test_a_candidate_of_another_calibration_is_refused(run: Run, site: Path, model: Path, tmp_path: Path) -> None:
