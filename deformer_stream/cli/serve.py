@@ -113,7 +113,8 @@ def _make_options(settings: ServeSettings) -> tuple[str, int, dict[str, Any]]:
     from zoneinfo import ZoneInfo
 
     from deformer_stream.errors import ConfigError
-    from deformer_stream.page.security import check_address, parse_address, read_credentials
+    from deformer_stream.page.security import check_address, read_credentials
+    from deformer_stream.runtime.http_server import parse_address
 
     host, port = parse_address(settings.http)
     credentials = read_credentials(settings.token_file, settings.users_file)
