@@ -119,8 +119,12 @@ def _make_options(settings: ServeSettings) -> tuple[str, int, dict[str, Any]]:
     host, port = parse_address(settings.http)
     credentials = read_credentials(settings.token_file, settings.users_file)
     check_address(host, credentials)
-    external = urlsplit(settings.external_url or "http://localhost")
-    if external.scheme not in ("http", "https") or not external.hostname:
+    try:
+        external = urlsplit(settings.external_url or "http://localhost")
+        is_address = external.scheme in ("http", "https") and bool(external.hostname)
+    except ValueError:  # such as a bracket without its pair
+        is_address = False
+    if not is_address:
         raise ConfigError(
             f"--external-url {settings.external_url!r} is not an address: write one such as https://plant.example"
         )

@@ -67,7 +67,12 @@ def parse_address(address: str) -> tuple[str, int]:
         ConfigError: It is not an address.
     """
     host, _, port = address.rpartition(":")
-    if not (port.isascii() and port.isdigit()) or int(port) > 65535:
+    try:
+        host.encode("idna")  # as the system does when it looks the host up
+        is_host = True
+    except UnicodeError:  # such as an empty label between two dots
+        is_host = False
+    if not is_host or not (port.isascii() and port.isdigit()) or int(port) > 65535:
         raise ConfigError(f"--http {address!r} is not an address: use [HOST]:PORT, for example 127.0.0.1:8080")
     return host.strip("[]") or "127.0.0.1", int(port)  # an IPv6 address is given in brackets, as in a URL
 

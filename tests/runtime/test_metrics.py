@@ -318,7 +318,9 @@ def test_port_is_free_after_stop(port: int) -> None:
             assert request(port, "/healthz")[0] == 200
 
 
-@pytest.mark.parametrize("address", ["", ":", "here", "host:", ":http", ":99999", ":-1", ":1.5", "9464x", ":٣"])
+@pytest.mark.parametrize(
+    "address", ["", ":", "here", "host:", "a..b:80", ":http", ":99999", ":-1", ":1.5", "9464x", ":٣"]
+)
 def test_malformed_addresses_raise_config_error(address: str) -> None:
     with pytest.raises(ConfigError, match="--http"):
         http_server.start_http_server(address, metrics.Metrics())
