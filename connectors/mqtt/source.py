@@ -36,10 +36,16 @@ CLOSE_SECONDS = 2.0
 """Longest time in seconds to send the acknowledgements that are left when the source is closed."""
 
 MAX_PENDING_BYTES = 64 * 2**20
-"""Beyond this size of the messages without acknowledgement, nothing is read until some are acknowledged.
+"""Beyond this size of the messages without acknowledgement in memory, nothing is read until some are acknowledged.
 
 Then responses to keepalive messages are not read either. So if this takes more than a minute, paho-mqtt closes the
 connection. The broker then delivers the messages again over the next one.
+"""
+
+MESSAGE_BYTES = 300
+"""Memory in bytes of the Python objects of a message, besides the characters of its topic and its payload.
+
+Most messages of sensors have a payload of a few bytes. If only payloads counted, such messages could take gigabytes.
 """
 
 SESSION_TAKEN_OVER = 142
@@ -129,7 +135,7 @@ class MqttSource:
         """Acknowledge messages. Those of an earlier connection are left out, because the broker sends them again."""
         for message in messages:
             connection_index, mid, qos = message.ticket
-            self._pending_bytes -= len(message.payload)
+            self._pending_bytes -= _count_bytes(message)
             if qos and connection_index == self._connection_index and self._client.socket() is not None:
                 self._client.ack(mid, qos)
 
@@ -258,7 +264,12 @@ class MqttSource:
             topic = message.topic
         except UnicodeDecodeError:
             topic = "�"
-        payload = bytes(message.payload)
-        self._pending_bytes += len(payload)
-        ticket = (self._connection_index, message.mid, message.qos)
-        self._messages.append(BridgeMessage(topic, payload, time.time_ns() // 1000, bool(message.dup), ticket))
+        payload, ticket = bytes(message.payload), (self._connection_index, message.mid, message.qos)
+        received = BridgeMessage(topic, payload, time.time_ns() // 1000, bool(message.dup), ticket)
+        self._pending_bytes += _count_bytes(received)
+        self._messages.append(received)
+
+
+def _count_bytes(message: BridgeMessage) -> int:
+    """Return about how much memory a message takes, in bytes."""
+    return MESSAGE_BYTES + len(message.topic) + len(message.payload)

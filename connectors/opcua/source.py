@@ -27,9 +27,10 @@ from deformer_stream.extras import format_remedy, is_installed
 
 if TYPE_CHECKING:
     from asyncua import Client, Node
+    from asyncua.ua import NodeClass
 
 CONNECT_SECONDS = 10.0
-"""Longest time in seconds to connect and to subscribe."""
+"""Longest time in seconds to connect, and for the answer to each further request."""
 
 RETRY_SECONDS = 1.0
 """Time in seconds between two attempts to connect."""
@@ -48,6 +49,17 @@ MAX_LISTED = 5
 
 MAX_DEPTH = 32
 """Number of levels of objects below a given node in which variables are searched."""
+
+REFUSED_STATUSES = ("BadCertificate", "BadIdentityToken", "BadUserAccessDenied", "BadUserSignatureInvalid")
+"""Beginnings of the names of the statuses with which a server refuses a login or a certificate."""
+
+
+class _NotReadyError(ConfigError):
+    """The server does not report what is subscribed to, or refuses a session for another reason than the login.
+
+    At the first connection, the options are probably wrong. At a later one, a controller may have started whose program
+    is loaded soon, or the server may still count the session before. Then it is tried again.
+    """
 
 
 class OpcuaSource:
@@ -78,11 +90,13 @@ class OpcuaSource:
         first = threading.Event()
         self._thread = threading.Thread(target=self._run, args=(first,), name="opcua", daemon=True)
         self._thread.start()
-        first.wait(3 * CONNECT_SECONDS)
+        # A server that does not respond ends the thread sooner; one with many variables responds to many requests.
+        first.wait(max(options.patience, 3 * CONNECT_SECONDS))
         if not self._is_connected:
             self.close()
             raise self._error or Unavailable(
-                f"the OPC UA server at {options.url} does not respond: check --source and that the server is running"
+                f"the OPC UA server at {options.url} takes too long to list its variables: name fewer with --nodes, or "
+                "set a longer --patience"
             )
 
     @property
@@ -100,7 +114,7 @@ class OpcuaSource:
 
         Raises:
             Unavailable: The server could not be reached for too long.
-            ConfigError: The server refuses the login, or a node does not exist any more.
+            ConfigError: The server refuses the login, or a node does not exist any more for too long.
         """
         messages: list[BridgeMessage] = []
         if self._num_unacknowledged >= MAX_QUEUED:
@@ -195,22 +209,27 @@ class OpcuaSource:
         while not self._has_stopped.is_set():
             try:
                 await self._subscribe_and_wait(first)
-            except ConfigError as error:
-                self._error = error
-                return
             except Exception as error:  # asyncua raises anything for an answer that it cannot decode
-                reason = str(error) if isinstance(error, OSError) and str(error) else repr(error)
                 if self._is_connected:
                     away_since = time.monotonic()
-                    log.get_logger("opcua").warning("connection_lost", server=self._options.url, reason=reason)
-                self._is_connected = False
-                if not first.is_set() or time.monotonic() - away_since > self._options.patience:
-                    self._error = Unavailable(
-                        f"the OPC UA server at {self._options.url} cannot be reached ({reason}): "
-                        "check --source and that the server is running"
+                    log.get_logger("opcua").warning(
+                        "connection_lost", server=self._options.url, reason=_describe(error)
                     )
+                self._is_connected = False
+                is_final = isinstance(error, ConfigError) and not isinstance(error, _NotReadyError)
+                if is_final or not first.is_set() or time.monotonic() - away_since > self._options.patience:
+                    self._error = self._make_failure(error)
                     return
             await asyncio.sleep(RETRY_SECONDS)
+
+    def _make_failure(self, error: Exception) -> ConfigError | Unavailable:
+        """Return the error with which the source ends because of another error."""
+        if isinstance(error, ConfigError):
+            return error
+        return Unavailable(
+            f"the OPC UA server at {self._options.url} cannot be reached ({_describe(error)}): "
+            "check --source and that the server is running"
+        )
 
     async def _subscribe_and_wait(self, first: threading.Event) -> None:
         """Connect, subscribe to all nodes, and return or raise when the connection is lost.
@@ -235,9 +254,11 @@ class OpcuaSource:
             async with asyncio.timeout(CONNECT_SECONDS):
                 await client.connect()
         except UaError as error:
-            raise ConfigError(
-                f"the OPC UA server at {options.url} refuses the connection ({type(error).__name__}): check "
-                "--source-username, --source-password-file and --source-certfile"
+            status = type(error).__name__
+            refusal = ConfigError if status.startswith(REFUSED_STATUSES) else _NotReadyError
+            raise refusal(
+                f"the OPC UA server at {options.url} refuses the connection ({status}): check --source-username, "
+                "--source-password-file and --source-certfile"
             ) from None
         try:
             nodes = await self._find_variables(client)
@@ -246,7 +267,7 @@ class OpcuaSource:
             results = await subscription.subscribe_data_change(
                 nodes, queuesize=SAMPLES_PER_REPORT, sampling_interval=Duration(1000.0 * options.sampling_interval)
             )
-            self._report_refused(nodes, results, is_first=not first.is_set())
+            self._report_refused(nodes, results)
             self._num_connections += 1
             self._is_connected = True
             log.get_logger("opcua").info("connected", server=options.url, variables=len(nodes))
@@ -260,17 +281,15 @@ class OpcuaSource:
             with contextlib.suppress(Exception):
                 await asyncio.wait_for(client.disconnect(), CONNECT_SECONDS)
 
-    def _report_refused(self, nodes: Sequence[Node], results: Sequence[Any], is_first: bool) -> None:
+    def _report_refused(self, nodes: Sequence[Node], results: Sequence[Any]) -> None:
         """Log the variables that the server does not report, such as those that this user may not read.
 
         Args:
             nodes: The variables.
             results: For each of them, the id of its subscription, or the status with which it was refused.
-            is_first: Whether this is the first connection.
 
         Raises:
-            ConfigError: The server reports none of the variables at the first connection.
-            ConnectionError: It reports none of them at a later one, for example because a controller starts.
+            _NotReadyError: The server reports none of the variables.
         """
         paths = [self._path_by_id[node.nodeid.to_string()] for node in nodes]
         refused = [(path, result) for path, result in zip(paths, results, strict=True) if not isinstance(result, int)]
@@ -278,9 +297,7 @@ class OpcuaSource:
             return
         status = refused[0][1].name
         if len(refused) == len(nodes):
-            if not is_first:
-                raise ConnectionError(status)
-            raise ConfigError(
+            raise _NotReadyError(
                 f"the OPC UA server at {self._options.url} reports none of the {len(nodes)} variables ({status}): "
                 "check --nodes and the permissions of this user"
             )
@@ -296,7 +313,7 @@ class OpcuaSource:
         """Return the variables that are subscribed to, and store their paths.
 
         Raises:
-            ConfigError: A node does not exist, or there are no variables.
+            _NotReadyError: A node does not exist, or there are no variables.
         """
         from asyncua.ua.uaerrors import UaError
 
@@ -305,32 +322,58 @@ class OpcuaSource:
         found: list[Node] = []
         for text, root in zip(self._options.nodes or ("Objects",), roots, strict=True):
             try:
-                name = (await root.read_browse_name()).Name
+                name, node_class = (await root.read_browse_name()).Name, await root.read_node_class()
             except UaError as error:
-                raise ConfigError(
+                raise _NotReadyError(
                     f"the OPC UA server at {self._options.url} has no node {text!r} ({type(error).__name__}): "
                     "check --nodes"
                 ) from None
-            await self._collect(root, () if root == client.nodes.objects else (name,), found, 0)
+            path = () if root == client.nodes.objects else (name,)
+            await self._collect(client, root, node_class, path, found, 0)
         if not found:
-            raise ConfigError(f"the OPC UA server at {self._options.url} has no variables below --nodes: choose others")
+            raise _NotReadyError(
+                f"the OPC UA server at {self._options.url} has no variables below --nodes: choose others"
+            )
         return found
 
-    async def _collect(self, node: Node, path: tuple[str, ...], found: list[Node], depth: int) -> None:
-        """Add the variables at and below a node to a list, with their paths."""
+    async def _collect(
+        self,
+        client: Client,
+        node: Node,
+        node_class: NodeClass,
+        path: tuple[str, ...],
+        found: list[Node],
+        depth: int,
+    ) -> None:
+        """Add the variables at and below a node to a list, with their paths. Each object takes one request.
+
+        Args:
+            client: The client.
+            node: The node.
+            node_class: Its class.
+            path: The browse names of the node and of those above it.
+            found: Receives the variables.
+            depth: Number of levels of objects above the node.
+        """
         from asyncua.ua import NodeClass
 
-        if await node.read_node_class() == NodeClass.Variable:
+        if node_class == NodeClass.Variable:
             if node.nodeid.to_string() not in self._path_by_id:
                 self._path_by_id[node.nodeid.to_string()] = "/".join(part.replace("/", "_") for part in path)
                 found.append(node)
             return
         if depth < MAX_DEPTH:
-            for child in await node.get_children():
+            for child in await node.get_children_descriptions():
                 # The namespace 0 holds what describes the server itself.
-                if child.nodeid.NamespaceIndex != 0:
-                    name = (await child.read_browse_name()).Name
-                    await self._collect(child, (*path, name), found, depth + 1)
+                if child.NodeId.NamespaceIndex != 0:
+                    path_of_child = (*path, child.BrowseName.Name)
+                    child_node = client.get_node(child.NodeId)
+                    await self._collect(client, child_node, child.NodeClass, path_of_child, found, depth + 1)
+
+
+def _describe(error: Exception) -> str:
+    """Return why a connection was lost or not made."""
+    return str(error) if isinstance(error, OSError) and str(error) else repr(error)
 
 
 def _to_micros(moment: datetime) -> int:

@@ -220,19 +220,21 @@ def _compare(settings: ProposeSettings, out: Path, logs: Sequence[str], labels: 
         )
 
     loaded = _load_model(settings)
+    before = _read_own_incidents(settings.model, today.model)
     options = ProposalOptions(
         settings.change,
         *parse_span(settings.since, settings.until),
         settings.alpha,
         settings.review,
         settings.seed,
+        has_segments=bool(before.segments),
     )
     tail = fit_tail_of_manifest(manifest)
     recalibrate = None if loaded is None else _make_recalibration(loaded, settings)
     proposal = propose(read_log, today, labels, options, recalibrate, replan, tail)
     made = _get_now()
     document = proposal_report.make_document(proposal, identity, made, today)
-    _write_candidate(settings, out, proposal, loaded, document, proposal_report.render(proposal, made, today))
+    _write_candidate(settings, out, before, proposal, loaded, document, proposal_report.render(proposal, made, today))
     for line in proposal_report.describe(proposal):
         click.echo(line)
     click.echo(
@@ -306,9 +308,23 @@ def _make_recalibration(
     return make_calibration
 
 
+def _read_own_incidents(directory: Path, model: str) -> IncidentCalibration:
+    """Return the calibration of incidents of a model directory, an empty one if none belongs to the model.
+
+    Args:
+        directory: The model directory.
+        model: Fingerprint of the model.
+    """
+    from deformer_stream.incident_store import IncidentCalibration, read_incident_calibration
+
+    calibration = read_incident_calibration(directory)
+    return IncidentCalibration(model) if calibration is None or calibration.model != model else calibration
+
+
 def _write_candidate(
     settings: ProposeSettings,
     out: Path,
+    before: IncidentCalibration,
     proposal: Proposal,
     loaded: Artifact | None,
     document: dict[str, Any],
@@ -319,6 +335,7 @@ def _write_candidate(
     Args:
         settings: The options of the command.
         out: The folder.
+        before: The calibration of incidents in use.
         proposal: The candidate.
         loaded: The model, None if its calibration of records stays.
         document: The contents of difference.json.
@@ -334,20 +351,14 @@ def _write_candidate(
     from deformer_stream.errors import map_write_errors
     from deformer_stream.incident_store import (
         INCIDENTS_FILE,
-        IncidentCalibration,
-        read_incident_calibration,
         render_incident_calibration,
         write_incident_calibration,
     )
     from deformer_stream.runtime.approval import DIFFERENCE_FILE, MODEL_FOLDER, REPORT_FILE
 
-    model = proposal.plan.model
-    before = read_incident_calibration(settings.model)
-    if before is None or before.model != model:
-        before = IncidentCalibration(model)
     directory = out / MODEL_FOLDER
     if loaded is None or proposal.calibration is None:
-        calibration = _replace_incidents(before, model, proposal)
+        calibration = _replace_incidents(before, proposal.plan.model, proposal)
         files = model_store.read_files(settings.model)
         model_store.write_files(directory, files | {INCIDENTS_FILE: render_incident_calibration(calibration)})
     else:

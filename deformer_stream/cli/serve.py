@@ -113,13 +113,18 @@ def _make_options(settings: ServeSettings) -> tuple[str, int, dict[str, Any]]:
     from zoneinfo import ZoneInfo
 
     from deformer_stream.errors import ConfigError
-    from deformer_stream.page.security import check_address, parse_address, read_credentials
+    from deformer_stream.page.security import check_address, read_credentials
+    from deformer_stream.runtime.http_server import parse_address
 
     host, port = parse_address(settings.http)
     credentials = read_credentials(settings.token_file, settings.users_file)
     check_address(host, credentials)
-    external = urlsplit(settings.external_url or "http://localhost")
-    if external.scheme not in ("http", "https") or not external.hostname:
+    try:
+        external = urlsplit(settings.external_url or "http://localhost")
+        is_address = external.scheme in ("http", "https") and bool(external.hostname)
+    except ValueError:  # such as a bracket without its pair
+        is_address = False
+    if not is_address:
         raise ConfigError(
             f"--external-url {settings.external_url!r} is not an address: write one such as https://plant.example"
         )

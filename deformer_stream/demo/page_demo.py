@@ -22,7 +22,7 @@ from rich.text import Text
 from deformer_stream import model_store
 from deformer_stream.codec import Codec
 from deformer_stream.demo.operation import NUM_PUMPS, RECORD_TIMEOUT, RealTimeSource, iterate_operation
-from deformer_stream.demo.run import ALPHA, NUM_TRAINING_RECORDS, create_output
+from deformer_stream.demo.run import ALPHA, NUM_TRAINING_RECORDS, create_output, map_output_errors
 from deformer_stream.demo.simulate import FEATURES, INTERVAL, simulate
 from deformer_stream.demo.training import run_trainer
 from deformer_stream.engine.engine import Engine, Limits
@@ -183,7 +183,9 @@ def run_page_demo(
         if open_browser:
             webbrowser.open(server.url)
         console.print(f"\n1  Simulate twelve pumps: {NUM_TRAINING_RECORDS:,} normal records of {len(FEATURES)} sensors")
-        pq.write_table(simulate(NUM_TRAINING_RECORDS, seed=2 * seed).select_normal_records(), table)
+        normal_records = simulate(NUM_TRAINING_RECORDS, seed=2 * seed).select_normal_records()
+        with map_output_errors(output):
+            pq.write_table(normal_records, table)
         console.print(f"\n2  Train on normal records (about {train_time:.0f} seconds)")
         sys.stdout.flush()
         end = progress.count_down("The demo trains a model on normal operation", train_time + TRAINING_EXTRA_SECONDS)

@@ -11,6 +11,8 @@ import threading
 import time
 import webbrowser
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -146,11 +148,10 @@ def run_demo(output: Path, seed: int, train_time: str = "60s", open_report: bool
     _print_step(
         console, 1, f"Simulate twelve pumps: {NUM_TRAINING_RECORDS:,} normal records of {len(FEATURES)} sensors"
     )
-    try:
-        # Even seeds are for training records and odd seeds for streamed records, so that they always differ.
-        pq.write_table(simulate(NUM_TRAINING_RECORDS, seed=2 * seed).select_normal_records(), table)
-    except OSError as error:
-        raise make_write_error(output, error) from None
+    # Even seeds are for training records and odd seeds for streamed records, so that they always differ.
+    normal_records = simulate(NUM_TRAINING_RECORDS, seed=2 * seed).select_normal_records()
+    with map_output_errors(output):
+        pq.write_table(normal_records, table)
     console.print(f"  wrote {table}")
 
     _print_step(console, 2, f"Train on normal records ({train_time} on this machine)")
@@ -166,7 +167,8 @@ def run_demo(output: Path, seed: int, train_time: str = "60s", open_report: bool
     )
     detector = model_store.read(model)
     fleet = simulate(num_records, seed=2 * seed + 1, fault_share=NUM_FAULTY_RECORDS / num_records)
-    pq.write_table(fleet.table.drop_columns(["fault"]), output / "pumps.parquet")
+    with map_output_errors(output):
+        pq.write_table(fleet.table.drop_columns(["fault"]), output / "pumps.parquet")
     started_at = time.monotonic()
     printer, totals = stream_readings(console, detector, fleet)
     seconds = time.monotonic() - started_at
@@ -179,7 +181,9 @@ def run_demo(output: Path, seed: int, train_time: str = "60s", open_report: bool
     print_summary(console, summary)
     path = (output / "report.html").resolve()
     threshold = detector.calibration.compute_threshold(ALPHA)
-    path.write_text(render_report(summary, outcomes, printer.readings_by_record, threshold), encoding="utf-8")
+    text = render_report(summary, outcomes, printer.readings_by_record, threshold)
+    with map_output_errors(output):
+        path.write_text(text, encoding="utf-8")
     console.print(f"\nReport to open in a browser: {path}", soft_wrap=True)
     console.print(
         f"Tables to try commands on (README, Quick start): {table}, {output / 'pumps.parquet'}", soft_wrap=True
@@ -195,17 +199,23 @@ def create_output(output: Path) -> None:
     Raises:
         ConfigError: It cannot be created.
     """
-    try:
+    with map_output_errors(output):
         output.mkdir(parents=True, exist_ok=True)
+
+
+@contextmanager
+def map_output_errors(output: Path) -> Iterator[None]:
+    """Return a context manager that replaces an `OSError` by `ConfigError`, for code that writes to the folder.
+
+    Raises:
+        ConfigError: The folder cannot be written.
+    """
+    try:
+        yield
     except OSError as error:
-        raise make_write_error(output, error) from None
-
-
-def make_write_error(output: Path, error: OSError) -> ConfigError:
-    """Return the error that the folder of the demo cannot be written."""
-    return ConfigError(
-        f"the folder --output {output} cannot be written ({error.strerror or error}); choose another folder"
-    )
+        raise ConfigError(
+            f"the folder --output {output} cannot be written ({error.strerror or error}); choose another folder"
+        ) from None
 
 
 def _print_step(console: Console, number: int, words: str) -> None:

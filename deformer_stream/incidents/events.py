@@ -106,6 +106,23 @@ class ClosedRows:
         """Return the number of records."""
         return len(self.record_ids)
 
+    def select(self, is_selected: NDArray[np.bool_]) -> ClosedRows:
+        """Return some of the records.
+
+        Args:
+            is_selected: (R,) whether each record is selected.
+        """
+        return ClosedRows(
+            [self.record_ids[index] for index in np.flatnonzero(is_selected).tolist()],
+            self.times[is_selected],
+            self.p_values[is_selected],
+            self.scores[is_selected],
+            self.num_readings[is_selected],
+            self.is_alerted[is_selected],
+            record_p_values=None if self.record_p_values is None else self.record_p_values[is_selected],
+            record_scores=None if self.record_scores is None else self.record_scores[is_selected],
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class EvidenceBatch:

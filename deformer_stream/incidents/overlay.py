@@ -105,13 +105,15 @@ class Overlay:
         fleet incident so far.
         """
         labels = _sort_by_time(self._labels_by_incident.get(incident.id, {}).values())
-        if incident.parent is None or (labels and labels[-1].label != "cleared"):
+        has_own, clearing = False, None  # the last label that takes back those of the fleet incident
+        for label in labels:
+            if label.label == "cleared" and not has_own:
+                clearing = label
+            has_own = label.label != "cleared"
+        if incident.parent is None or has_own:
             return labels
         of_fleet = _sort_by_time(self._labels_by_incident.get(incident.parent, {}).values())
-        has_cleared_own = len(labels) > 1 and labels[-2].label != "cleared"
-        if not of_fleet or (labels and not has_cleared_own and labels[-1].time > of_fleet[-1].time):
-            return labels
-        return of_fleet
+        return [label for label in of_fleet if clearing is None or _is_older(clearing, label)] or labels
 
     def _find_silencing_window(self, incident: Incident) -> tuple[FeedbackLabel | None, bool]:
         """Return the maintenance window in which an incident has opened, and whether its last record is in one, too.

@@ -303,37 +303,64 @@ class Page:
         form = await _read_form(request)
         entered = {"name": form.get("name", "").strip(), "note": form.get("note", "").strip()}
 
+        def make() -> FeedbackLabel:
+            incident, label = self._find_incident(request).incident, _read_label(form)
+            return make_label(
+                label,
+                self.store.choose_label_time(incident=incident.id),
+                by=session.user,
+                incident=incident.id,
+                name=entered["name"] if label == "true" else None,
+                note=entered["note"],
+                severity=_read_count(form, "severity", incident.severity),
+                num_reopened=_read_count(form, "reopened", incident.num_reopened),
+            )
+
+        path = f"/incidents/{quote(request.path_params['incident_id'])}"
+        return await self._store_label(request, session, form, entered, make, self._respond_incident, path)
+
+    async def _store_label(
+        self,
+        request: Request,
+        session: Session,
+        form: Mapping[str, str],
+        entered: Mapping[str, str],
+        make: Callable[[], FeedbackLabel],
+        respond: Callable[[Request, Session, int, str, Mapping[str, str]], Response],
+        path: str,
+    ) -> Response:
+        """Store a label that a person has given with a form, and send the browser to the page that shows it.
+
+        Args:
+            request: The request.
+            session: Its session.
+            form: The fields of the form.
+            entered: What was entered, which an answer with an error shows again.
+            make: Returns the label. It raises `InputError` if what was entered is not valid.
+            respond: Returns the page with the form: from the request, the session, a status, an error and `entered`.
+            path: The page that shows the label.
+        """
+
         async def respond_error(status: int, text: str) -> Response:
             """Return the page with an error, and with what was entered."""
-            return await run_in_threadpool(self._respond_incident, request, session, status, text, entered)
+            return await run_in_threadpool(respond, request, session, status, text, entered)
 
         if not self.signer.check_form_token(session, form.get("token", "")):
             return await respond_error(403, "The page was too old, and nothing was stored. Press the button again.")
-        label = next((label for label in LABELS if label == form.get("label")), None)
-        if label is None:
-            return await respond_error(400, "The label is unknown, and nothing was stored. Press the button again.")
-        shown = await run_in_threadpool(self._find_incident, request)
         try:
-            made = make_label(
-                label,
-                self._choose_time(shown.incident.id),
-                by=session.user,
-                incident=shown.incident.id,
-                name=entered["name"] if label == "true" else None,
-                note=entered["note"],
-                severity=_read_count(form, "severity", shown.incident.severity),
-                num_reopened=_read_count(form, "reopened", shown.incident.num_reopened),
-            )
+            made = await run_in_threadpool(make)
         except InputError as error:
             return await respond_error(400, f"Nothing was stored: {error}")
+        subject = {"incident": made.incident, "record": made.record, "device": made.device}
+        subject = {kind: name for kind, name in subject.items() if name is not None}
         try:
             await run_in_threadpool(self._append_label, made)
         except Unavailable as error:
-            LOGGER.warning("label_not_stored", incident=shown.incident.id, error=str(error))
+            LOGGER.warning("label_not_stored", **subject, error=str(error))
             return await respond_error(503, f"Nothing was stored: {error}")
         await run_in_threadpool(self.store.add_labels, [made])  # so that the next page shows it at once
-        LOGGER.info("label_stored", incident=shown.incident.id, label=label, by=session.user)
-        return RedirectResponse(self.make_url(f"/incidents/{quote(shown.incident.id)}"), 303)
+        LOGGER.info("label_stored", **subject, label=made.label, by=session.user)
+        return RedirectResponse(self.make_url(path), 303)
 
     # Labels of records
 
@@ -368,35 +395,20 @@ class Page:
         form = await _read_form(request)
         entered = {name: form.get(name, "").strip() for name in ("record", "name", "note")}
 
-        async def respond_error(status: int, text: str) -> Response:
-            """Return the page with an error, and with what was entered."""
-            return await run_in_threadpool(self._respond_records, request, session, status, text, entered)
-
-        if not self.signer.check_form_token(session, form.get("token", "")):
-            return await respond_error(403, "The page was too old, and nothing was stored. Press the button again.")
-        label = next((label for label in LABELS if label == form.get("label")), None)
-        if label is None or not entered["record"]:
-            return await respond_error(400, "Nothing was stored: name the record, and press one of the buttons.")
-        times = [one.time + 1 for one in self.store.list_record_labels() if one.record == entered["record"]]
-        try:
-            made = make_label(
+        def make() -> FeedbackLabel:
+            label, record = _read_label(form), entered["record"]
+            if not record:
+                raise InputError("name the record")
+            return make_label(
                 label,
-                max([self.store.now(), *times]),
+                self.store.choose_label_time(record=record),
                 by=session.user,
-                record=entered["record"],
+                record=record,
                 name=entered["name"] if label == "true" else None,
                 note=entered["note"],
             )
-        except InputError as error:
-            return await respond_error(400, f"Nothing was stored: {error}")
-        try:
-            await run_in_threadpool(self._append_label, made)
-        except Unavailable as error:
-            LOGGER.warning("label_not_stored", record=made.record, error=str(error))
-            return await respond_error(503, f"Nothing was stored: {error}")
-        await run_in_threadpool(self.store.add_labels, [made])
-        LOGGER.info("label_stored", record=made.record, label=label, by=session.user)
-        return RedirectResponse(self.make_url("/records"), 303)
+
+        return await self._store_label(request, session, form, entered, make, self._respond_records, "/records")
 
     # Maintenance windows
 
@@ -432,25 +444,11 @@ class Page:
         form = await _read_form(request)
         entered = {name: form.get(name, "").strip() for name in ("device", "from", "to", "note")}
 
-        async def respond_error(status: int, text: str) -> Response:
-            """Return the page with an error, and with what was entered."""
-            return await run_in_threadpool(self._respond_maintenance, request, session, status, text, entered)
-
-        if not self.signer.check_form_token(session, form.get("token", "")):
-            return await respond_error(403, "The page was too old, and nothing was stored. Press the button again.")
-        try:
+        def make() -> FeedbackLabel:
             window = form.get("window")
-            made = self._take_window_back(window, session) if window else self._make_window(entered, session)
-        except InputError as error:
-            return await respond_error(400, f"Nothing was stored: {error}")
-        try:
-            await run_in_threadpool(self._append_label, made)
-        except Unavailable as error:
-            LOGGER.warning("window_not_stored", device=made.device, error=str(error))
-            return await respond_error(503, f"Nothing was stored: {error}")
-        await run_in_threadpool(self.store.add_labels, [made])
-        LOGGER.info("window_stored", device=made.device, label=made.label, by=session.user)
-        return RedirectResponse(self.make_url("/maintenance"), 303)
+            return self._take_window_back(window, session) if window else self._make_window(entered, session)
+
+        return await self._store_label(request, session, form, entered, make, self._respond_maintenance, "/maintenance")
 
     def _make_window(self, entered: Mapping[str, str], session: Session) -> FeedbackLabel:
         """Return the label of the maintenance window that a person has entered.
@@ -483,22 +481,13 @@ class Page:
     def _make_window_label(
         self, label: Label, session: Session, device: str, start: int, end: int, note: str
     ) -> FeedbackLabel:
-        """Return a label of a device, with a time after those of its labels so far (see `_choose_time`).
+        """Return a label of a device.
 
         Raises:
             InputError: A text is too long, or the window is empty.
         """
-        times = [one.window.time for one in self.store.list_windows() if one.window.device == device]
-        now = max([self.store.now(), *(time + 1 for time in times)])
+        now = self.store.choose_label_time(device=device)
         return make_label(label, now, by=session.user, device=device, start=start, end=end, note=note)
-
-    def _choose_time(self, incident_id: str) -> int:
-        """Return the time of a new label: now, but after the labels of the incident so far.
-
-        They may come from a machine whose clock is ahead, and the latest label counts.
-        """
-        labels = self.store.list_labels(incident_id)
-        return max(self.store.now(), labels[0].time + 1) if labels else self.store.now()
 
     # Sessions
 
@@ -603,7 +592,7 @@ class Page:
             ("page_incidents_open", "Open incidents.", self.store.num_open),
             (
                 "page_maintenance_windows",
-                "Maintenance windows of devices that include the present time.",
+                "Maintenance windows of devices that include the present time and were not taken back for it.",
                 self.store.count_active_windows(self.store.now()),
             ),
             ("page_connections", "Browsers that are notified of changes.", self.notifier.num_connections),
@@ -715,6 +704,18 @@ def make_app(page: Page) -> Starlette:
     }
     middleware = Middleware(SecurityMiddleware, allowed_hosts=allowed_hosts, external_url=options.external_url)
     return Starlette(routes=page.make_routes(), middleware=[middleware], exception_handlers=handlers, lifespan=lifespan)
+
+
+def _read_label(form: Mapping[str, str]) -> Label:
+    """Return the label that a button of a form stands for.
+
+    Raises:
+        InputError: The label is unknown.
+    """
+    label = next((label for label in LABELS if label == form.get("label")), None)
+    if label is None:
+        raise InputError("the label is unknown: press one of the buttons")
+    return label
 
 
 def _read_count(form: Mapping[str, str], name: str, default: int) -> int:

@@ -189,18 +189,6 @@ def _parse_users(text: str, path: Path) -> dict[str, str]:
     return hash_by_user
 
 
-def parse_address(address: str) -> tuple[str, int]:
-    """Return the host and the port of an address `[HOST]:PORT`. Without a host it is the loopback address.
-
-    Raises:
-        ConfigError: It is not an address.
-    """
-    host, _, port = address.rpartition(":")
-    if not (port.isascii() and port.isdigit()) or int(port) > 65535:
-        raise ConfigError(f"--http {address!r} is not an address: use HOST:PORT, for example 127.0.0.1:8080")
-    return host.strip("[]") or "127.0.0.1", int(port)
-
-
 def is_loopback(host: str) -> bool:
     """Return whether only this machine can connect to a host name or an IP address."""
     if host == "localhost":

@@ -126,12 +126,24 @@ class ShownWindow:
     Attributes:
         window: Its label.
         num_silenced: Number of incidents that it silences.
-        taken_back_by: The label that takes it back, None if it is valid.
+        taken_back: The times within the window that were taken back, as pairs of a start and an end, in order.
     """
 
     window: FeedbackLabel
     num_silenced: int
-    taken_back_by: FeedbackLabel | None = None
+    taken_back: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def is_taken_back(self) -> bool:
+        """Whether the whole window was taken back."""
+        return self.taken_back == ((self.window.start, self.window.end),)
+
+    def is_over(self, now: int) -> bool:
+        """Return whether the window silences nothing at a time and later."""
+        end = self.window.end or 0
+        if self.taken_back and self.taken_back[-1][1] == end:
+            end = self.taken_back[-1][0]
+        return self.is_taken_back or end <= now
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +183,8 @@ class IncidentStore:
         self._order_by_device: dict[str, list[tuple[int, str]]] = {}  # in order of opening
         self._overlay = Overlay()
         self._label_ids: set[str] = set()
+        # By the incident, the record and the device of a label, two of which are None; also of labels not listed.
+        self._label_time_by_subject: dict[tuple[str | None, str | None, str | None], int] = {}
         self._labels_by_incident: dict[str, deque[FeedbackLabel]] = {}
         self._window_labels: deque[FeedbackLabel] = deque(maxlen=MAX_WINDOWS)
         self._record_labels: deque[FeedbackLabel] = deque(maxlen=MAX_RECORD_LABELS)
@@ -204,6 +218,8 @@ class IncidentStore:
             for label in new_labels:
                 self._label_ids.add(label.id)
                 self._overlay.add(label)
+                subject = (label.incident, label.record, label.device)
+                self._label_time_by_subject[subject] = max(label.time, self._label_time_by_subject.get(subject, 0))
                 if label.incident is not None:
                     history = self._labels_by_incident.setdefault(label.incident, deque(maxlen=MAX_LABELS_PER_INCIDENT))
                     history.append(label)
@@ -430,6 +446,29 @@ class IncidentStore:
             labels = list(self._labels_by_incident.get(incident_id, ()))
         return sorted(labels, key=lambda label: (label.time, label.id), reverse=True)
 
+    def choose_label_time(
+        self, incident: str | None = None, record: str | None = None, device: str | None = None
+    ) -> int:
+        """Return the time of a new label: now, but after all labels so far about the same subject.
+
+        They may come from a machine whose clock is ahead, and the latest label counts. Labels of the fleet incident of
+        an incident, and of its members, count as well.
+
+        Args:
+            incident: The incident of the label.
+            record: The record of the label.
+            device: The device of the maintenance window.
+        """
+        with self._lock:
+            related: set[str] = set()
+            if incident is not None:
+                entry = self._entry_by_id.get(incident)
+                parent = None if entry is None else entry.summary.parent
+                related = self._member_ids_by_fleet.get(incident, set()) | ({parent} if parent is not None else set())
+            subjects = [(incident, record, device), *((id_, None, None) for id_ in related)]
+            times = [self._label_time_by_subject.get(subject, 0) for subject in subjects]
+        return max(self.now(), max(times) + 1)
+
     def list_record_labels(self) -> list[FeedbackLabel]:
         """Return the valid labels of single records, the last one first; of at most `MAX_RECORD_LABELS` labels."""
         with self._lock:
@@ -442,17 +481,20 @@ class IncidentStore:
         """Return the maintenance windows of devices, the one that begins last first; at most `MAX_WINDOWS`."""
         with self._lock:
             found = self._find_windows()
-            shown = [ShownWindow(window, self._count_silenced(window), back) for window, back in found]
+            shown = [ShownWindow(window, self._count_silenced(window), taken_back) for window, taken_back in found]
         return sorted(shown, key=lambda one: (one.window.start or 0, one.window.time, one.window.id), reverse=True)
 
     def count_active_windows(self, now: int) -> int:
-        """Return the number of maintenance windows that include a time and were not taken back."""
+        """Return the number of maintenance windows that include a time and were not taken back there."""
         with self._lock:
             found = self._find_windows()
-        return sum(back is None and (window.start or 0) <= now < (window.end or 0) for window, back in found)
+        return sum(
+            (window.start or 0) <= now < (window.end or 0) and not any(start <= now < end for start, end in taken_back)
+            for window, taken_back in found
+        )
 
-    def _find_windows(self) -> list[tuple[FeedbackLabel, FeedbackLabel | None]]:
-        """Return the maintenance windows, each with the label that takes it back, or None."""
+    def _find_windows(self) -> list[tuple[FeedbackLabel, tuple[tuple[int, int], ...]]]:
+        """Return the maintenance windows, each with the times that were taken back (see `ShownWindow.taken_back`)."""
         labels_by_device: dict[str | None, list[FeedbackLabel]] = {}
         for label in self._window_labels:
             labels_by_device.setdefault(label.device, []).append(label)
@@ -460,8 +502,8 @@ class IncidentStore:
         for window in self._window_labels:
             if window.label == "maintenance":
                 labels = labels_by_device[window.device]
-                back = (one for one in labels if _includes_window(one, window) and takes_back(one, window, labels))
-                found.append((window, next(back, None)))
+                overlapping = [one for one in labels if _overlaps(one, window) and takes_back(one, window, labels)]
+                found.append((window, _find_spans(overlapping, window)))
         return found
 
     def _count_silenced(self, window: FeedbackLabel) -> int:
@@ -575,11 +617,28 @@ def _merge_timelines(incidents: Sequence[Incident]) -> Timeline:
     return Timeline(*(tuple(column) for column in columns))
 
 
-def _includes_window(label: FeedbackLabel, window: FeedbackLabel) -> bool:
-    """Return whether the times of a label include the whole of a maintenance window."""
+def _overlaps(label: FeedbackLabel, window: FeedbackLabel) -> bool:
+    """Return whether the times of a label of a device and those of a maintenance window overlap."""
     if label.start is None or label.end is None or window.start is None or window.end is None:
         return False
-    return label.start <= window.start and window.end <= label.end
+    return label.start < window.end and window.start < label.end
+
+
+def _find_spans(labels: Sequence[FeedbackLabel], window: FeedbackLabel) -> tuple[tuple[int, int], ...]:
+    """Return the times of a maintenance window that labels include, as separate pairs of a start and an end, in order.
+
+    Args:
+        labels: Labels whose times overlap those of the window.
+        window: The window.
+    """
+    first, last = window.start or 0, window.end or 0
+    joined: list[tuple[int, int]] = []
+    for start, end in sorted((max(label.start or 0, first), min(label.end or 0, last)) for label in labels):
+        if joined and start <= joined[-1][1]:
+            joined[-1] = (joined[-1][0], max(end, joined[-1][1]))
+        else:
+            joined.append((start, end))
+    return tuple(joined)
 
 
 def _make_entry(incident: Incident) -> _Entry:

@@ -368,7 +368,7 @@ def read_process(url: str) -> ProcessState:
         return ProcessState(shown_url, error=f"its metrics cannot be read ({str(error) or type(error).__name__})")
     try:
         values = parse_metrics(text)
-    except ValueError:
+    except (ValueError, LookupError):
         return ProcessState(shown_url, error="what it sends is not the text of Prometheus metrics")
     return summarize_process(shown_url, values)
 
@@ -402,6 +402,7 @@ def parse_metrics(text: str) -> MetricValues:
 
     Raises:
         ValueError: The text is not in the format of Prometheus.
+        LookupError: The same; the parser of Prometheus does not recognise some of these texts.
     """
     values: dict[str, list[tuple[Mapping[str, str], float]]] = {}
     for family in text_string_to_metric_families(text):

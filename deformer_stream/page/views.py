@@ -219,10 +219,9 @@ def make_incident_context(store: IncidentStore, shown: ShownIncident, clock: Clo
 def make_maintenance_context(store: IncidentStore, clock: Clock) -> dict[str, Any]:
     """Return the content of the page of maintenance windows: those to come and the present ones, then the others."""
     windows = store.list_windows()
-    is_ended = [one.taken_back_by is not None or (one.window.end or 0) <= clock.now for one in windows]
     return {
-        "windows": [one for one, ended in zip(windows, is_ended, strict=True) if not ended][:PAGE_SIZE],
-        "past_windows": [one for one, ended in zip(windows, is_ended, strict=True) if ended][:PAGE_SIZE],
+        "windows": [one for one in windows if not one.is_over(clock.now)][:PAGE_SIZE],
+        "past_windows": [one for one in windows if one.is_over(clock.now)][:PAGE_SIZE],
         "num_silenced": sum(one.num_silenced for one in windows),
         "devices": store.list_devices()[:MAX_OFFERED_DEVICES],
     }

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -141,8 +142,8 @@ def roll_back(directory: Path, by: str, time: int) -> str:
         raise ConfigError(f"no approved candidate of {directory} is left that could be rolled back")
     manifest = read_manifest(directory)
     replaced = calibration.history[-1]
-    approvals = [entry for entry in calibration.log if entry.action == "approve"]
-    summary = f"restored what was in use before: {approvals[-1].summary}" if approvals else "restored"
+    approval = _find_approval(calibration.log)
+    summary = "restored" if approval is None else f"restored what was in use before: {approval.summary}"
     restored = IncidentCalibration(
         replaced.model,
         replaced.segments,
@@ -167,6 +168,19 @@ def roll_back(directory: Path, by: str, time: int) -> str:
     files |= {MANIFEST: replaced.manifest.encode(), INCIDENTS_FILE: render_incident_calibration(restored)}
     model_store.write_files(directory, files)
     return summary
+
+
+def _find_approval(log: Sequence[LogEntry]) -> LogEntry | None:
+    """Return the last approval that was not rolled back yet, None if the log does not hold it any more."""
+    num_rolled_back = 0
+    for entry in reversed(log):
+        if entry.action == "roll-back":
+            num_rolled_back += 1
+        elif num_rolled_back:
+            num_rolled_back -= 1
+        else:
+            return entry
+    return None
 
 
 def _make_changed_error(directory: Path) -> ConfigError:

@@ -24,6 +24,9 @@ POLL_SECONDS = 0.5
 WRITE_POLL_SECONDS = 0.005
 """Longest wait for messages in seconds while a batch is written, so that it is acknowledged soon."""
 
+MAX_WRITE_MESSAGES = 50_000
+"""Largest number of messages of one write, so that their events take limited memory and are acknowledged soon."""
+
 
 class BridgeSource(Protocol):
     """A system from which messages are received."""
@@ -132,8 +135,8 @@ class BridgePipeline:
         self._metrics.record_progress()
 
     def _begin_write(self, executor: ThreadPoolExecutor) -> None:
-        """Translate the messages that have arrived, and begin to write what follows from them."""
-        self._written, self._received = self._received, []
+        """Translate the oldest messages that have arrived, and begin to write what follows from them."""
+        self._written, self._received = self._received[:MAX_WRITE_MESSAGES], self._received[MAX_WRITE_MESSAGES:]
         translation = translate_all(self._translator, self._written)
         for rejection in translation.rejections:
             self._metrics.rejected.labels(rejection.reason).inc()

@@ -60,6 +60,23 @@ class _RequestHandler(WSGIRequestHandler):
         """Write no access log, because it would get a line for each request of a monitoring system."""
 
 
+def parse_address(address: str) -> tuple[str, int]:
+    """Return the host and the port of an address `[HOST]:PORT`. Without a host it is the loopback address.
+
+    Raises:
+        ConfigError: It is not an address.
+    """
+    host, _, port = address.rpartition(":")
+    try:
+        host.encode("idna")  # as the system does when it looks the host up
+        is_host = True
+    except UnicodeError:  # such as an empty label between two dots
+        is_host = False
+    if not is_host or not (port.isascii() and port.isdigit()) or int(port) > 65535:
+        raise ConfigError(f"--http {address!r} is not an address: use [HOST]:PORT, for example 127.0.0.1:8080")
+    return host.strip("[]") or "127.0.0.1", int(port)  # an IPv6 address is given in brackets, as in a URL
+
+
 def start_http_server(address: str, metrics: ServedMetrics) -> Callable[[], None]:
     """Start the HTTP server for metrics and health checks in a background thread.
 
@@ -73,13 +90,10 @@ def start_http_server(address: str, metrics: ServedMetrics) -> Callable[[], None
     Raises:
         ConfigError: If the address is malformed, or if the server cannot listen on it.
     """
-    host, _, port = address.rpartition(":")
-    if not (port.isascii() and port.isdigit()) or int(port) > 65535:
-        raise ConfigError(f"--http {address!r} is not an address: use [HOST]:PORT, for example :9464")
-    host = host.strip("[]") or "127.0.0.1"  # an IPv6 address is given in brackets, as in a URL
+    host, port = parse_address(address)
     server_class = _IPv6Server if ":" in host else _ThreadingServer
     try:
-        server = make_server(host, int(port), _make_app(metrics), server_class, _RequestHandler)
+        server = make_server(host, port, _make_app(metrics), server_class, _RequestHandler)
     except OSError as error:
         raise ConfigError(
             f"--http {address}: the server cannot listen on this address ({error.strerror}): choose another address"

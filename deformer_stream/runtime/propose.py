@@ -11,10 +11,11 @@ Each past incident is compared with the others of its pattern and not with itsel
 on new incidents. If a confirmed fault would no longer be found with a pattern, suspects must match the pattern more
 closely. If the fault is then still not found, the pattern is left out of the candidate.
 
-A new calibration leaves out the records of confirmed faults and of known maintenance, and no others. If all unusual
-records were left out, it would give too many alerts (Label-Trim, arXiv 2502.04807). The unlabelled records with the
-largest scores are offered for review. So is a random sample of records without an alert, because labels of alerts give
-no information about faults that were missed.
+A new calibration leaves out the records of confirmed faults and of known maintenance, and no others. This follows from
+labels of incidents, labels of single records, and maintenance windows. If all unusual records were left out, it would
+give too many alerts (Label-Trim, arXiv 2502.04807). The unlabelled records with the largest scores are offered for
+review. So is a random sample of records without an alert, because labels of alerts give no information about faults
+that were missed.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from __future__ import annotations
 import hashlib
 import heapq
 import math
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
@@ -51,6 +52,7 @@ from deformer_stream.calibration.incident_segments import (
     SegmentCollector,
 )
 from deformer_stream.calibration.share_vectors import compute_cosine
+from deformer_stream.engine.id_set import BoundedIdSet
 from deformer_stream.errors import InputError
 from deformer_stream.incidents.events import AlertRow, ClosedRows, EvidenceBatch, FeedbackLabel, Incident
 from deformer_stream.incidents.overlay import Overlay
@@ -82,6 +84,9 @@ MAX_RECORDS_TO_OPEN = 100_000
 
 MAX_COLLECTED_RECORDS = 1_000_000
 """Largest number of records from which a calibration of records is made. Of more records, a random sample is used."""
+
+MAX_REMEMBERED_ROWS = 1_000_000
+"""Number of the latest records and alerts of the log whose repetitions are left out. They take up to 0.15 GB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,6 +249,8 @@ class ProposalOptions:
         alpha: False-alarm rate of alerts of single records, if their calibration is replaced.
         num_review: Number of records of each kind that are offered for review.
         seed: Seed of the choice of records.
+        has_segments: Whether the calibration in use has segments. A new calibration of records gives other p-values, so
+            it needs new segments, even if the rule in use is the e-detector.
     """
 
     changes: tuple[Change, ...] = ("patterns",)
@@ -252,6 +259,7 @@ class ProposalOptions:
     alpha: float = 0.01
     num_review: int = 20
     seed: int = 0
+    has_segments: bool = False
 
 
 def propose(
@@ -264,6 +272,9 @@ def propose(
     tail: ScoreTail | None = None,
 ) -> Proposal:
     """Make a candidate from labels and a log of evidence, and compare its incidents with those of today.
+
+    Records and alerts that occur twice count once: a topic that was written at least once repeats some of them, and
+    exports to files can overlap.
 
     Args:
         read_log: Reads the log.
@@ -280,6 +291,7 @@ def propose(
     Raises:
         InputError: The log has no record of the model.
     """
+    read_log = _leave_out_repetitions(read_log)
     overlay = Overlay(labels)
     unpatterned_incidents, today_incidents, log = _survey(read_log, detection.with_patterns(()), detection, options)
     unpatterned = label_incidents(unpatterned_incidents, overlay)
@@ -300,6 +312,7 @@ def propose(
         unpatterned,
         today=today,
         overlay=overlay,
+        label_by_record=label_by_record,
         options=options,
         calibration=calibration,
         replan=replan,
@@ -364,6 +377,7 @@ def _find_candidate(
     unpatterned: Sequence[LabelledIncident],
     today: Sequence[LabelledIncident],
     overlay: Overlay,
+    label_by_record: Mapping[str, str],
     options: ProposalOptions,
     calibration: Calibration | None,
     replan: Callable[[Sequence[SegmentCalibration]], DetectionPlan] | None,
@@ -377,6 +391,7 @@ def _find_candidate(
         unpatterned: The incidents without patterns, with their labels and largest scores.
         today: The incidents of today.
         overlay: The labels and maintenance windows.
+        label_by_record: The labels of single records.
         options: What the candidate replaces, and what is compared.
         calibration: The candidate's calibration of records, None if it stays.
         replan: As in `propose`.
@@ -385,7 +400,7 @@ def _find_candidate(
     margin = detection.options.gap
     spans = IncidentSpans(unpatterned, margin)
     rescorer = None if calibration is None else _Rescorer(calibration, options.alpha)
-    has_new_segments = "segments" in options.changes or (calibration is not None and detection.plan.rule == "segments")
+    has_new_segments = "segments" in options.changes or (calibration is not None and options.has_segments)
     kinds: list[PatternCandidate] = []
     patterns = list(detection.patterns)
     if "patterns" in options.changes:
@@ -396,7 +411,7 @@ def _find_candidate(
         plan, segments = detection.with_patterns(patterns), None
         if has_new_segments:
             assert replan is not None  # noqa: S101 - a programming error of the caller
-            segments = _collect_segments(read_log, plan, spans, overlay, tail, rescorer)
+            segments = _collect_segments(read_log, plan, spans, overlay, label_by_record, tail, rescorer)
             plan = replan(segments).with_patterns(patterns)
         found, num_removed, num_new = _replay(read_log, plan, spans, rescorer, options)
         incidents = label_incidents(found, overlay)
@@ -455,6 +470,35 @@ def _find_record_labels(labels: Iterable[FeedbackLabel]) -> dict[str, str]:
         if label.record is not None:
             latest[label.record] = label
     return {record: label.label for record, label in latest.items() if label.label != "cleared"}
+
+
+def _leave_out_repetitions(read_log: LogReader) -> LogReader:
+    """Return a function that reads a log without the records and alerts that it repeats.
+
+    A record is repeated if the same model has closed it at the same time before. Of alerts, the ids must be equal, too.
+    """
+
+    def read() -> Iterator[EvidenceBatch]:
+        seen = BoundedIdSet(MAX_REMEMBERED_ROWS)
+
+        def is_new(*parts: object) -> bool:
+            """Add the id that consists of some parts, and return whether it was not there."""
+            id_ = "\0".join(map(str, parts))
+            if id_ in seen:
+                return False
+            seen.add(id_)
+            return True
+
+        for batch in read_log():
+            closed, model = batch.closed, batch.model
+            rows = zip(closed.record_ids, closed.times.tolist(), strict=True)
+            is_new_record = np.array([is_new(model, record, time) for record, time in rows], bool)
+            alerts = tuple([one for one in batch.alerts if is_new(model, one.record, one.time, one.id)])
+            if not is_new_record.all():
+                closed = closed.select(is_new_record)
+            yield replace(batch, closed=closed, alerts=alerts)
+
+    return read
 
 
 def _iterate_own(read_log: LogReader, detection: DetectionPlan) -> Iterator[EvidenceBatch]:
@@ -663,11 +707,31 @@ def _collect_scores(
                 id_ = owner.incident.id
                 score_by_incident[id_] = max(score, score_by_incident.get(id_, -math.inf))
             chooser.add(ReviewRecord(record, device, time, score, p_value, id_), is_alerted, owner)
-            is_fault = label_by_record.get(record) == "true"
-            is_normal = not is_fault and (owner is None or owner.label not in ("true", "maintenance"))
-            if collects and is_normal and not overlay.is_under_maintenance(device, time):
+            if collects and not _is_excluded(record, device, time, owner, label_by_record, overlay):
                 kept.add(record, score, record_score)
     return score_by_incident, chooser.make_review(), kept
+
+
+def _is_excluded(
+    record: str,
+    device: str,
+    time: int,
+    owner: LabelledIncident | None,
+    label_by_record: Mapping[str, str],
+    overlay: Overlay,
+) -> bool:
+    """Return whether a record enters no new calibration, because it is a confirmed fault or known maintenance.
+
+    Args:
+        record: Id of the record.
+        device: Its device.
+        time: Its time.
+        owner: The incident to which it belongs, None without one.
+        label_by_record: The labels of single records.
+        overlay: The maintenance windows.
+    """
+    labels = (label_by_record.get(record), None if owner is None else owner.label)
+    return "true" in labels or "maintenance" in labels or overlay.is_under_maintenance(device, time)
 
 
 def _hash_record(record: str, seed: int) -> float:
@@ -746,12 +810,13 @@ def _collect_segments(
     plan: DetectionPlan,
     spans: IncidentSpans,
     overlay: Overlay,
+    label_by_record: Mapping[str, str],
     tail: ScoreTail | None,
     rescorer: _Rescorer | None,
 ) -> tuple[SegmentCalibration, ...]:
     """Return calibrations by the segments of the log without confirmed faults and maintenance.
 
-    A segment that a confirmed fault or a maintenance window touches is left out as a whole. The patterns apply to the
+    A segment with a record of a confirmed fault or of maintenance is left out as a whole. The patterns apply to the
     segments as they will apply to new ones; otherwise the false alarms in the log would raise the threshold for all.
 
     Args:
@@ -759,6 +824,7 @@ def _collect_segments(
         plan: The rule, whose kind of detector is used, and the candidate's patterns.
         spans: The incidents without patterns, with their labels.
         overlay: The maintenance windows.
+        label_by_record: The labels of single records.
         tail: The tail by which p-values are extended, None if they are not.
         rescorer: Computes the p-values anew, None if they stay.
     """
@@ -768,9 +834,7 @@ def _collect_segments(
     for batch in _iterate_own(read_log, plan):
         for record, time in zip(batch.closed.record_ids, batch.closed.times.tolist(), strict=True):
             device = get_device(record)
-            owner = spans.find(device, time)
-            is_faulty = owner is not None and owner.label in ("true", "maintenance")
-            if is_faulty or overlay.is_under_maintenance(device, time):
+            if _is_excluded(record, device, time, spans.find(device, time), label_by_record, overlay):
                 excluded.update((device, length, time // length) for length in lengths)
     opens_early = plan.plan.opens_early
     collectors = [SegmentCollector(length, tail, plan.plan.kind, opens_early) for length in lengths]

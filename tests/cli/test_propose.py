@@ -22,6 +22,8 @@ from deformer_stream.errors import ArtifactError, ConfigError, InputError
 from deformer_stream.incident_store import (
     INCIDENTS_FILE,
     IncidentCalibration,
+    LogEntry,
+    Replaced,
     read_incident_calibration,
     write_incident_calibration,
 )
@@ -173,6 +175,20 @@ def test_a_candidate_is_shown_approved_and_rolled_back(run: Run, site: Path, mod
         run("--roll-back")
 
 
+def test_each_roll_back_names_the_approval_that_it_takes_back(run: Run, model: Path) -> None:
+    calibration = read_incident_calibration(model)
+    assert calibration is not None
+    replaced = Replaced(calibration.model, calibration.segments, (), None, "0" * 64)
+    approvals = tuple(LogEntry(time, "Ada", "approve", summary) for time, summary in enumerate("ABC"))
+    write_incident_calibration(model, replace(calibration, history=(replaced,) * 3, log=approvals))
+    run("--roll-back")
+    run("--roll-back")
+    run("--roll-back")
+    calibration = read_incident_calibration(model)
+    assert calibration is not None
+    assert [entry.summary[-2:] for entry in calibration.log] == ["A", "B", "C", " C", " B", " A"]
+
+
 def test_a_candidate_of_another_calibration_is_refused(run: Run, site: Path, model: Path, tmp_path: Path) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
     make_candidate(run, site, first)
@@ -211,6 +227,22 @@ def test_a_calibration_of_records_replaces_the_manifest_and_is_rolled_back(
     restored_incidents = read_incident_calibration(model)
     assert restored_incidents is not None
     assert restored_incidents.model == before.fingerprint
+
+
+def test_a_calibration_of_records_replaces_segments_that_the_rule_in_use_ignores(
+    run: Run, site: Path, model: Path, tmp_path: Path
+) -> None:
+    """Segments hold statistics of p-values, so those of the calibration before do not belong to the new one."""
+    before = read_incident_calibration(model)
+    assert before is not None
+    out = tmp_path / "candidate"
+    options = ["--change", "records", "--incident-rule", "e-detector"]
+    run("--log", site / "one.jsonl", "--feedback", site / "labels.jsonl", "--out", out, *options)
+    after = read_incident_calibration(out / "model")
+    assert after is not None
+    assert after.model != before.model
+    assert [segments.length for segments in after.segments] == [segments.length for segments in before.segments]
+    assert all(new.end != old.end for new, old in zip(after.segments, before.segments, strict=True))
 
 
 def test_a_roll_back_after_another_training_is_refused(run: Run, site: Path, model: Path, tmp_path: Path) -> None:

@@ -253,6 +253,26 @@ def test_a_connection_is_accepted_while_too_much_is_not_acknowledged(monkeypatch
     opened.close()
 
 
+def test_messages_with_small_payloads_take_limited_memory(
+    mosquitto: Mosquitto, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reading of two bytes takes hundreds of bytes of memory."""
+    monkeypatch.setattr(source, "MAX_PENDING_BYTES", 2_000)
+    opened = MqttSource(make_options(mosquitto.port))
+    publish(mosquitto.port, [("plant/a", str(i)) for i in range(10, 40)])
+    received: list[BridgeMessage] = []
+    for _ in range(20):
+        received += opened.poll(0.05)
+    assert 5 <= len(received) <= 8
+    opened.acknowledge(received)
+    while len(received) < 30:
+        messages = receive(opened, 1)
+        opened.acknowledge(messages)
+        received += messages
+    assert [message.payload for message in received] == [b"%d" % i for i in range(10, 40)]
+    opened.close()
+
+
 class LimitedBroker:
     """A broker that only receives messages, and acknowledges them when no further ones arrive.
 

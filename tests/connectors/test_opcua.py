@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from asyncua import Client, Server, ua
+from asyncua import Client, Node, Server, ua
+from asyncua.client.ua_session import UaSession
 from asyncua.common.utils import ServiceError
 from asyncua.crypto.permission_rules import User, UserRole
 from asyncua.server.monitored_item_service import MonitoredItemService
@@ -121,14 +122,16 @@ class SimulatedServer:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
-        self.pump = str(self.call(self._start()))
+        self.call(self._start())
+        self.call(self.add_pump())
+        self.pump = str(self._pump.nodeid.to_string())
 
     def call(self, coroutine: Any) -> Any:
         """Run a coroutine in the loop of the server, and return its result."""
         future: Future[Any] = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         return future.result(PATIENCE_SECONDS)
 
-    async def _start(self) -> str:
+    async def _start(self) -> None:
         self._server = Server(user_manager=Operators(self._password) if self._identity else None)
         await self._server.init()
         self._server.set_endpoint(self.url)
@@ -140,15 +143,29 @@ class SimulatedServer:
             await self._server.load_certificate(self._identity.certificate)
             await self._server.load_private_key(self._identity.key)
             self._server.set_certificate_validator(self._check_client)
-        index = await self._server.register_namespace("plant")
-        pump = await self._server.nodes.objects.add_object(index, "Pump7")
-        self.variables = {
-            "Flow": await pump.add_variable(index, "Flow", 1.5),
-            "State": await pump.add_variable(index, "State", "idle"),
-            "Counts": await pump.add_variable(index, "Counts", [1, 2]),
-        }
+        self._index = await self._server.register_namespace("plant")
         await self._server.start()
-        return str(pump.nodeid.to_string())
+
+    async def add_pump(self) -> None:
+        """Add the object with its variables."""
+        index = self._index
+        self._pump = await self._server.nodes.objects.add_object(ua.NodeId("pump", index), f"{index}:Pump7")
+        self.variables = {
+            "Flow": await self._pump.add_variable(index, "Flow", 1.5),
+            "State": await self._pump.add_variable(index, "State", "idle"),
+            "Counts": await self._pump.add_variable(index, "Counts", [1, 2]),
+        }
+
+    def restart_without_pump(self) -> None:
+        """End the server, and start it without the object."""
+        self.call(self._server.stop())
+        self.call(self._start())
+
+    async def add_tanks(self, count: int) -> None:
+        """Add a number of further objects, each with one variable."""
+        for number in range(count):
+            tank = await self._server.nodes.objects.add_object(self._index, f"Tank{number}")
+            await tank.add_variable(self._index, "Level", 1.0)
 
     async def _check_client(self, certificate: x509.Certificate, _description: Any) -> None:
         """Refuse other clients than the one that is known."""
@@ -218,6 +235,109 @@ def test_an_unexpected_error_of_the_library_ends_the_connection_and_not_the_sour
     monkeypatch.setattr(Client, "check_connection", fail)
     receive(source, 3)  # the first values of the second subscription
     assert source.num_connections == 2
+    source.close()
+
+
+def test_nodes_that_are_missing_after_a_restart_are_waited_for(
+    server: SimulatedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A controller starts before its program is loaded."""
+    source = OpcuaSource(OpcuaOptions(server.url, (server.pump,), sampling_interval=0.05, patience=PATIENCE_SECONDS))
+    receive(source, 3)
+    missed = threading.Event()
+    find = OpcuaSource._find_variables
+
+    async def watch(*arguments: Any) -> Any:
+        try:
+            return await find(*arguments)
+        except ConfigError:
+            missed.set()
+            raise
+
+    monkeypatch.setattr(OpcuaSource, "_find_variables", watch)
+    server.restart_without_pump()
+    assert missed.wait(PATIENCE_SECONDS)
+    server.call(server.add_pump())
+    assert {topic for topic, _, _ in receive(source, 3)} == {"Pump7/Flow", "Pump7/State", "Pump7/Counts"}
+    assert source.num_connections == 2
+    source.close()
+
+
+def lose_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the next check of a connection report that it is lost."""
+    check = Client.check_connection
+
+    async def fail(_: Client) -> None:
+        monkeypatch.setattr(Client, "check_connection", check)
+        raise ConnectionError("lost")
+
+    monkeypatch.setattr(Client, "check_connection", fail)
+
+
+def test_nodes_that_stay_missing_end_the_source(server: SimulatedServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = OpcuaSource(OpcuaOptions(server.url, (server.pump,), sampling_interval=0.05, patience=0.5))
+    receive(source, 3)
+
+    async def miss(_: Node) -> None:
+        raise ua.uaerrors.BadNodeIdUnknown
+
+    monkeypatch.setattr(Node, "read_browse_name", miss)
+    lose_connection(monkeypatch)
+    with pytest.raises(ConfigError, match="--nodes"):
+        receive(source, 1)
+    source.close()
+
+
+@pytest.mark.parametrize(
+    ("status", "is_final"), [(ua.uaerrors.BadTooManySessions, False), (ua.uaerrors.BadUserAccessDenied, True)]
+)
+def test_a_session_that_is_refused_at_a_reconnection(
+    server: SimulatedServer, monkeypatch: pytest.MonkeyPatch, status: type[ua.UaError], is_final: bool
+) -> None:
+    """The server may still count the session before, but a login that is refused does not become right later."""
+    source = OpcuaSource(OpcuaOptions(server.url, sampling_interval=0.05, patience=PATIENCE_SECONDS))
+    receive(source, 3)
+    create = Client.create_session
+
+    async def refuse(_: Client) -> None:
+        monkeypatch.setattr(Client, "create_session", create)
+        raise status
+
+    monkeypatch.setattr(Client, "create_session", refuse)
+    lose_connection(monkeypatch)
+    if is_final:
+        with pytest.raises(ConfigError, match="refuses the connection"):
+            receive(source, 3)
+    else:
+        receive(source, 3)
+        assert source.num_connections == 2
+    source.close()
+
+
+def test_a_server_with_many_variables_has_time_to_list_them(
+    server: SimulatedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each object takes one request, and the time to connect bounds only single requests."""
+    num_objects, seconds = 10, 0.4
+    server.call(server.add_tanks(num_objects))
+    monkeypatch.setattr(source_module, "CONNECT_SECONDS", num_objects * seconds / 4)
+    browse, read = UaSession.browse, UaSession.read
+    num_reads = 0
+
+    async def browse_slowly(*arguments: Any) -> Any:
+        await asyncio.sleep(seconds)
+        return await browse(*arguments)
+
+    async def count_read(*arguments: Any, **options: Any) -> Any:
+        nonlocal num_reads
+        num_reads += 1
+        return await read(*arguments, **options)
+
+    monkeypatch.setattr(UaSession, "browse", browse_slowly)
+    monkeypatch.setattr(UaSession, "read", count_read)
+    source = OpcuaSource(OpcuaOptions(server.url, sampling_interval=0.05))
+    assert len(receive(source, 3 + num_objects)) == 3 + num_objects
+    assert num_reads < num_objects
     source.close()
 
 

@@ -282,6 +282,16 @@ def test_output_folder_that_cannot_be_written_is_reported(tmp_path: Path, monkey
         demo.run_demo(tmp_path / "file" / "demo", seed=0)
 
 
+@pytest.mark.parametrize("name", ["normal.parquet", "pumps.parquet"])
+def test_files_that_cannot_be_written_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr(demo, "NUM_TRAINING_RECORDS", 50)
+    monkeypatch.setattr(demo, "run_trainer", lambda *_: 0)
+    monkeypatch.setattr(demo.model_store, "read", lambda _: None)
+    (tmp_path / name).mkdir()
+    with pytest.raises(ConfigError, match="cannot be written"):
+        demo.run_demo(tmp_path, seed=0)
+
+
 def test_options_come_from_flags_environment_and_file(
     cli: Callable[..., SimpleNamespace], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

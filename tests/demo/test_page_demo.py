@@ -25,6 +25,7 @@ from deformer_stream.demo.operation import (
     iterate_operation,
 )
 from deformer_stream.demo.simulate import FEATURES, MAX_DELAY, MEANING_BY_FAULT
+from deformer_stream.errors import ConfigError
 from deformer_stream.page.store import IncidentStore
 from trainer.job import train
 from trainer.settings import TrainConfig
@@ -96,6 +97,13 @@ def test_the_progress_of_a_task_is_shown_and_ends() -> None:
     end()
     progress.set("Live")
     assert progress.get_notice() == page_demo.Notice("Live")
+
+
+def test_a_table_that_cannot_be_written_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page_demo, "NUM_TRAINING_RECORDS", 50)
+    (tmp_path / "normal.parquet").mkdir()
+    with pytest.raises(ConfigError, match="cannot be written"):
+        page_demo.run_page_demo(tmp_path, 0, 20.0, threading.Event, open_browser=False, port=0)
 
 
 @pytest.mark.slow

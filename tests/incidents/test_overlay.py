@@ -142,6 +142,20 @@ def test_cleared_takes_back_the_own_label_of_a_member_first_and_then_that_of_the
     assert [*seen, overlay.present(member).label] == ["false-alarm", None, "maintenance"]
 
 
+def test_the_label_of_a_fleet_incident_that_was_taken_back_for_a_member_stays_so() -> None:
+    """A label of the member itself, and that it is taken back, does not bring the label of the fleet incident back."""
+    member = MEMBERS[0]
+    overlay = Overlay([make_label("false-alarm", 1, incident=FLEET.id)])
+    seen = []
+    for time, label in enumerate(("cleared", "true", "cleared"), 2):
+        overlay.add(make_label(label, time, incident=member.id))  # type: ignore[arg-type]
+        seen.append((overlay.present(member).label, overlay.present(member).silenced))
+    assert seen == [(None, None), ("true", None), (None, None)]
+    later = make_label("maintenance", 9, incident=FLEET.id)
+    overlay.add(later)
+    assert overlay.present(member) == Presentation("maintenance", None, "maintenance", later.id)
+
+
 def test_windows_of_all_devices_silence_the_fleet_incident() -> None:
     windows = [replace(make_window(-1, 1), device=device, id=device * 32) for device in "abc"]
     assert Overlay(windows).present(FLEET).silenced == "maintenance"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -14,7 +14,7 @@ from deformer_stream.calibration.false_alarm_patterns import FalseAlarmPattern
 from deformer_stream.calibration.incident_segments import SegmentCalibration
 from deformer_stream.codec.feedback_messages import make_label
 from deformer_stream.errors import InputError
-from deformer_stream.incidents.events import FeedbackLabel, Incident
+from deformer_stream.incidents.events import EvidenceBatch, FeedbackLabel, Incident
 from deformer_stream.incidents.overlay import Overlay
 from deformer_stream.runtime.incident_difference import IncidentSpans, compare_incidents, label_incidents, predict_count
 from deformer_stream.runtime.incident_plan import DetectionPlan
@@ -135,6 +135,34 @@ def test_the_result_depends_only_on_the_log_and_the_labels(
     assert [find.to_json() for find in first.plan.patterns] == [find.to_json() for find in second.plan.patterns]
 
 
+def test_records_that_occur_twice_count_once(
+    detection: DetectionPlan, fleet: Fleet, labels: list[FeedbackLabel]
+) -> None:
+    """Two files with evidence overlap, and a process that ended early has written each of some batches twice."""
+    given: list[Sequence[str]] = []
+
+    def recalibrate(
+        ids: Sequence[str], scores: NDArray[np.float64], record_scores: NDArray[np.float64] | None
+    ) -> Calibration:
+        given.append(ids)
+        return Calibration.from_statistics(scores[:: len(scores) // NUM_CALIBRATION], "arrival")
+
+    def read_repeated() -> Iterator[EvidenceBatch]:
+        yield from fleet.batches[: 144 * 30]
+        yield from fleet.batches[144 * 20 : 144 * 35]
+        for batch in fleet.batches[144 * 35 :]:
+            yield batch
+            yield batch
+
+    options = ProposalOptions(changes=("patterns", "records"), has_segments=True)
+    once = propose(fleet.read, detection, labels, options, recalibrate, make_detection)
+    twice = propose(read_repeated, detection, labels, options, recalibrate, make_detection)
+    assert given[0] == given[1]
+    assert twice.log == once.log
+    assert twice.segments == once.segments
+    assert twice.difference == once.difference
+
+
 def test_without_labels_nothing_changes(detection: DetectionPlan, fleet: Fleet) -> None:
     proposal = propose(fleet.read, detection, [], ProposalOptions())
     assert not proposal.difference.removed
@@ -234,7 +262,7 @@ def test_a_calibration_of_records_leaves_out_only_what_was_confirmed(
         assert len(set(ids)) == len(ids) == len(scores)
         return Calibration.from_statistics(scores[:: len(scores) // NUM_CALIBRATION], "arrival")
 
-    options = ProposalOptions(changes=("patterns", "records"))
+    options = ProposalOptions(changes=("patterns", "records"), has_segments=True)
     proposal = propose(fleet.read, detection, labels, options, recalibrate, make_detection)
     num_records = NUM_DEVICES * NUM_DAYS * 144
     assert proposal.calibration is not None
@@ -244,6 +272,37 @@ def test_a_calibration_of_records_leaves_out_only_what_was_confirmed(
     again = propose(fleet.read, detection, labels, options, recalibrate, make_detection)
     assert again.calibration is not None
     np.testing.assert_array_equal(again.calibration.scores, proposal.calibration.scores)
+
+
+def test_labels_of_single_records_count_in_new_calibrations(
+    detection: DetectionPlan, fleet: Fleet, labels: list[FeedbackLabel]
+) -> None:
+    """Faults and maintenance are left out, with the segments in which they are; a confirmed normal record stays."""
+    given: set[str] = set()
+
+    def recalibrate(
+        ids: Sequence[str], scores: NDArray[np.float64], record_scores: NDArray[np.float64] | None
+    ) -> Calibration:
+        given.update(ids)
+        return Calibration.from_statistics(scores[:: len(scores) // NUM_CALIBRATION], "arrival")
+
+    options = ProposalOptions(changes=("records", "segments"))
+    plain = propose(fleet.read, detection, labels, options, recalibrate, make_detection)
+    fault, maintenance, normal = (fleet.batches[144 * day + 70].closed.record_ids[day] for day in range(3))
+    assert {fault, maintenance, normal} <= given
+    given.clear()
+    more = [
+        make_label("true", 1, record=fault),
+        make_label("maintenance", 1, record=maintenance),
+        make_label("false-alarm", 1, record=normal),
+    ]
+    proposal = propose(fleet.read, detection, [*labels, *more], options, recalibrate, make_detection)
+    assert {fault, maintenance, normal} & given == {normal}
+    assert plain.segments is not None
+    assert proposal.segments is not None
+    assert [segments.num_segments for segments in proposal.segments] == [
+        segments.num_segments - 2 for segments in plain.segments
+    ]
 
 
 def test_records_for_review(detection: DetectionPlan, fleet: Fleet, labels: list[FeedbackLabel]) -> None:

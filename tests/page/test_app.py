@@ -141,6 +141,27 @@ def test_a_label_counts_although_the_clock_of_an_earlier_one_was_ahead() -> None
     assert 'id="undo"' not in site.get(f"/incidents/{incident.id}").text
 
 
+def test_a_label_of_a_member_counts_although_the_clock_of_its_fleet_incident_was_ahead() -> None:
+    member = make_incident(1)
+    fleet = make_fleet_incident(9, [member])
+    member = replace(member, parent=fleet.id)
+    site = make_site([member, fleet])
+    site.page.store.add_labels([make_label("false-alarm", NOW + 120_000_000, incident=fleet.id)])
+    site.label(member, "cleared")
+    assert 'id="undo"' not in site.get(f"/incidents/{member.id}").text
+    site.label(fleet, "maintenance")
+    assert 'id="undo"' in site.get(f"/incidents/{member.id}").text
+
+
+def test_a_label_of_a_record_counts_after_one_was_taken_back_whose_clock_was_ahead() -> None:
+    site = make_site()
+    site.page.store.add_labels([make_label("true", NOW + 120_000_000, record="pump-1@1")])
+    for label in ("cleared", "false-alarm"):
+        form = {"token": find_token(site.get("/records").text), "record": "pump-1@1", "label": label}
+        assert site.post("/records", form).status_code == 303
+    assert [one.label for one in site.page.store.list_record_labels()] == ["false-alarm"]
+
+
 def test_names_of_faults_are_offered_again() -> None:
     incident, other = make_incident(1), make_incident(2)
     site = make_site([incident, other])
@@ -560,6 +581,28 @@ def send_window(site: Site, **fields: str) -> Any:
 
 
 WINDOW = {"device": "pump-00", "from": "2026-07-11T06:00", "to": "2026-07-11T08:00", "note": "new seal"}
+
+
+def test_the_times_of_a_window_that_were_taken_back_are_shown() -> None:
+    site = make_site([make_incident(0, device="pump-00")], zone=UTC)
+    hour = 3_600_000_000
+    times = {"device": "pump-00", "start": NOW - hour, "end": NOW + 9 * hour}
+    window = make_label("maintenance", NOW - hour, **times)
+    site.page.store.add_labels([window, make_label("cleared", NOW, **(times | {"end": NOW + hour}))])
+    assert "deformer_page_maintenance_windows 0.0" in site.get("/metrics").text
+    now_and_later = site.get("/maintenance").text.partition("Past windows")[0]
+    assert f'id="window-{window.id}"' in now_and_later
+    assert "Taken back from" in now_and_later
+
+
+def test_a_window_counts_although_one_was_taken_back_by_a_clock_that_was_ahead() -> None:
+    site = make_site([make_incident(0, device="pump-00")], zone=UTC)
+    assert send_window(site, **WINDOW).status_code == 303
+    (label,) = site.feedback_log.poll(0)
+    times = {"device": label.device, "start": label.start, "end": label.end}
+    site.page.store.add_labels([make_label("cleared", NOW + 120_000_000, **times)])
+    assert send_window(site, **WINDOW).status_code == 303
+    assert sorted(not one.is_taken_back for one in site.page.store.list_windows()) == [False, True]
 
 
 def test_a_maintenance_window_silences_and_is_counted_and_can_be_taken_back() -> None:

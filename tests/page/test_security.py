@@ -21,7 +21,6 @@ from deformer_stream.page.security import (
     hash_password,
     is_same_origin,
     list_allowed_hosts,
-    parse_address,
     read_credentials,
     split_host,
     verify_password,
@@ -30,7 +29,7 @@ from tests.incidents.examples import make_incident
 from tests.page.pages import BASE_URL, SAME_ORIGIN, Site, find_token, make_site
 
 TOKEN = "a-token-of-a-plant-7"
-ALL_INTERFACES = "0.0.0.0"  # noqa: S104 - parsed, not bound
+ALL_INTERFACES = "0.0.0.0"  # noqa: S104 - not bound
 FORM = {"Content-Type": "application/x-www-form-urlencoded"}
 
 
@@ -46,18 +45,6 @@ def make_site_with_login(**options: Any) -> tuple[Site, Any]:
 
 
 # Addresses and files
-
-
-@pytest.mark.parametrize("address", ["8080x", "", "host:", "127.0.0.1:70000", "127.0.0.1:-1", "127.0.0.1:８"])
-def test_what_is_no_address_is_refused(address: str) -> None:
-    with pytest.raises(ConfigError, match="--http"):
-        parse_address(address)
-
-
-def test_addresses() -> None:
-    assert parse_address(":8080") == ("127.0.0.1", 8080)
-    assert parse_address("[::1]:8080") == ("::1", 8080)
-    assert parse_address(f"{ALL_INTERFACES}:80") == (ALL_INTERFACES, 80)
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.8.8.8", "localhost", "::1"])

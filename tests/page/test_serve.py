@@ -41,6 +41,8 @@ def test_an_address_that_others_can_reach_is_refused_without_a_login(cli: RunCom
     [
         (("--http", "8080x"), ("--http", "8080x")),
         (("--external-url", "plant.example"), ("--external-url", "https://plant.example")),
+        (("--external-url", "https://[bad"), ("--external-url", "https://plant.example")),
+        (("--http", "a..b:8080"), ("--http", "a..b:8080")),
         (("--token-file", "/missing"), ("--token-file", "/missing")),
         (("--timezone", "Mars/Base"), ("--timezone", "Europe/Berlin")),
     ],

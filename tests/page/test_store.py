@@ -252,9 +252,33 @@ def test_windows_are_listed_without_looking_at_incidents_of_other_devices(monkey
     assert num_presented == 0, "metrics need no incidents"
     shown = store.list_windows()
     assert len(shown) == 100
-    assert sum(one.taken_back_by is not None for one in shown) == 2
+    assert sum(one.is_taken_back for one in shown) == 2
     assert num_presented == 100 * 10, "each window looks at the ten incidents of its device"
     assert sum(one.num_silenced for one in shown) == 490
+
+
+def test_parts_of_a_window_that_were_taken_back_are_not_in_force() -> None:
+    hour = 3_600_000_000
+    times = [(0, 10), (2, 3), (4, 6), (5, 7), (9, 12)]
+    labels = [
+        make_label(
+            "cleared" if number else "maintenance", number, device="p", start=NOW + start * hour, end=NOW + end * hour
+        )
+        for number, (start, end) in enumerate(times)
+    ]
+    store = make_store([])
+    store.add_labels(labels[:1])
+    (window,) = store.list_windows()
+    assert (window.taken_back, window.is_taken_back) == ((), False)
+    store.add_labels(labels[1:])
+    (window,) = store.list_windows()
+    spans = [((start - NOW) // hour, (end - NOW) // hour) for start, end in window.taken_back]
+    assert spans == [(2, 3), (4, 7), (9, 10)]
+    in_force = [store.count_active_windows(NOW + time * hour) for time in range(11)]
+    assert in_force == [1, 1, 0, 1, 0, 0, 0, 1, 1, 0, 0]
+    assert [window.is_over(NOW + time * hour) for time in (8, 9)] == [False, True]
+    store.add_labels([make_label("cleared", 9, device="p", start=NOW, end=NOW + 9 * hour)])
+    assert store.list_windows()[0].is_taken_back
 
 
 def test_a_fleet_incident_has_the_present_numbers_of_its_members() -> None:

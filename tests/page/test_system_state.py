@@ -167,7 +167,9 @@ def test_processes_are_shown_with_drift_and_receivers(metrics_server: Any) -> No
     assert "not reachable, 12 waiting" in page
 
 
-@pytest.mark.parametrize("body", [b"\xff\xfe{", b"<html>not metrics</html>", b"a{b=\n", b"deformer_events_total x"])
+@pytest.mark.parametrize(
+    "body", [b"\xff\xfe{", b"<html>not metrics</html>", b"a{b=\n", b"deformer_events_total x", b'{, =L" _\n']
+)
 def test_what_is_no_metrics_is_an_error_of_the_process(metrics_server: Any, body: bytes) -> None:
     metrics_server.body = body
     state = read_process(metrics_server.url)

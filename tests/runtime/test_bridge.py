@@ -12,6 +12,7 @@ import pytest
 from deformer_stream.codec.bridge_messages import BridgeMessage, TopicPattern, Translation, ValueTranslator
 from deformer_stream.codec.validation import FieldNames
 from deformer_stream.errors import Unavailable
+from deformer_stream.runtime import bridge
 from deformer_stream.runtime.bridge import BridgePipeline
 from deformer_stream.runtime.bridge_metrics import BridgeMetrics, SourceMetrics
 
@@ -53,11 +54,13 @@ class SlowSink:
 
     Attributes:
         written: The values that were written, in order.
+        max_written: Largest number of values of one write.
     """
 
     def __init__(self, source: ListedMessages, fails_at: int = 100) -> None:
         self._source, self._fails_at = source, fails_at
         self.written: list[int] = []
+        self.max_written = 0
         self.may_retry = True
 
     def write(self, translation: Translation) -> None:
@@ -67,6 +70,7 @@ class SlowSink:
         if self._fails_at in values:
             raise Unavailable("Kafka is away")
         self.written += values
+        self.max_written = max(self.max_written, len(values))
 
     def stop_retries(self) -> None:
         self.may_retry = False
@@ -95,6 +99,15 @@ def test_messages_are_acknowledged_in_order_after_they_were_written() -> None:
     assert source.acknowledged == payloads
     assert sink.written == list(range(10))
     assert not sink.may_retry
+
+
+def test_a_write_takes_a_limited_number_of_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bridge, "MAX_WRITE_MESSAGES", 2)
+    payloads = [b"%d" % i for i in range(10)]
+    _, source, sink = run_pipeline(payloads)
+    assert source.acknowledged == payloads
+    assert sink.written == list(range(10))
+    assert sink.max_written == 2
 
 
 def test_refused_messages_are_acknowledged_too() -> None:

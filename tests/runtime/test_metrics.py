@@ -318,10 +318,18 @@ def test_port_is_free_after_stop(port: int) -> None:
             assert request(port, "/healthz")[0] == 200
 
 
-@pytest.mark.parametrize("address", ["", ":", "here", ":http", ":99999", ":-1", ":1.5", "9464x", ":٣"])
+@pytest.mark.parametrize(
+    "address", ["", ":", "here", "host:", "a..b:80", ":http", ":99999", ":-1", ":1.5", "9464x", ":٣"]
+)
 def test_malformed_addresses_raise_config_error(address: str) -> None:
     with pytest.raises(ConfigError, match="--http"):
         http_server.start_http_server(address, metrics.Metrics())
+
+
+def test_addresses_with_and_without_a_host() -> None:
+    assert http_server.parse_address(":8080") == ("127.0.0.1", 8080)
+    assert http_server.parse_address("[::1]:8080") == ("::1", 8080)
+    assert http_server.parse_address("plant.example:80") == ("plant.example", 80)
 
 
 def test_used_port_raises_config_error(port: int) -> None:
