@@ -17,7 +17,7 @@ WHOLE_STREAM_NAME = "the whole stream"
 
 
 def summarize_incident(incident: Incident) -> str:
-    """Return an incident as one line, such as "pump-7: flow 31.9 to 33.2 m³/h, expected 119 to 127".
+    """Return an incident as one line, such as "pump-7: flow 31.9 m³/h, expected 119 to 127".
 
     The line names at most three suspects, without those whose share is 0%. Characters that could change what a terminal
     shows are escaped.

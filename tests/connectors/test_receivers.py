@@ -269,7 +269,7 @@ def test_alert_of_alertmanager() -> None:
     assert alert["startsAt"] == "2020-03-09T12:25:33Z"
     assert parse_rfc3339(alert["endsAt"]) == NOW + LIFETIME_SECONDS * 1e6
     assert alert["generatorURL"] == "https://plant.example/incidents/1"
-    assert alert["annotations"]["summary"].startswith("pump-7: flow 31.9 to 33.2 m³/h, expected 119 to 127")
+    assert alert["annotations"]["summary"].startswith("pump-7: flow 32.2 m³/h, expected 119 to 127")
     assert alert["annotations"]["severity"] == "2"
     resolved: Any = make_alert(make_notification(action="resolve", silenced="maintenance", name="leak"), NOW)
     assert parse_rfc3339(resolved["endsAt"]) == NOW
@@ -354,7 +354,7 @@ def test_apprise(server: ReceivingServer) -> None:
     receiver.send(make_notification(action="resolve", silenced="false-alarm"))
     receiver.close()
     messages = [orjson.loads(request.body) for request in server.requests]
-    assert messages[0]["title"].startswith("Open: pump-7: flow 31.9")
+    assert messages[0]["title"].startswith("Open: pump-7: flow 32.2")
     assert "https://plant.example/incidents/1" in messages[0]["message"]
     assert "silenced" not in messages[0]["message"].lower()
     assert messages[1]["title"].startswith("Silenced (false-alarm): pump-7")
