@@ -221,7 +221,7 @@ def _compute_offset(interval: int, timezone: tzinfo) -> int:
 def infer_type(column: pa.Array, decimal: Decimal | None) -> pa.DataType:
     """Return the type that the cells of a column of texts have: numbers, booleans, dates, times, or text.
 
-    A column of numbers or times of day may contain some bad cells. Numbers with leading zeros, such as 007, are text.
+    A column of numbers or times may contain some bad cells. Numbers with leading zeros, such as 007, are text.
 
     Args:
         column: The texts.
@@ -242,20 +242,36 @@ def infer_type(column: pa.Array, decimal: Decimal | None) -> pa.DataType:
         first_clock = texts.filter(is_clock)[0].as_py()
         if parse_time_of_day(first_clock.strip()) is not None:
             return pa.time64("us")
-    first_text = str(encode_distinct(texts[:1])[1][0])
-    if not is_time_text(first_text):
+    if not are_times(texts):
         return pa.string()
     if pa.types.is_date(convert_dates(texts).type):
         return pa.date32()
-    if not pa.types.is_timestamp(convert_times(texts, None).type):
-        return pa.string()
+    first_text = str(encode_distinct(texts[:1])[1][0])
     return pa.timestamp("us") if parse_local_time(first_text) is not None else UTC_MICROSECONDS
 
 
 def are_times(column: pa.Array) -> bool:
-    """Return whether the texts of a column are times, with or without a zone; a column without any text is none."""
+    """Return whether the texts of a column are times, with or without a zone; a column without any text is none.
+
+    The first text must be a time. Some of the others may be bad cells.
+    """
     texts = column.drop_null()
-    return bool(len(texts)) and is_time_text(str(texts[0])) and not is_text(convert_times(texts, None).type)
+    if not len(texts) or not is_time_text(str(encode_distinct(texts[:1])[1][0])):
+        return False
+    times = convert_times(texts, None)
+    return not is_text(times.type) or _compute_bad_share(texts) <= MAX_BAD_SHARE
+
+
+def _compute_bad_share(texts: pa.Array) -> float:
+    """Return the share of N texts that are no times, from 0 to 1."""
+    indices, distinct = encode_distinct(texts)
+    is_bad = np.zeros(len(distinct) + 1, bool)
+    for index, text in enumerate(distinct):
+        try:
+            _parse_time(str(text), None)
+        except RejectionError:
+            is_bad[index] = True
+    return float(is_bad[indices].mean())
 
 
 def holds_numbers(texts: pa.Array, values: NDArray[np.float64], is_bad: NDArray[np.bool_]) -> bool:

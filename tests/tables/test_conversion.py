@@ -122,6 +122,15 @@ def test_types_of_columns_of_texts(texts: list[str | None], expected: pa.DataTyp
     assert infer_type(pa.array(texts, pa.string()), None) == expected
 
 
+@pytest.mark.parametrize("form", ["{day:02}.12.2025 23:59", "2025-12-{day:02}T23:59:59Z", "2025-12-{day:02}"])
+def test_a_column_of_times_may_contain_some_bad_cells(form: str) -> None:
+    """One bad cell is one row that is rejected, and does not make the times labels."""
+    days = [form.format(day=day) for day in range(1, 30)]
+    assert pa.types.is_timestamp(infer_type(pa.array([*days[:3], "31/13/2025", *days[3:]]), None))
+    assert infer_type(pa.array([*days[:3], *["31/13/2025"] * 9, *days[3:]]), None) == pa.string()
+    assert infer_type(pa.array(["31/13/2025", *days]), None) == pa.string()
+
+
 def test_one_bad_cell_leaves_the_other_booleans_in_one_spelling() -> None:
     assert convert_booleans(pa.array(["True", "FALSE", None])).to_pylist() == [True, False, None]
     converted = convert_booleans(pa.array(["True", "FALSE", None, "true", "None"]))
