@@ -38,7 +38,7 @@ from deformer_stream.engine.events import NO_TIME
 from deformer_stream.errors import ConfigError, InputError
 from deformer_stream.model.schema import format_label
 from deformer_stream.model.windows import Window, floor_to_window
-from deformer_stream.tables.discovery import CSV, PARQUET, find_data_files
+from deformer_stream.tables.discovery import CSV, PARQUET, find_data_files, is_delta_table
 from deformer_stream.tables.table import CellForm, Table, TableOptions, join_names
 from trainer.identifiers import OrderStatistics
 from trainer.reading_time import ReadingMonitor
@@ -355,7 +355,7 @@ def open_tables(
     options = options or TableOptions()
     named = {name for name in (label_column, time_column, device_column) if name is not None}
     options = replace(options, kept_columns=options.kept_columns | named)
-    tables = _open_sources(sources, options)
+    tables = _fill_delta_columns(_open_sources(sources, options), sources)
     first = tables[0]
     for table in tables[1:]:
         _check_same_columns(first, table, exclude)
@@ -406,6 +406,26 @@ def _open_sources(sources: Sequence[TableSource], options: TableOptions) -> list
     opened = iter(Table.open_all(find_data_files(paths, PARQUET + CSV), options) if paths else [])
     tables.extend(opened)
     tables.extend(source for source in sources if isinstance(source, Table))
+    return tables
+
+
+def _fill_delta_columns(tables: list[Table], sources: Sequence[TableSource]) -> list[Table]:
+    """Return the tables with the columns that were added to their Delta Lake table after they were written.
+
+    As in the Delta Lake table, these columns have no value there.
+
+    Args:
+        tables: The opened files and tables in memory.
+        sources: Files, folders and patterns of files, and tables in memory.
+    """
+    if len({frozenset(table.schema.names) for table in tables}) == 1:
+        return tables
+    for source in sources:
+        if isinstance(source, Table) or not is_delta_table(source):
+            continue
+        files = set(find_data_files([source]))
+        fields = [field for table in tables if table.path in files for field in table.schema]
+        tables = [table.add_null_columns(fields) if table.path in files else table for table in tables]
     return tables
 
 

@@ -120,7 +120,7 @@ def _find_files_of_input(text: str | Path, endings: Collection[str]) -> Sequence
     url, entry = parse_url(text), Path(text)
     if url is not None:
         return _find_remote_files(url, endings)
-    if (entry / DELTA_LOG).is_dir() and delta.is_installed():
+    if is_delta_table(text):
         return [entry / path for path in delta.list_delta_files(str(entry))]
     if _is_iceberg_metadata(entry) or (iceberg.is_installed() and _list_metadata(entry)):
         return _list_iceberg_files(entry)
@@ -150,6 +150,17 @@ def _map_permission_errors() -> Iterator[None]:
             f"{error.filename}: the file or folder cannot be read (permission denied); make it readable for this user, "
             "or name other files"
         ) from error
+
+
+def is_delta_table(text: str | Path) -> bool:
+    """Return whether an input is the folder of a Delta Lake table whose current version is read."""
+    if not delta.is_installed():
+        return False
+    url = parse_url(text)
+    if url is None:
+        return (Path(text) / DELTA_LOG).is_dir()
+    found, folder = find_remote(url)
+    return folder is not None and any(file.path.parent == folder / DELTA_LOG for file in found)
 
 
 def _check_named_once(files: Sequence[DataFile]) -> None:

@@ -701,6 +701,16 @@ class Table:
         """
         return replace(self, schema=pa.schema([self.schema.field(name) for name in columns]))
 
+    def add_null_columns(self, fields: Iterable[pa.Field]) -> Table:
+        """Return the table with those columns that it lacks, without any value.
+
+        Args:
+            fields: Names and types of columns.
+        """
+        # They are like columns of the path, which have the same value in all rows.
+        table = self._add_partitions({field.name: (field.type, None) for field in fields})
+        return replace(table, partition_values={**self.partition_values, **table.partition_values})
+
     def read_from(self, path: Path, num_rows: int) -> Table:
         """Return a table that reads its cells from a Parquet file, and that is otherwise equal to this one.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -13,9 +14,11 @@ from pyarrow import fs
 
 from deformer_stream.errors import InputError
 from deformer_stream.tables import delta
-from deformer_stream.tables.discovery import find_data_files
+from deformer_stream.tables.discovery import find_data_files, is_delta_table
 from deformer_stream.tables.table import Table
 from tests.s3 import BUCKET, run_server, write_object
+from trainer.data import DataOptions, prepare_table
+from trainer.tables import open_tables
 
 
 def write(path: Path) -> None:
@@ -92,3 +95,33 @@ def test_a_damaged_log_is_reported_in_one_line(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="this Delta Lake table cannot be read") as caught:
         find_data_files([tmp_path / "t"])
     assert "\n" not in str(caught.value)
+
+
+def test_columns_that_were_added_later_are_missing_in_earlier_rows(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    old, new = (pa.table({"x": rng.normal(size=300), "y": rng.normal(size=300)}) for _ in range(2))
+    write_deltalake(tmp_path / "t", old)
+    new = new.append_column("z", pa.array(rng.normal(size=300)))
+    write_deltalake(tmp_path / "t", new, mode="append", schema_mode="merge")
+    (tmp_path / "work").mkdir()
+    data = prepare_table([tmp_path / "t"], DataOptions(), tmp_path / "work")
+    assert set(data.schema.names) == {"x", "y", "z"}
+    assert data.missing_by_feature == {"z": 300}
+    pq.write_table(old, tmp_path / "other.parquet")
+    with pytest.raises(InputError, match=r"other\.parquet: column 'z' is missing"):  # no part of the Delta Lake table
+        prepare_table([tmp_path / "t", tmp_path / "other.parquet"], DataOptions(), tmp_path / "work")
+
+
+def test_columns_that_were_added_later_are_found_in_an_object_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_deltalake(tmp_path / "t", pa.table({"x": [1.0]}))
+    write_deltalake(tmp_path / "t", pa.table({"x": [2.0], "z": [3.0]}), mode="append", schema_mode="merge")
+    assert is_delta_table(tmp_path / "t")
+    assert not is_delta_table(tmp_path)
+    with run_server(monkeypatch) as (store, _):
+        upload(store, tmp_path / "t")
+        tables = Table.open_all(find_data_files([f"s3://{BUCKET}/t"]))
+        assert [len(table.schema) for table in sorted(tables, key=lambda table: len(table.schema))] == [1, 2]
+        filled = open_tables([Path(f"s3://{BUCKET}/t")], None, None, None).tables
+        assert [len(table.schema) for table in filled] == [2, 2]
