@@ -91,6 +91,9 @@ VALIDATION_SHARE = 0.1
 EMPTY_RECORDS = "records without a usable reading"
 """The reason for leaving a record of `Split.EMPTY` out."""
 
+MIN_VALIDATION = 4
+"""Smallest number of validation records, so that even a small table has some."""
+
 MIN_RECORDS = 20
 """Smallest number of normal records that a training table must have."""
 
@@ -173,7 +176,8 @@ class TrainingTable:
         split: (N,) uint8, the value of `Split` of each record.
         layout: "wide" if a row of the input is a record, "long" if it is a reading.
         time_column: Name of the input's column with the time. None if there is none.
-        missing_by_feature: By feature name, the number of missing readings over all records.
+        missing_by_feature: By feature name, the number of missing readings over all records. If rows are readings, or
+            records are windows, records of `Split.EMPTY` are left out.
         infinite_by_feature: By feature name, the number of infinite readings, which are treated as missing.
         skipped_by_reason: By reason as text, the number of input records or readings that were left out.
         fingerprint: Hexadecimal digest of schema, values, order or times of the readings, and split.
@@ -394,13 +398,19 @@ def mark_empty_records(
         return split
     skipped_by_reason[EMPTY_RECORDS] = num_empty
     num_left = len(split) - num_empty
-    if num_left < MIN_RECORDS:
+    split = np.where(has_readings, split, np.uint8(Split.EMPTY)).astype(np.uint8)
+    # By chance, too few validation records can be left. Training records may take their place, calibration records not.
+    train = np.flatnonzero(split == Split.TRAIN)
+    num_moved = min(len(train), max(0, MIN_VALIDATION - int((split == Split.VALIDATION).sum())))
+    split[train[np.linspace(0, len(train) - 1, num_moved).astype(np.int64)]] = Split.VALIDATION
+    is_train_short = len(train) - num_moved < MIN_RECORDS // 2
+    if num_left < MIN_RECORDS or is_train_short or not (split == Split.CALIBRATION).any():
         raise TooFewRecordsError(
             f"{format_count(num_left, 'record')} with a reading of a feature to train on "
             f"{'is' if num_left == 1 else 'are'} too few, and {format_count(num_empty, 'record')} "
             f"{'has' if num_empty == 1 else 'have'} none; give at least {MIN_RECORDS} normal records, better 1000"
         )
-    return np.where(has_readings, split, np.uint8(Split.EMPTY)).astype(np.uint8)
+    return split
 
 
 def collect_input(
@@ -676,8 +686,7 @@ def assign_split(num_records: int, calibration_share: float | None, seed: int) -
         num_calibration = choose_num_calibration(num_records)
     else:
         num_calibration = max(1, round(calibration_share * num_records))
-    # At least four, so that even a small table has some validation records.
-    num_validation = max(4, round(VALIDATION_SHARE * (num_records - num_calibration)))
+    num_validation = max(MIN_VALIDATION, round(VALIDATION_SHARE * (num_records - num_calibration)))
     if num_records - num_calibration - num_validation < MIN_RECORDS // 2:
         raise ConfigError(
             f"{num_calibration} of {num_records} records for calibration leave too few for training; choose a smaller "

@@ -138,12 +138,18 @@ class UnreadableTimes:
         self._first_by_file.setdefault(rows.file_index, text)
         self.num_rows += len(errors)
 
-    def check(self) -> None:
+    def check(self, has_condition: bool) -> None:
         """Check that each table with times that cannot be read has others that can.
+
+        Args:
+            has_condition: Whether rows were chosen by a condition. A table may then have few of them, so only all
+                tables together are checked.
 
         Raises:
             InputError: No time of a table can be read, so the column or the time zone is probably wrong.
         """
+        if has_condition and self._readable_files:
+            return
         for file_index, text in self._first_by_file.items():
             if file_index not in self._readable_files:
                 remedy = "write times with a zone, such as 2020-03-09T10:34:33Z, set their zone with --timezone"
@@ -357,8 +363,13 @@ def open_tables(
     options = replace(options, kept_columns=options.kept_columns | named)
     tables = _fill_delta_columns(_open_sources(sources, options), sources)
     first = tables[0]
+    # Columns that say what a row is are read even if they are excluded as features.
+    roles = {RECORD, FEATURE, VALUE, TIME, DEVICE, *named}
+    unused = set(exclude) - roles
+    if layout != "wide" and {FEATURE, VALUE} <= set(first.schema.names):  # a long table
+        unused |= {name for table in tables for name in table.schema.names} - roles
     for table in tables[1:]:
-        _check_same_columns(first, table, exclude)
+        _check_same_columns(first, table, unused)
     for option, column in (
         ("--time-column", time_column),
         ("--device-column", device_column),
@@ -494,22 +505,22 @@ def _check_layout(
     return layout
 
 
-def _check_same_columns(first: Table, other: Table, exclude: Collection[str]) -> None:
+def _check_same_columns(first: Table, other: Table, unused: Collection[str]) -> None:
     """Check that two tables have columns of the same names with the same form of values, such as numbers or texts.
 
     A column without any value in one of the tables fits every form. A CSV file states no types. Its columns of numbers
-    and texts, or of true/false and texts, therefore fit each other: texts are read in both.
+    and texts therefore fit each other, because numbers are recognised in texts.
 
     Args:
         first: A table.
         other: Another one.
-        exclude: Columns that are not used.
+        unused: Columns that are not read.
 
     Raises:
         InputError: A column is missing in one of the tables, or its values have different forms.
     """
     for name in first.schema.names:
-        if name in exclude:
+        if name in unused:
             continue
         if name not in other.schema.names:
             raise InputError(
@@ -519,15 +530,14 @@ def _check_same_columns(first: Table, other: Table, exclude: Collection[str]) ->
         first_type, other_type = first.schema.field(name).type, other.schema.field(name).type
         forms = {classify_type(first_type), classify_type(other_type)}
         is_empty = pa.types.is_null(first_type) or pa.types.is_null(other_type)
-        has_csv = first.dialect is not None or other.dialect is not None
-        is_guessed = has_csv and forms in ({"number", "text"}, {"boolean", "text"})
-        if len(forms) > 1 and not is_empty and not is_guessed:
+        has_untyped_numbers = forms == {"number", "text"} and not (first.dialect is None and other.dialect is None)
+        if len(forms) > 1 and not is_empty and not has_untyped_numbers:
             raise InputError(
                 f"{other.name}: column {name!r} is of type {other_type}, but in {first.name} it is {first_type}; "
                 "convert the column of one file to the type of the other"
             )
     for name in other.schema.names:
-        if name not in first.schema.names and name not in exclude:
+        if name not in first.schema.names and name not in unused:
             raise InputError(
                 f"{other.name}: column {name!r} does not exist in {first.name}; train on files with the same columns"
             )
@@ -814,7 +824,7 @@ def _index_readings(tables: InputTables) -> None:
                 if number >= 0:
                     is_normal[number] = False
         numbers_by_batch.append(numbers)
-    tables.unreadable_times.check()
+    tables.unreadable_times.check(any(table.options.where is not None for table in tables.tables))
     features.check()
     is_normal_record = np.array(is_normal, bool)
     # Number the normal records without gaps. The number −1 of an unusable row selects the last element, −1.
@@ -948,6 +958,7 @@ class _ExcludedFeatures:
         # Some of several models, or of the first rows, may lack a feature that others have.
         self._is_complete = tables.max_rows is None and all(table.options.where is None for table in tables.tables)
         self._seen: set[str] = set()
+        self._columns = {name for table in tables.tables for name in table.schema.names}
 
     def find(self, batch: pa.RecordBatch) -> NDArray[np.bool_]:
         """Return for each of N readings whether its feature is excluded, (N,)."""
@@ -967,7 +978,7 @@ class _ExcludedFeatures:
         Raises:
             ConfigError: A feature does not exist.
         """
-        unknown = sorted(self._excluded - self._seen) if self._is_complete else []
+        unknown = sorted(self._excluded - self._seen - self._columns) if self._is_complete else []
         if unknown:
             raise ConfigError(
                 f"--exclude {unknown[0]}: no feature is called so; give one of these names: "

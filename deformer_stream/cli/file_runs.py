@@ -206,7 +206,9 @@ def summarize_totals(totals: Totals, alphas: Sequence[float], is_interrupted: bo
         is_interrupted: Whether a signal ended the run before the end of the input.
     """
     reasons = ", ".join(f"{count} {reason}" for reason, count in totals.rejected.most_common())
-    warnings = [] if is_interrupted and not totals.events else totals.describe_warnings()
+    warnings = totals.describe_warnings()
+    if not is_interrupted and not totals.events and not totals.rejected:
+        warnings.append("the input has no readings")
     return (
         f"{totals.events} events accepted, {totals.rejected.total()} refused{f' ({reasons})' if reasons else ''}, "
         f"{totals.closed} records, {totals.alerts} alerts at alpha {factory.format_alphas(alphas)}"

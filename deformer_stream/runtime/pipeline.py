@@ -116,8 +116,6 @@ class Totals:
         """Return a clause for people about each thing that is wrong with the input; empty if there is nothing."""
         num_readings, num_late = self.events + self.rejected.total(), self.rejected[RejectionReason.LATE.value]
         warnings = []
-        if not num_readings:
-            warnings.append("the input has no readings")
         if num_late >= MAX_LATE_SHARE * max(1, num_readings):
             warnings.append(
                 f"{num_late / num_readings:.0%} of the readings are late, because the rows or lines are not in the "

@@ -245,18 +245,17 @@ def _guess_delimiter(lines: Sequence[str]) -> str:
     def rate(delimiter: str) -> tuple[bool, int, int, int]:
         """Return how well a delimiter fits; the largest rating is the best.
 
-        The rating is whether most lines have the same number of cells, how few lines are before the first two with that
-        number, that number, and how often the delimiter occurs in the header. A decimal comma in each row gives
-        consistent cells as well, but the header does not have them.
+        The rating is whether most lines have the same number of cells, how few lines end with the last one of a single
+        cell, that number, and how often the delimiter occurs in the header. A line with a single cell can be a title
+        before the table. A decimal comma in each row gives consistent cells as well, but a header of a single cell.
         """
         widths = _count_cells(lines, delimiter)
         width, count = Counter(widths).most_common(1)[0] if widths else (1, 0)
         is_consistent = width > 1 and count >= _MIN_CONSISTENT_SHARE * len(widths)
         if not is_consistent:
             return False, 0, 0, header.count(delimiter)
-        all_widths = [len(row) for row in _split(lines, delimiter)]
-        pairs = enumerate(itertools.pairwise(all_widths))
-        num_before = next((index for index, pair in pairs if pair == (width, width)), len(all_widths))
+        first_widths = [len(row) for row in _split(lines, delimiter)[:_MAX_TITLE_LINES]]
+        num_before = max((number for number, cells in enumerate(first_widths, 1) if cells == 1), default=0)
         return True, -num_before, width, header.count(delimiter)
 
     header = next((line for line in lines if line.strip() and not line.startswith("#")), "")

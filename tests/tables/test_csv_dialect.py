@@ -29,6 +29,7 @@ def guess(text: str | bytes, encoding: str = "utf-8", options: CsvOptions | None
         ("sep=;\na;b\n1;2\n", ";", None),  # as Excel expects it
         ("flow;power\n" + "10,12;20,31\n" * 9, ";", ","),  # a comma in each number, but not in the header
         ("Plant 7, hall 2\nflow;power\n" + "10,12;20,31\n" * 9, ";", ","),
+        ("Export, line 3\nState, 2024\ntime;p;T\n" + "01.01.2024 10:00;1,5;5\n" * 9, ";", ","),
         ("flow\tpower\nbar\tkW\n" + "10,12\t20,31\n" * 9, "\t", ","),
     ],
 )

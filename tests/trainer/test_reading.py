@@ -120,13 +120,6 @@ def test_excluded_columns_may_differ_between_files(tmp_path: Path, columns: dict
         prepare_in(tmp_path, tmp_path / "parts", exclude=("note", "extra", "nte"))
 
 
-def test_true_and_false_and_other_texts_of_csv_files_are_one_column(tmp_path: Path, rng: np.random.Generator) -> None:
-    for name, values in (("a.csv", ["true", "false"]), ("b.csv", ["true", "manual"])):
-        write_csv(tmp_path / name, {"x": rng.normal(size=N).tolist(), "auto": values * (N // 2)})
-    data = prepare_in(tmp_path, tmp_path / "[ab].csv")
-    assert data.schema.features[data.schema.code_by_name["auto"]].labels == ("false", "manual", "true")
-
-
 def test_pattern_without_files_is_reported(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"nothing\*\.csv: no Parquet or CSV file matches this pattern"):
         prepare_in(tmp_path, tmp_path / "nothing*.csv")

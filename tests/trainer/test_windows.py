@@ -260,6 +260,38 @@ def test_records_without_readings_of_features_are_in_no_part(tmp_path: Path, lay
     assert data.skipped_by_reason == expected
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_validation_records_are_left_if_most_records_are_empty(tmp_path: Path, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    flow = np.where(np.isin(np.arange(1000), rng.choice(1000, 30, replace=False)), rng.normal(size=1000), np.nan)
+    columns = {"flow": pa.array(flow, from_pandas=True), "power": pa.array(flow * 2, from_pandas=True)}
+    data = prepare_in(tmp_path, write(tmp_path / "t.parquet", columns), window=None, seed=seed)
+    assert len(data.select_rows(Split.VALIDATION)) >= 4
+    assert len(data.select_rows(Split.CALIBRATION)) >= 1
+    assert int(data.is_used.sum()) == 30
+
+
+def test_columns_that_a_long_table_does_not_use_may_differ(tmp_path: Path, rng: np.random.Generator) -> None:
+    readings = melt(draw_history(rng, 10.0, 400))
+    (tmp_path / "parts").mkdir()
+    write(tmp_path / "parts" / "a.parquet", readings)
+    write(tmp_path / "parts" / "b.parquet", readings | {"quality": ["good"] * len(readings["time"])})
+    whole = prepare_in(tmp_path, tmp_path / "parts")
+    (tmp_path / "b").mkdir()
+    assert_equal_tables(prepare_in(tmp_path / "b", tmp_path / "parts", exclude=("quality",)), whole)
+
+
+def test_a_device_that_only_one_file_has_is_reported_although_it_is_excluded(
+    tmp_path: Path, rng: np.random.Generator
+) -> None:
+    history = draw_history(rng, 10.0, 400)
+    (tmp_path / "parts").mkdir()
+    write(tmp_path / "parts" / "a.parquet", history)
+    write(tmp_path / "parts" / "b.parquet", {name: values for name, values in history.items() if name != "device"})
+    with pytest.raises(InputError, match="column 'device' is missing"):
+        prepare_in(tmp_path, tmp_path / "parts", exclude=("device",))
+
+
 def test_missing_readings_are_counted_by_sensor(tmp_path: Path, rng: np.random.Generator) -> None:
     """A reading that never came has no cell, but it is missing in its record."""
     history = draw_history(rng, 10.0, 400)
