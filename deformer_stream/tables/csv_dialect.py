@@ -38,6 +38,7 @@ _BYTE_ORDER_MARKS = ((codecs.BOM_UTF8, "utf-8-sig"), (codecs.BOM_UTF16_LE, "utf-
 _MAX_UNIT_CHARACTERS = 20
 _MAX_TITLE_LINES = 50
 _MIN_CONSISTENT_SHARE = 0.9
+_NUM_RATED_ROWS = 20  # rows whose cells show whether a delimiter fits
 """Least share of the lines that have the same number of cells, if a character is the delimiter."""
 _MIN_PADDED_CELLS = 3
 """Least number of cells of a title that is followed by delimiters."""
@@ -242,21 +243,26 @@ def _guess_delimiter(lines: Sequence[str]) -> str:
         lines: The first lines of the file, perhaps with a title before the header.
     """
 
-    def rate(delimiter: str) -> tuple[bool, int, int, int]:
+    def rate(delimiter: str) -> tuple[bool, int, int, int, int]:
         """Return how well a delimiter fits; the largest rating is the best.
 
         The rating is whether most lines have the same number of cells, how few lines end with the last one of a single
-        cell, that number, and how often the delimiter occurs in the header. A line with a single cell can be a title
-        before the table. A decimal comma in each row gives consistent cells as well, but a header of a single cell.
+        cell, how few cells are no values and contain another delimiter, the number of cells, and how often the
+        delimiter occurs in the header. A line with a single cell can be a title before the table. A decimal comma in
+        each row gives consistent cells as well, but mostly a header of a single cell, and cells such as "5;2".
         """
         widths = _count_cells(lines, delimiter)
         width, count = Counter(widths).most_common(1)[0] if widths else (1, 0)
         is_consistent = width > 1 and count >= _MIN_CONSISTENT_SHARE * len(widths)
         if not is_consistent:
-            return False, 0, 0, header.count(delimiter)
-        first_widths = [len(row) for row in _split(lines, delimiter)[:_MAX_TITLE_LINES]]
+            return False, 0, 0, 0, header.count(delimiter)
+        rows = _split(lines, delimiter)
+        first_widths = [len(row) for row in rows[:_MAX_TITLE_LINES]]
         num_before = max((number for number, cells in enumerate(first_widths, 1) if cells == 1), default=0)
-        return True, -num_before, width, header.count(delimiter)
+        cells = [cell.strip() for row in rows[-_NUM_RATED_ROWS:] if len(row) == width for cell in row]
+        others = set(_DELIMITERS) - {delimiter}
+        num_mixed = sum(not others.isdisjoint(cell) and not _is_value(cell, ",") for cell in cells)
+        return True, -num_before, -num_mixed, width, header.count(delimiter)
 
     header = next((line for line in lines if line.strip() and not line.startswith("#")), "")
     return max(_DELIMITERS, key=rate)  # the first one of several with the same rating

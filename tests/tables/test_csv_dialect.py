@@ -30,6 +30,9 @@ def guess(text: str | bytes, encoding: str = "utf-8", options: CsvOptions | None
         ("flow;power\n" + "10,12;20,31\n" * 9, ";", ","),  # a comma in each number, but not in the header
         ("Plant 7, hall 2\nflow;power\n" + "10,12;20,31\n" * 9, ";", ","),
         ("Export, line 3\nState, 2024\ntime;p;T\n" + "01.01.2024 10:00;1,5;5\n" * 9, ";", ","),
+        ("level, m;flow, m3/h\n" + "100,5;2,5\n" * 9, ";", ","),  # as many commas in the header
+        ("a,b;c;d, e\n" + "P-1;on;1,5\n" * 9, ";", ","),
+        ("id,tags,flow\n" + "1,a;b;c,2.5\n" * 9, ",", "."),
         ("flow\tpower\nbar\tkW\n" + "10,12\t20,31\n" * 9, "\t", ","),
     ],
 )
