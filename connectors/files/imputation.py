@@ -233,9 +233,7 @@ def _iterate_batches(
         feature_by_name: The features of the model by name.
     """
     for table in tables:
-        for batch, rows in table.iterate_numbered(
-            columns, ROWS_PER_BATCH, _choose_forms_of_table(table, feature_by_name)
-        ):
+        for batch, rows in table.iterate_numbered(columns, ROWS_PER_BATCH, choose_cell_forms(table, feature_by_name)):
             yield table, batch, rows
 
 
@@ -410,12 +408,6 @@ def _is_continuous_reading(feature: Feature | None) -> bool:
     return feature is not None and not feature.context and not feature.labels
 
 
-def _choose_forms_of_table(table: Table, feature_by_name: dict[str, Feature]) -> dict[str, CellForm]:
-    """Return what the cells of those columns of a table are to be that are features."""
-    names = [name for name in table.schema.names if name in feature_by_name]
-    return choose_cell_forms(table, {name: feature_by_name[name] for name in names})
-
-
 def _unify_column_types(tables: Sequence[Table], feature_by_name: dict[str, Feature]) -> dict[str, pa.DataType]:
     """Return the type of each column, which fits its cells in all tables.
 
@@ -428,7 +420,7 @@ def _unify_column_types(tables: Sequence[Table], feature_by_name: dict[str, Feat
     """
     type_by_column: dict[str, pa.DataType] = {}
     for table in tables:
-        types = find_column_types(table, _choose_forms_of_table(table, feature_by_name), feature_by_name)
+        types = find_column_types(table, choose_cell_forms(table, feature_by_name), feature_by_name)
         for name, column_type in types.items():
             fields = [pa.field(name, known) for known in (type_by_column.get(name, column_type), column_type)]
             try:

@@ -620,8 +620,7 @@ class _WideTable:
 
     def iterate_rows(self) -> Iterator[WideRows]:
         """Yield the rows of the table in batches of about `options.batch_events` events; each cell is one event."""
-        feature_by_name = self.options.features.by_name
-        forms = choose_cell_forms(self.table, {name: feature_by_name[name] for name in self.feature_columns})
+        forms = choose_cell_forms(self.table, self.options.features.by_name)
         columns = [*self.feature_columns, *self.model_columns]
         forms |= dict.fromkeys(self.model_columns, "text")
         if self.record_column is not None:
@@ -906,19 +905,20 @@ def _insert_bad_rows(payloads: Iterator[Payload], bad_rows: Sequence[_BadRows]) 
 
 
 def choose_cell_forms(table: Table, feature_by_column: Mapping[str, Feature]) -> dict[str, CellForm]:
-    """Return what the cells of features are to be in a table that holds them as text, as training reads them.
+    """Return what the cells of those columns of a table are to be that are features, as training reads them.
 
-    Columns of times of day have no entry: they are recognised anyway.
+    It concerns tables that hold the cells as text. Columns of times of day have no entry: they are recognised anyway.
 
     Args:
         table: The table.
-        feature_by_column: The features by the names of their columns.
+        feature_by_column: The features by the names of their columns, of which the table may lack some.
     """
-    return {
-        name: "mixed" if feature.labels else "number"
-        for name, feature in feature_by_column.items()
-        if feature.labels or not pa.types.is_time(table.schema.field(name).type)
-    }
+    forms: dict[str, CellForm] = {}
+    for column in table.schema:
+        feature = feature_by_column.get(column.name)
+        if feature is not None and (feature.labels or not pa.types.is_time(column.type)):
+            forms[column.name] = "mixed" if feature.labels else "number"
+    return forms
 
 
 def _make_no_feature_error(table: Table, features: Sequence[str]) -> InputError:

@@ -143,6 +143,24 @@ def _convert_time_texts(column: pa.Array, timezone: tzinfo | None) -> pa.Array:
         return column.cast(UTC_MICROSECONDS)
     except pa.ArrowInvalid:
         pass
+    times, is_bad = _parse_times(column, timezone)
+    timestamps = pa.array(times, mask=times == NO_TIME).cast(UTC_MICROSECONDS)
+    if not is_bad.any():
+        return timestamps
+    return pc.if_else(pa.array(is_bad), column, timestamps.cast(column.type))
+
+
+def _parse_times(column: pa.Array, timezone: tzinfo | None) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """Return N texts as microseconds since 1970, and whether each of them is no time.
+
+    Args:
+        column: N texts.
+        timezone: The zone of times that are written without one. None means UTC.
+
+    Returns:
+        (times, is_bad), both of shape (N,). A time is `NO_TIME` for null, for a text that stands for "no value", and
+        for a text that is no time.
+    """
     indices, texts = encode_distinct(column)
     micros, is_bad = [NO_TIME] * (len(texts) + 1), [False] * (len(texts) + 1)  # the last ones are those of null
     for index, text in enumerate(texts):
@@ -150,12 +168,7 @@ def _convert_time_texts(column: pa.Array, timezone: tzinfo | None) -> pa.Array:
             micros[index] = _parse_time(text, timezone)
         except RejectionError:
             is_bad[index] = True
-    times = np.array(micros, np.int64)[indices]
-    timestamps = pa.array(times, mask=times == NO_TIME).cast(UTC_MICROSECONDS)
-    is_bad_cell = np.array(is_bad)[indices]
-    if not is_bad_cell.any():
-        return timestamps
-    return pc.if_else(pa.array(is_bad_cell), column, timestamps.cast(column.type))
+    return np.array(micros, np.int64)[indices], np.array(is_bad)[indices]
 
 
 def _cast_local_times(column: pa.Array, timezone: tzinfo | None) -> pa.Array:
@@ -258,20 +271,10 @@ def are_times(column: pa.Array) -> bool:
     texts = column.drop_null()
     if not len(texts) or not is_time_text(str(encode_distinct(texts[:1])[1][0])):
         return False
-    times = convert_times(texts, None)
-    return not is_text(times.type) or _compute_bad_share(texts) <= MAX_BAD_SHARE
-
-
-def _compute_bad_share(texts: pa.Array) -> float:
-    """Return the share of N texts that are no times, from 0 to 1."""
-    indices, distinct = encode_distinct(texts)
-    is_bad = np.zeros(len(distinct) + 1, bool)
-    for index, text in enumerate(distinct):
-        try:
-            _parse_time(str(text), None)
-        except RejectionError:
-            is_bad[index] = True
-    return float(is_bad[indices].mean())
+    if not is_text(convert_times(texts, None).type):
+        return True
+    _, is_bad = _parse_times(texts, None)
+    return float(is_bad.mean()) <= MAX_BAD_SHARE
 
 
 def holds_numbers(texts: pa.Array, values: NDArray[np.float64], is_bad: NDArray[np.bool_]) -> bool:

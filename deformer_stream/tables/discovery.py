@@ -159,7 +159,11 @@ def is_delta_table(text: str | Path) -> bool:
     url = parse_url(text)
     if url is None:
         return (Path(text) / DELTA_LOG).is_dir()
-    found, folder = find_remote(url)
+    return _has_delta_log(*find_remote(url))
+
+
+def _has_delta_log(found: Sequence[RemoteFile], folder: PurePosixPath | None) -> bool:
+    """Return whether a remote folder with these files is that of a Delta Lake table; None stands for no folder."""
     return folder is not None and any(file.path.parent == folder / DELTA_LOG for file in found)
 
 
@@ -221,7 +225,7 @@ def _find_remote_files(url: str, endings: Collection[str]) -> list[RemoteFile]:
         if not has_ending(found[0], endings) and not _is_parquet(found[0]):
             raise _make_unknown_kind_error(found[0], endings)
         return found
-    if any(file.path.parent == folder / DELTA_LOG for file in found) and delta.is_installed():
+    if _has_delta_log(found, folder) and delta.is_installed():
         return _choose_current_files(url, folder, found)
     metadata = [file.url for file in found if _is_iceberg_metadata(file.path) and file.path.parents[1] == folder]
     if metadata and iceberg.is_installed():
