@@ -89,6 +89,7 @@ def replay_evidence(
     """
     from connectors.files import read_evidence
     from deformer_stream.errors import ConfigError
+    from deformer_stream.incidents.repetitions import leave_out_repetitions
     from deformer_stream.progress import Progress
 
     path_by_flag = settings.get_output_by_flag()
@@ -103,7 +104,7 @@ def replay_evidence(
     with ExitStack() as cleanup:
         sink = open_incident_sink(settings, cleanup)
         with Progress("replay", None, "records") as progress:
-            for batch in read_evidence(inputs):
+            for batch in leave_out_repetitions(read_evidence(inputs)):
                 if stop.is_set():
                     break
                 sink.write_evidence([batch])
@@ -189,6 +190,7 @@ def collect_segments(
         InputError: As in `calibrate_from_evidence`, or the evidence cannot be read.
     """
     from connectors.files import read_evidence
+    from deformer_stream.incidents.repetitions import leave_out_repetitions
     from deformer_stream.runtime.incident_calibration import (
         calibrate_from_evidence,
         fit_tail_of_calibration,
@@ -197,7 +199,7 @@ def collect_segments(
     from deformer_stream.runtime.incident_plan import REORDER_MICROS, make_get_device
 
     return calibrate_from_evidence(
-        read_evidence(settings.incidents),
+        leave_out_repetitions(read_evidence(settings.incidents)),
         manifest["fingerprint"],
         fit_tail_of_manifest(manifest) if calibration is None else fit_tail_of_calibration(calibration),
         0 if "window" in manifest else REORDER_MICROS,

@@ -52,10 +52,10 @@ from deformer_stream.calibration.incident_segments import (
     SegmentCollector,
 )
 from deformer_stream.calibration.share_vectors import compute_cosine
-from deformer_stream.engine.id_set import BoundedIdSet
 from deformer_stream.errors import InputError
 from deformer_stream.incidents.events import AlertRow, ClosedRows, EvidenceBatch, FeedbackLabel, Incident
 from deformer_stream.incidents.overlay import Overlay
+from deformer_stream.incidents.repetitions import leave_out_repetitions
 from deformer_stream.incidents.row_order import OpenAlert, Row, RowOrder
 from deformer_stream.runtime.incident_calibration import fit_tail_of_calibration, rescore_batch
 from deformer_stream.runtime.incident_difference import (
@@ -84,9 +84,6 @@ MAX_RECORDS_TO_OPEN = 100_000
 
 MAX_COLLECTED_RECORDS = 1_000_000
 """Largest number of records from which a calibration of records is made. Of more records, a random sample is used."""
-
-MAX_REMEMBERED_ROWS = 1_000_000
-"""Number of the latest records and alerts of the log whose repetitions are left out. They take up to 0.15 GB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,14 +288,19 @@ def propose(
     Raises:
         InputError: The log has no record of the model.
     """
-    read_log = _leave_out_repetitions(read_log)
+
+    def read_distinct() -> Iterator[EvidenceBatch]:
+        return leave_out_repetitions(read_log())
+
     overlay = Overlay(labels)
-    unpatterned_incidents, today_incidents, log = _survey(read_log, detection.with_patterns(()), detection, options)
+    unpatterned_incidents, today_incidents, log = _survey(
+        read_distinct, detection.with_patterns(()), detection, options
+    )
     unpatterned = label_incidents(unpatterned_incidents, overlay)
     today = label_incidents(today_incidents, overlay)
     spans = IncidentSpans(unpatterned, 0)
     label_by_record = _find_record_labels(labels)
-    scores, review, kept = _collect_scores(read_log, detection, spans, overlay, label_by_record, options)
+    scores, review, kept = _collect_scores(read_distinct, detection, spans, overlay, label_by_record, options)
     unpatterned = [replace(entry, max_score=scores.get(entry.incident.id, math.nan)) for entry in unpatterned]
 
     calibration = None
@@ -307,7 +309,7 @@ def propose(
         calibration = recalibrate_records(kept.record_ids, kept.scores, kept.record_scores)
         tail = fit_tail_of_calibration(calibration)
     found = _find_candidate(
-        read_log,
+        read_distinct,
         detection,
         unpatterned,
         today=today,
@@ -470,35 +472,6 @@ def _find_record_labels(labels: Iterable[FeedbackLabel]) -> dict[str, str]:
         if label.record is not None:
             latest[label.record] = label
     return {record: label.label for record, label in latest.items() if label.label != "cleared"}
-
-
-def _leave_out_repetitions(read_log: LogReader) -> LogReader:
-    """Return a function that reads a log without the records and alerts that it repeats.
-
-    A record is repeated if the same model has closed it at the same time before. Of alerts, the ids must be equal, too.
-    """
-
-    def read() -> Iterator[EvidenceBatch]:
-        seen = BoundedIdSet(MAX_REMEMBERED_ROWS)
-
-        def is_new(*parts: object) -> bool:
-            """Add the id that consists of some parts, and return whether it was not there."""
-            id_ = "\0".join(map(str, parts))
-            if id_ in seen:
-                return False
-            seen.add(id_)
-            return True
-
-        for batch in read_log():
-            closed, model = batch.closed, batch.model
-            rows = zip(closed.record_ids, closed.times.tolist(), strict=True)
-            is_new_record = np.array([is_new(model, record, time) for record, time in rows], bool)
-            alerts = tuple([one for one in batch.alerts if is_new(model, one.record, one.time, one.id)])
-            if not is_new_record.all():
-                closed = closed.select(is_new_record)
-            yield replace(batch, closed=closed, alerts=alerts)
-
-    return read
 
 
 def _iterate_own(read_log: LogReader, detection: DetectionPlan) -> Iterator[EvidenceBatch]:

@@ -59,6 +59,29 @@ def test_replay_of_evidence_gives_one_incident_for_each_fault(cli: RunCommand, m
     assert again.read_bytes() == incidents.read_bytes()
 
 
+def test_evidence_that_files_repeat_counts_once(cli: RunCommand, model: Path, tmp_path: Path) -> None:
+    """Two exports of a topic overlap."""
+    batches = list(
+        make_log(get_fingerprint(model), 4, 24 * 10, DAY_INTERVAL, faults={0: [(50, 80)]}, records_per_batch=24)
+    )
+    whole = write_log(tmp_path / "whole.jsonl", batches)
+    first, second = write_log(tmp_path / "1.jsonl", batches[:7]), write_log(tmp_path / "2.jsonl", batches[5:])
+    incidents, again = tmp_path / "incidents.jsonl", tmp_path / "again.jsonl"
+    options = ("--model", model, "--records-per-day", "24", "--fleet", "off", "--incidents")
+    assert cli("replay", whole, *options, incidents).code == 0
+    assert incidents.read_bytes()
+    result = cli("replay", first, second, *options, again)
+    assert result.code == 0, result.err
+    assert "960 records" in result.lines
+    assert again.read_bytes() == incidents.read_bytes()
+
+    assert cli("calibrate", "--incidents", whole, "--model", model, "--out", tmp_path / "once").code == 0
+    repeated = ("--incidents", f"{first},{second}")
+    assert cli("calibrate", *repeated, "--model", model, "--out", tmp_path / "twice").code == 0
+    once, twice = (read_incident_calibration(tmp_path / name) for name in ("once", "twice"))
+    assert once == twice
+
+
 def test_replay_of_events_gives_the_incidents_of_their_evidence(
     cli: RunCommand, model: Path, wide: Path, tmp_path: Path
 ) -> None:
