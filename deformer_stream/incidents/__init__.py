@@ -10,6 +10,7 @@ therefore gives the same incidents, live, after a restart and in `replay`. The m
     events         the types that pass between processes: evidence, incidents, labels
     device         the device of a record
     make_evidence  conversion of the results of the engine to evidence
+    repetitions    evidence without what it repeats
     row_order      the order in which the rows of a log of evidence are handled
     tracker        the state machine that opens, updates and resolves incidents
     suspects       the features to which the alerts of an incident are attributed
