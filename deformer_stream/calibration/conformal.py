@@ -534,7 +534,9 @@ class Calibration:
         """Return a copy of this calibration that also holds calibrations of single groups of records.
 
         A group is a set of records, for example those of one device. It gets a calibration of its own if it has at
-        least `min_records` records. If no group has, the copy is a calibration without groups.
+        least `min_records` records. If no group has, the copy is a calibration without groups. Records of other groups
+        are compared with the records of this calibration. They keep alpha (the false-alarm rate) only if its records
+        are from these other groups.
 
         Args:
             statistics_by_group: By the name of each group, the anomaly scores of its calibration records in any order.
@@ -598,7 +600,7 @@ class Calibration:
         return 1.0 / (len(self.scores) + 1)
 
     def compute_pooled_p_values(self, scores: Floats) -> Floats:
-        """Return the p-values of anomaly scores by comparison with all calibration records, whatever their group.
+        """Return the p-values of anomaly scores by comparison with the records without a calibration of their group.
 
         The p-value of a score is (1 + m)/(n + 1) if m of the n calibration scores are at least as large. A calibration
         score that is smaller by at most t · (1 + score), with t = `SCORE_TOLERANCE`, counts as equal. The reason is
@@ -616,7 +618,7 @@ class Calibration:
         """Return the p-values of R complete records by their anomaly scores as a whole, (R,).
 
         Other than the anytime-valid p-values, they are conformal p-values of one number for each record. If the group
-        of a record has no calibration of its own, the record is compared with the records of all groups.
+        of a record has no calibration of its own, the record is compared as in `compute_pooled_p_values`.
 
         Args:
             scores: (R,) the anomaly scores of the complete records; larger is more anomalous.
@@ -645,7 +647,7 @@ class Calibration:
     ) -> Floats:
         """Return p-values of R records, by comparing their anomaly scores with the calibration records of their groups.
 
-        If the group of a record has no calibration of its own, the record is compared with all calibration records.
+        If the group of a record has no calibration of its own, the record is compared as in `compute_pooled_p_values`.
 
         Args:
             scores: The scores of each record after several of its readings; larger is more anomalous. If `num_scores`
@@ -682,8 +684,8 @@ class Calibration:
     def compute_threshold(self, alpha: float) -> float:
         """Return the anomaly score above which a record raises an alert at this alpha.
 
-        The threshold is for comparison with the calibration records of all groups. It is infinity if no alert is
-        possible at this alpha, and minus infinity if every record raises one.
+        The threshold is that of records without a calibration of their group. It is infinity if no alert is possible at
+        this alpha, and minus infinity if every record raises one.
         """
         n = len(self.scores)
         # Entry m (from 0 to n) is the p-value of a score if m calibration scores are at least as large. An alert needs

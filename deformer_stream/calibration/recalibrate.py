@@ -65,16 +65,21 @@ class Recalibration:
         old: The calibration that is replaced.
         new: The calibration that replaces it.
         num_records: Number of records from which the new calibration was made.
-        num_records_by_pooled_group: The groups (such as devices) that have too few records for a calibration of their
-            own, with their numbers of records. New records of such a group are compared with the records of all groups.
-        min_records: Number of records that a group needs for a calibration of its own.
+        num_records_by_shared_group: The groups (such as devices) that have too few records for a calibration of their
+            own, with their numbers of records. They share a calibration with each other and with records without a
+            group, and keep alpha (the false-alarm rate) together.
+        num_shared: Number of records of this shared calibration, or of the only one without groups. If it is below
+            `min_records`, new records of these groups are compared with the records of all groups instead, by which
+            alpha is not guaranteed.
+        min_records: Number of records that a calibration of a group, or the shared one, needs.
         num_ungrouped: Number of records whose id does not contain the name of a group.
     """
 
     old: Calibration
     new: Calibration
     num_records: int
-    num_records_by_pooled_group: dict[str, int]
+    num_records_by_shared_group: dict[str, int]
+    num_shared: int
     min_records: int
     num_ungrouped: int
 
@@ -106,20 +111,32 @@ class Recalibration:
 
         The list is empty if records are not grouped.
         """
-        # Pooled groups have too few records; they use the calibration of the records of all groups.
-        groups, pooled = self.new.calibration_by_group, self.num_records_by_pooled_group
-        if not groups and not pooled:
+        groups, shared = self.new.calibration_by_group, self.num_records_by_shared_group
+        if not groups and not shared:
             return []
         num_records_by_group = {name: len(group.scores) for name, group in groups.items()}
         group_list = f": {_format_counts(num_records_by_group)}" if groups else ""
         sentences = [f"{len(groups)} groups have calibrations of their own{group_list}"]
-        if pooled:
+        if shared:
             sentences.append(
-                f"{len(pooled)} groups with fewer than {self.min_records} records use the calibration of all records: "
-                f"{_format_counts(pooled)}"
+                f"{len(shared)} groups with fewer than {self.min_records} records share a calibration: "
+                f"{_format_counts(shared)}"
             )
         if self.num_ungrouped:
-            sentences.append(f"{self.num_ungrouped} records name no group and use the calibration of all records")
+            sentences.append(f"{self.num_ungrouped} records name no group and use the shared calibration")
+        if not groups:
+            return sentences
+        if self.num_shared >= self.min_records:
+            sentences.append(
+                f"the thresholds of the table are those of the shared calibration, of {self.num_shared} records"
+            )
+        else:
+            why = "no group needs it" if not self.num_shared else f"it has only {self.num_shared} records"
+            sentences.append(
+                f"the thresholds of the table are those of the records of all groups, which take the place of the "
+                f"shared calibration because {why}: alpha is not guaranteed for records of groups without a "
+                "calibration of their own, such as new devices"
+            )
         return sentences
 
 
@@ -159,57 +176,70 @@ def recalibrate(
     generator = np.random.default_rng([seed, 0xCA1B])  # other numbers than other users of the same seed draw
     record_scores = statistics.record_scores
 
-    def trim_record_scores(rows: slice | list[int]) -> NDArray[np.float64] | None:
+    def choose_statistics(rows: slice | list[int]) -> NDArray[np.float64]:
+        """Return the statistics of some records from which a calibration is made."""
+        return trim_largest(_choose_records(scores[rows], generator), trim)
+
+    def choose_record_scores(rows: slice | list[int]) -> NDArray[np.float64] | None:
         """Return the scores of some complete records from which a calibration is made, None if they are unknown."""
         if record_scores is None:
             return None
         # Another generator, so that the choice of the statistics does not depend on these scores.
         return trim_largest(_choose_records(record_scores[rows], np.random.default_rng([seed, 0xCA1C])), trim)
 
-    pooled = Calibration.from_statistics(
-        trim_largest(_choose_records(scores, generator), trim),
-        statistics.arrival_order,
-        statistics.mean_neg_log_p_by_feature,
-        statistics.tie_policy,
-        old.cusum_scale,
-        trim_record_scores(slice(None)),
-    )
+    def calibrate(rows: slice | list[int]) -> Calibration:
+        """Return a calibration without groups from some records."""
+        return Calibration.from_statistics(
+            choose_statistics(rows),
+            statistics.arrival_order,
+            statistics.mean_neg_log_p_by_feature,
+            statistics.tie_policy,
+            old.cusum_scale,
+            choose_record_scores(rows),
+        )
+
     min_records = max(1, *(Calibration.count_required_records(alpha) for alpha in alphas))
     if group_by is None:
+        new = calibrate(slice(None))
         return Recalibration(
             old=old,
-            new=pooled,
+            new=new,
             num_records=len(scores),
-            num_records_by_pooled_group={},
+            num_records_by_shared_group={},
+            num_shared=len(new.scores),
             min_records=min_records,
             num_ungrouped=0,
         )
-    # Each group with enough records gets a calibration of its own; the others use the pooled one, of all records.
     separator = WINDOW_SEPARATOR if group_by == DEVICE_GROUP else group_by
     indexes_by_group = group_indexes_by_key(extract_group(record, separator) for record in statistics.record_ids)
-    num_ungrouped = len(indexes_by_group.pop("", []))
+    ungrouped = indexes_by_group.pop("", [])
     if not indexes_by_group:
         raise InputError(
             f"the records cannot be grouped by --group-by {group_by}, because no record id has the form "
             f"GROUP{separator}REST (the first id is {statistics.record_ids[0][:40]!r}): change the ids in the input, "
             "or choose them with --record-column or --window"
         )
-    statistics_by_group = {
-        name: trim_largest(_choose_records(scores[indexes], generator), trim)
-        for name, indexes in indexes_by_group.items()
-    }
-    num_records_by_pooled_group = {
-        name: len(indexes_by_group[name])
-        for name, group_statistics in statistics_by_group.items()
-        if len(group_statistics) < min_records
-    }
+    statistics_by_group = {name: choose_statistics(indexes) for name, indexes in indexes_by_group.items()}
+    shared = [name for name, of_group in statistics_by_group.items() if len(of_group) < min_records]
     record_scores_by_group = {
         name: scores_of_group
         for name, indexes in indexes_by_group.items()
-        if (scores_of_group := trim_record_scores(indexes)) is not None
+        if (scores_of_group := choose_record_scores(indexes)) is not None
     }
-    new = pooled.with_groups(statistics_by_group, separator, min_records, record_scores_by_group or None)
-    return Recalibration(old, new, len(scores), num_records_by_pooled_group, min_records, num_ungrouped)
+    # The records of the groups that share a calibration are exchangeable with new records of these groups. Those of the
+    # other groups are not, because new ones of them are compared with their own group only.
+    rest = calibrate(sorted([*ungrouped, *(index for name in shared for index in indexes_by_group[name])]))
+    # Too few records would never raise an alert at all alphas.
+    new = rest if len(rest.scores) >= min_records else calibrate(slice(None))
+    return Recalibration(
+        old=old,
+        new=new.with_groups(statistics_by_group, separator, min_records, record_scores_by_group or None),
+        num_records=len(scores),
+        num_records_by_shared_group={name: len(indexes_by_group[name]) for name in shared},
+        num_shared=len(rest.scores),
+        min_records=min_records,
+        num_ungrouped=len(ungrouped),
+    )
 
 
 def _choose_records(scores: NDArray[np.float64], generator: np.random.Generator) -> NDArray[np.float64]:

@@ -46,8 +46,8 @@ def write_recalibrated_model(
         "order": new.arrival_order,
         "ties": new.tie_policy,
         "groups": len(new.calibration_by_group),
-        # Groups with too few records for a calibration of their own; they use the calibration of all records.
-        "groups_pooled": len(recalibration.num_records_by_pooled_group),
+        # Groups with too few records for a calibration of their own, which share one.
+        "groups_pooled": len(recalibration.num_records_by_shared_group),
     }
     try:
         training_report = (loaded.directory / model_store.REPORT).read_text("utf-8")
