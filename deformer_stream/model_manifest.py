@@ -6,6 +6,7 @@ without it. `model_store` writes the file, and builds the model from it.
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import json
 import os
@@ -39,6 +40,8 @@ FAULT_UNITS_KEY = "units"
 MANIFEST = "manifest.json"
 MAX_MANIFEST_BYTES = 64 * 2**20
 """The largest size of manifest.json; with a million calibration records, the file has half of it."""
+OLD_SUFFIX = ".old"
+"""The end of the temporary name that a model directory has until a new one has its name."""
 REMEDY = "restore the model directory from a copy, or train again"
 """What a person should do about a damaged model directory; the end of error messages."""
 
@@ -51,7 +54,7 @@ def read_manifest(directory: Path) -> dict[str, Any]:
             the file and the remedy.
     """
     path = Path(directory) / MANIFEST
-    raw = read_at_most(path, MAX_MANIFEST_BYTES, "give the directory that deformer-train wrote with --out")
+    raw = read_at_most(path, MAX_MANIFEST_BYTES, name_remedy_if_missing(directory))
     if len(raw) > MAX_MANIFEST_BYTES:
         raise ArtifactError(f"{path} has more than {MAX_MANIFEST_BYTES} bytes, so it was altered: {REMEDY}")
     try:
@@ -77,6 +80,21 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     if not is_unaltered:
         raise ArtifactError(f"{path} was altered (its SHA-256 does not match): {REMEDY}")
     return manifest
+
+
+def name_remedy_if_missing(directory: Path) -> str:
+    """Return what a person should do if a path has no model; the end of an error message.
+
+    A process that was killed while it replaced the model may have left the old one under a temporary name.
+
+    Args:
+        directory: The path without a model directory.
+    """
+    directory = Path(directory)
+    old_models = sorted(directory.parent.glob(f".{glob.escape(directory.name)}.*{OLD_SUFFIX}/{MANIFEST}"))
+    if old_models and not directory.exists():
+        return f"a process that replaced the model was killed; rename {old_models[-1].parent} to {directory}"
+    return "give the directory that deformer-train wrote with --out"
 
 
 def read_at_most(path: Path, max_bytes: int, remedy: str = REMEDY) -> bytes:

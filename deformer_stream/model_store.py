@@ -52,6 +52,7 @@ from deformer_stream.model_manifest import (
     BASE_VERSION,
     FAULT_UNITS_KEY,
     MAX_MANIFEST_BYTES,
+    OLD_SUFFIX,
     REMEDY,
     compute_digest,
     compute_fingerprint,
@@ -193,7 +194,7 @@ def write(
         Unavailable: Writing fails, for example because the disk is full.
         ArtifactError: `read` would refuse the model, for example because a weight is not finite.
     """
-    directory = Path(directory).absolute()
+    directory = Path(directory).resolve()  # of a symbolic link, the target is replaced and the link stays
     check_output_directory(directory)
     arrays = model.extract_parameters().arrays
     weights = safetensors.numpy.save({name: np.ascontiguousarray(array) for name, array in arrays.items()})
@@ -229,7 +230,7 @@ def write_files(directory: Path, contents: Mapping[str, bytes]) -> None:
         ConfigError: The directory cannot be created, or the path holds something other than a model.
         Unavailable: Writing fails, for example because the disk is full.
     """
-    directory = Path(directory).absolute()
+    directory = Path(directory).resolve()  # of a symbolic link, the target is replaced and the link stays
     check_output_directory(directory)
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
@@ -514,7 +515,7 @@ def _replace_directory(temporary: Path, directory: Path) -> None:
         temporary: The path of the new directory, in the same parent directory as its final path.
         directory: The final path.
     """
-    old = temporary.with_name(temporary.name + ".old")
+    old = temporary.with_name(temporary.name + OLD_SUFFIX)
     has_old = directory.exists()
     if has_old:
         directory.rename(old)

@@ -546,6 +546,41 @@ def test_failed_write_keeps_the_old_model(
     model_store.read(tmp_path / "model")
 
 
+def test_writing_to_a_link_replaces_its_target(tmp_path: Path) -> None:
+    """A link that names the current version keeps naming it; a link to nothing gets a model."""
+    write_model(tmp_path / "v1")
+    for link, target in (("current", "v1"), ("next", "v2")):
+        (tmp_path / link).symlink_to(target)
+        write_model(tmp_path / link, seed=1)
+        assert (tmp_path / link).is_symlink()
+    assert (tmp_path / "v1" / "manifest.json").read_bytes() == (tmp_path / "v2" / "manifest.json").read_bytes()
+    model_store.read(tmp_path / "current")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["current", "next", "v1", "v2"]
+
+
+def test_error_names_the_old_model_if_its_replacement_was_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_model(tmp_path / "model")
+    rename = Path.rename
+
+    def rename_old_only(path: Path, target: Path) -> Path:
+        """Rename the old model, and let no further step take effect, as if the process were killed."""
+        if target.name == "model":
+            raise KeyboardInterrupt
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", rename_old_only)
+    with pytest.raises(KeyboardInterrupt):
+        write_model(tmp_path / "model", seed=1)
+    monkeypatch.undo()
+    with pytest.raises(ArtifactError, match=r"killed; rename .*/\.model\.[0-9a-f]+\.old to .*/model$") as caught:
+        model_store.read(tmp_path / "model")
+    old = Path(str(caught.value).split("rename ")[1].split(" to ")[0])
+    old.rename(tmp_path / "model")
+    model_store.read(tmp_path / "model")
+
+
 def test_write_replaces_a_model_and_refuses_other_directories(tmp_path: Path) -> None:
     old = model_store.read(write_model(tmp_path / "model")).fingerprint
     assert model_store.read(write_model(tmp_path / "model", seed=1)).fingerprint != old

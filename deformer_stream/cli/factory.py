@@ -81,9 +81,9 @@ def check_paths(
 
     check_no_overwrite(inputs, outputs or {})
     if model is not None and not (model / "manifest.json").exists():
-        raise ArtifactError(
-            f"{model / 'manifest.json'} is missing: give the directory that deformer-train wrote with --out"
-        )
+        from deformer_stream.model_manifest import name_remedy_if_missing
+
+        raise ArtifactError(f"{model / 'manifest.json'} is missing: {name_remedy_if_missing(model)}")
     if models is not None:
         from deformer_stream.model_set import find_models
 

@@ -23,7 +23,7 @@ from deformer_stream.model.constants import (
 )
 from deformer_stream.model.schema import LINEAR_LIMIT
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 """The version of the interface, the same number as in csrc/abi.h. It is raised if a field gets another meaning."""
 
 COLUMNS = 32
@@ -37,9 +37,9 @@ MAX_HEADS = 64
 PRIOR_LANES = 8
 """Number of mixture components of the Gaussian prior (a mixture whose exact conditionals are given to the network) that
 the kernels compute together. A vector of the processor holds eight doubles."""
-ROW_EXTRA_VECTORS = 5
-"""Number of vectors, of one float per component of the Gaussian prior, that the KV cache stores for a reading after its
-row of the Cholesky factor. They are 1 / pivot, whitened residual, feature code, and two for the log-likelihood."""
+ROW_EXTRA_VECTORS = 4
+"""Number of vectors, of one double per component of the Gaussian prior, that the KV cache stores for a reading after
+its row of the Cholesky factor. They are 1 / pivot, whitened residual, feature code, and log-likelihood."""
 MAX_NEIGHBORS = 32
 """The largest number of readings on which the Gaussian process conditions a reading that the kernels support."""
 MAX_PROCESS_SCALES = 16

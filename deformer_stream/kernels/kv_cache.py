@@ -421,7 +421,7 @@ class CpuKVCache(PagePool):
         row_page: (largest number of readings of a record,) only with a mixture as the prior. Entry k is the column of
             the page table in which the page with the Cholesky row of a record's reading k is listed.
         row_place: Of the same shape and also only with a mixture as the prior. Entry k is the position of the same row
-            in its page, in units of one float per component.
+            in its page, in units of one double per component.
         pool: (bytes of all pages,) uint8, the contents of all pages.
     """
 
@@ -441,9 +441,9 @@ class CpuKVCache(PagePool):
         page_count_functions: list[Callable[[Ints], Ints]] = [count_token_pages]
         if parameters.has_mixture:
             # The Gaussian prior stores one row of its Cholesky factors per reading. A row consists of vectors with one
-            # float (4 bytes) per component of the prior.
+            # double (8 bytes) per component of the prior.
             padded_components = round_up(parameters.num_prior_components, PRIOR_LANES)
-            vector_bytes = 4 * padded_components
+            vector_bytes = 8 * padded_components
             # A page must hold the longest row, because no row is split. Pages are whole cache lines.
             longest_row_bytes = (max_readings + ROW_EXTRA_VECTORS) * vector_bytes
             page_bytes = round_up(max(page_bytes, longest_row_bytes), CACHE_LINE_BYTES)
@@ -487,7 +487,7 @@ def _place_rows(num_readings: int, vectors_per_page: int) -> tuple[Ints, Ints]:
     """Assign the rows of a record's Cholesky factors to pages, so that each row lies in a single page.
 
     The Gaussian prior (a mixture of Gaussians) needs one row per reading of a record. A row consists of vectors with
-    one float per component of the mixture. Row k, from 0, has k vectors of the factor, and `ROW_EXTRA_VECTORS` more.
+    one double per component of the mixture. Row k, from 0, has k vectors of the factor, and `ROW_EXTRA_VECTORS` more.
 
     Args:
         num_readings: The number of rows, one for each reading of the longest record.

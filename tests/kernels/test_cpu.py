@@ -411,6 +411,40 @@ def test_score_terms_and_conditionals_equal_pytorchs(
         np.testing.assert_allclose(term, conditional_term.numpy(), rtol=1e-4, atol=2e-3)
 
 
+@pytest.mark.parametrize("num_cached", [0, 5])
+def test_conditionals_of_sensors_that_repeat_others_equal_pytorchs(num_cached: int) -> None:
+    """Sixteen sensors are mixes of three quantities, up to one part in a million of the variance. One of them is off."""
+    schema = Schema(tuple(Feature(f"f{i}", "continuous") for i in range(16)))
+    model = make_model(schema, replace(CONFIG, gaussians=1, alert_prior=True), dtype=torch.float32)
+    rng = np.random.default_rng(0)
+    mixing = rng.normal(size=(3, 16))
+    mixing /= np.linalg.norm(mixing, axis=0)
+    assert model.gaussians is not None
+    model.gaussians.covariances.copy_(torch.from_numpy(mixing.T @ mixing + 1e-6 * np.eye(16)))
+    model.gaussians.means.zero_()
+    records = rng.normal(size=(20, 3)) @ mixing + 1e-3 * rng.normal(size=(20, 16))
+    records[:, 3] += 3.0
+    codes = np.argsort(rng.random((20, 16)), 1)
+    values = torch.from_numpy(np.take_along_axis(records, codes, 1)).float()
+    with torch.inference_mode():
+        conditional = model.conditionals(torch.from_numpy(codes), values)
+        expected = conditional.compute_score_terms(values, conditional.compute_surprisal(values)).stack().numpy()
+    kernels = kernels_of(model)
+    cache, page_table = kernels.create_cache_of_records(20, 16)
+    terms = np.empty((4, 20, 16))
+    for start, end in ((0, num_cached), (num_cached, 16)):
+        part = slice(start, end)
+        offsets = (end - start) * np.arange(21)
+        batch = RaggedBatch(
+            codes[:, part].ravel(), values[:, part].numpy().ravel(), offsets, np.full(20, start), page_table
+        )
+        if end > start:
+            terms[:, :, part] = kernels.score(cache, batch, scores_prior=True).reshape(4, 20, -1)
+    np.testing.assert_allclose(terms[0], expected[0], rtol=1e-6, atol=1e-3)
+    np.testing.assert_allclose(terms[2], expected[2], rtol=1e-6, atol=1e-3)
+    np.testing.assert_allclose(terms[3], expected[3], rtol=1e-3, atol=0.1)  # at the mode as above
+
+
 def test_bfloat16_changes_scores_a_little() -> None:
     schema = Schema(tuple(Feature(f"f{i}", "continuous") for i in range(12)))
     codes, raw_values = draw_records(schema, 50, 3)

@@ -16,7 +16,7 @@
 #define ABI_H
 #include "gemm.h"
 
-#define ABI_VERSION 1
+#define ABI_VERSION 2
 
 #define KV_PAGE_TOKENS 16            /* tokens of a page of the KV cache: one or more vectors of attention scores */
 #define MAX_HEADS 64                 /* largest number of attention heads of a layer */
@@ -31,10 +31,10 @@
 #define MAX_LOG_SCALE_CHANGE 5.0f    /* the network changes scales of the prior by at most a factor e^5 */
 enum { ACTIVATION_GELU = 0, ACTIVATION_RELU = 1 };
 
-/* The vectors that the KV cache stores for a reading after its row of the Cholesky factor, one float per component of
+/* The vectors that the KV cache stores for a reading after its row of the Cholesky factor, one double per component of
  * the Gaussian prior (gaussian_prior.h explains the terms): 1 / pivot, whitened residual, index of the feature in the
- * prior (or -1), and the log-likelihood of all readings so far, in doubles, which take two vectors. */
-enum { ROW_INVERSE_PIVOT, ROW_RESIDUAL, ROW_FEATURE, ROW_LIKELIHOOD, ROW_EXTRA_VECTORS = ROW_LIKELIHOOD + 2 };
+ * prior (or -1), and the log-likelihood of all readings so far. */
+enum { ROW_INVERSE_PIVOT, ROW_RESIDUAL, ROW_FEATURE, ROW_LIKELIHOOD, ROW_EXTRA_VECTORS = ROW_LIKELIHOOD + 1 };
 
 /* The weights of one Transformer layer. */
 typedef struct {

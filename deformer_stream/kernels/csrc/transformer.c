@@ -28,7 +28,6 @@ typedef struct {
     factor_t *query;        /* (2, d) scaled queries of one reading */
     float *weights;         /* (2, heads, max_tokens) attention weights of one reading */
     float *floats;          /* scratch of the encoder and of the head */
-    double *prior_rows;     /* (most readings of a record, padded components) */
     float *time_inputs;     /* (rows, T) inputs that express the times of irregular readings */
     ContextScratch context;
     const kv_t **pages;     /* (max_tokens / KV_PAGE_TOKENS + 1) for each page of a record, where one layer begins */
@@ -336,7 +335,7 @@ static void start_prefetch(const Network *net, size_t layer, size_t num_tiles, P
 static void encode_unit(const Network *net, const Batch *batch, int64_t from, int64_t to, Scratch *s) {
     int64_t begin = batch->offsets[from], num_queries = batch->query_offsets[to] - batch->query_offsets[from];
     const float *time_inputs = NULL;
-    if (net->prior) compute_prior(net->prior, batch, from, to, s->prior_rows);
+    if (net->prior) compute_prior(net->prior, batch, from, to);
     if (has_contexts(net)) compute_contexts(net, batch, from, to, &s->context, s->time_inputs);
     if (net->times) time_inputs = s->time_inputs;
     build_query_inputs(net, batch, from, to, time_inputs, s->qkv);
@@ -418,19 +417,18 @@ static int allocate_scratch(const Network *net, const Batch *batch, int64_t num_
     s->query = allocate_zeroed(2 * d * sizeof(factor_t));
     s->weights = allocate_zeroed(2 * net->num_heads * s->max_tokens * sizeof(float));
     s->floats = allocate_zeroed(max_size(encoder_floats, head_scratch_size(net->head)) * sizeof(float));
-    s->prior_rows = allocate_zeroed(net->prior ? (longest + 1) * net->prior->padded_components * sizeof(double) : 1);
     size_t num_time_inputs = net->times ? net->times->num_inputs : 0;
     s->time_inputs = allocate_zeroed((num_rows * num_time_inputs + 1) * sizeof(float));
     s->pages = allocate_zeroed((s->max_tokens / KV_PAGE_TOKENS + 1) * sizeof *s->pages);
     s->prefetch.pages = allocate_zeroed((num_pages + 1) * sizeof *s->prefetch.pages);
-    return s->x && s->a && s->qkv && s->hidden && s->query && s->weights && s->floats && s->prior_rows && s->pages &&
+    return s->x && s->a && s->qkv && s->hidden && s->query && s->weights && s->floats && s->pages &&
            s->prefetch.pages && s->time_inputs && (!has_contexts(net) || allocate_context(net->process, longest, &s->context));
 }
 
 /* Free the memory that `allocate_scratch` has allocated; pointers may be NULL. */
 static void free_scratch(Scratch *s) {
     free(s->x), free(s->a), free(s->qkv), free(s->hidden), free(s->query), free(s->weights), free(s->floats);
-    free(s->prior_rows), free(s->pages), free(s->prefetch.pages), free(s->time_inputs);
+    free(s->pages), free(s->prefetch.pages), free(s->time_inputs);
     free_context(&s->context);
 }
 
