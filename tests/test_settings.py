@@ -382,7 +382,8 @@ def test_a_single_share_may_be_a_percentage(clean_environment: pytest.MonkeyPatc
         ("0,05,0,01", "write shares like 0.05,0.01 or 5%,1%"),
         ("1%%", "write a share like 0.01, or a percentage like 1%"),
         ("100%", "it should be less than 1"),
-        ("0%", "it should be greater than 0"),
+        ("0%", "it should be greater than or equal to 0.000000001"),
+        ("1e-320", "it should be greater than or equal to 0.000000001"),
     ],
 )
 def test_invalid_shares_are_rejected_with_a_remedy(

@@ -580,9 +580,9 @@ class Calibration:
         With n records the smallest p-value is 1/(n + 1), which must not exceed alpha, the false-alarm rate.
         """
         num_records = math.ceil(1.0 / alpha) - 1
-        # The division 1 / alpha may have been rounded down to an integer. One more record is then needed.
-        is_enough = 1.0 / (num_records + 1) <= alpha
-        return num_records if is_enough else num_records + 1
+        # The division 1 / alpha may have been rounded to the next integer below or above.
+        candidates = (max(num_records - 1, 0), num_records, num_records + 1)
+        return next(candidate for candidate in candidates if 1.0 / (candidate + 1) <= alpha)
 
     def describe_reachability(self, alpha: float) -> str:
         """Return in words whether this calibration has enough records for alerts at this alpha (false-alarm rate).

@@ -137,8 +137,8 @@ Odds = Annotated[float, Field(gt=1, le=1e9)]
 """Odds in favour of a hypothesis, more than one."""
 MinorityShare = Annotated[float, BeforeValidator(parse_share), Field(ge=0, lt=0.5)]
 """A share below one half."""
-Share = Annotated[float, BeforeValidator(parse_share), Field(gt=0, lt=1)]
-"""A share between zero and one, both excluded."""
+Share = Annotated[float, BeforeValidator(parse_share), Field(ge=1e-9, lt=1)]
+"""A share of at least one in 10^9 and below one. Smaller false-alarm rates are out of reach of any calibration."""
 
 
 def parse_shares(value: Any) -> Any:

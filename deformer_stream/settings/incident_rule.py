@@ -64,6 +64,7 @@ class IncidentRuleSettings(Settings):
     records_per_day: float | None = Field(
         None,
         gt=0,
+        le=1e9,
         description="Number of records of one device in a day, for --incident-rule e-detector. Default: as in the "
         "segments of the model, else one record per window.",
     )

@@ -228,6 +228,17 @@ def test_unreachable_alphas_are_reported_with_the_required_records() -> None:
         assert larger.describe_reachability(alpha) == "yes"
 
 
+def test_required_records_are_the_fewest_whose_smallest_p_value_is_at_most_alpha() -> None:
+    for num_records in (1, 48, 98, 107, 186, 999, 31_249):
+        for alpha in (
+            1 / (num_records + 1),
+            np.nextafter(1 / (num_records + 1), 1),
+            np.nextafter(1 / (num_records + 1), 0),
+        ):
+            required = Calibration.count_required_records(alpha)
+            assert 1 / (required + 1) <= alpha < 1 / required
+
+
 @pytest.mark.parametrize("scores", [[2.0, 1.0], [math.nan], [math.inf]])
 def test_invalid_scores_are_rejected(scores: list[float]) -> None:
     with pytest.raises(ValueError, match="calibration"):

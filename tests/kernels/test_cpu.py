@@ -413,7 +413,7 @@ def test_score_terms_and_conditionals_equal_pytorchs(
 
 @pytest.mark.parametrize("num_cached", [0, 5])
 def test_conditionals_of_sensors_that_repeat_others_equal_pytorchs(num_cached: int) -> None:
-    """Sixteen sensors are mixes of three quantities, up to one part in a million of the variance. One of them is off."""
+    """Sixteen sensors mix three quantities, up to one part in a million of the variance. One sensor is off."""
     schema = Schema(tuple(Feature(f"f{i}", "continuous") for i in range(16)))
     model = make_model(schema, replace(CONFIG, gaussians=1, alert_prior=True), dtype=torch.float32)
     rng = np.random.default_rng(0)
