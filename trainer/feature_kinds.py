@@ -32,7 +32,7 @@ from deformer_stream.model.schema import (
     format_label,
 )
 from trainer.identifiers import MIN_RISES, OrderStatistics, describe_identifier, describe_trend
-from trainer.tables import ValueForm, classify_type, encode_labels, has_leading_zeros, parse_numbers
+from trainer.tables import ValueForm, classify_type, convert_to_numbers, encode_labels, has_leading_zeros
 
 MAX_SAMPLE = 20_000
 """Largest number of readings of a column that are kept as a random sample.
@@ -197,7 +197,7 @@ class ColumnStatistics:
         # numbers and labels.
         are_numbers_counted = form in ("number", "clock", "text")
         if are_numbers_counted:
-            numbers, is_other_text = parse_numbers(values, "clock" in (form, self.form))
+            numbers, is_other_text = convert_to_numbers(values, "clock" in (form, self.form))
             if form == "text":
                 self._add_texts(values, is_other_text, is_training)
             self._add_numbers(numbers, rows, is_training, int(is_other_text.sum()), file_index)
