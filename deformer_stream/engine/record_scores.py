@@ -47,7 +47,7 @@ class ScoredRecords:
         log_p_prior: (M,) the same under the prior alone; 0 if that is no term of the alert.
         is_scored: (M,) False for readings of context features. They condition the other features and are not scored.
         running: (N,) sums and extremes over the scored readings of each record, such as its largest anomaly score
-            ("peak"). `RUNNING_DTYPE` describes the fields.
+            ("max_statistic"). `RUNNING_DTYPE` describes the fields.
     """
 
     features: Ints
@@ -94,10 +94,10 @@ def compute_record_scores(kernels: CpuKernels | None, model: Model, features: In
         count_by_feature = np.bincount(codes, minlength=num_features)
         # Adding appends the statistics of the records, and adds the sums and the counts.
         scores += RecordScores(
-            part.running["peak"],
+            part.running["max_statistic"],
             sum_by_feature,
             count_by_feature,
-            part.running["excess"],
+            part.running["centered_nll"],
             compute_ranking_terms(ranking_lines, part.running),
         )
     return scores
@@ -138,8 +138,7 @@ def sum_centered_nll(kernels: CpuKernels | None, model: Model, features: Ints, v
         from deformer_stream.calibration import torch_scoring
 
         return torch_scoring.compute_centered_nll(network, features, values)
-    # The kernels store the sum of centered NLLs in the field "excess".
-    sums = [part.running["excess"] for part in _score_in_passes(kernels, features, values)]
+    sums = [part.running["centered_nll"] for part in _score_in_passes(kernels, features, values)]
     return np.concatenate([np.empty(0), *sums])  # the empty array keeps the result valid if there is no record
 
 

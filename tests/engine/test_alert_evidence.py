@@ -244,7 +244,7 @@ def test_an_alert_without_a_rise_of_the_score_has_no_evidence(is_compiled: bool)
     batch = make_records("repeated", 1)
     engine = make_engine(is_compiled, alphas=())
     assert not handle_in_parts(engine, batch, len(batch))
-    assert engine.records.running["peak"][0] > 20
+    assert engine.records.running["max_statistic"][0] > 20
     resumed = make_engine(is_compiled, effort="fast")
     resumed.restore(0, decode_snapshot(encode_snapshot(engine.snapshot(0, 0))), 0)
     normal = make_process_batch(
