@@ -201,7 +201,7 @@ def score_complete_records(
         data: The prepared table.
         rows: (N,) row numbers of the records.
         centered_nll: (N,) the sum of the centered NLLs of the readings of each record.
-        complete_terms: (N,) what p-values add to the ranking of each record (`RecordScores.complete_terms`).
+        complete_terms: (N,) what p-values add to the ranking of each record (`CalibrationScores.complete_terms`).
         exemplar_rows: (M,) row numbers of the last M exemplars of the model, which are records of the table.
         should_continue: Called before each batch with the number of records that are scored. If it returns False, no
             more records are scored.

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from deformer_stream import model_store
 from deformer_stream.calibration.conformal import MAX_CALIBRATION_RECORDS, Calibration
-from deformer_stream.calibration.score_sums import RecordScores
+from deformer_stream.calibration.calibration_scores import CalibrationScores
 from deformer_stream.calibration.seen_records import RecordSet, find_seen_records
 from deformer_stream.counts import format_count
 from deformer_stream.errors import ConfigError, DeformerError
@@ -406,7 +406,7 @@ class _FinalPhases:
 
     def score_calibration_records(
         self, model: DEformer, data: PreparedTable, order: Order, seed: int, part: TimeBudget | None = None
-    ) -> RecordScores:
+    ) -> CalibrationScores:
         """Score as many calibration records as the time permits, at most `MAX_CALIBRATION_RECORDS`.
 
         Args:
@@ -505,7 +505,7 @@ class _FinalPhases:
         self,
         model: DEformer,
         data: PreparedTable,
-        calibrated: RecordScores,
+        calibrated: CalibrationScores,
         priors: CrossFittedPriors | None,
     ) -> NDArray[np.float64] | None:
         """Return the anomaly scores of the complete calibration records, or of as many as the time permits.

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from deformer_stream.calibration.conformal import P_VALUE_EXPONENT, PrefixState, compute_complete_terms
 from deformer_stream.calibration.drift import RecordReadings
-from deformer_stream.calibration.score_sums import RecordScores
+from deformer_stream.calibration.calibration_scores import CalibrationScores
 from deformer_stream.engine.records import INITIAL_RUNNING, PREFIX_FIELDS, RUNNING_DTYPE
 from deformer_stream.engine.single_readings import check_single_readings
 from deformer_stream.kernels.cpu import CpuKernels, RaggedBatch
@@ -24,6 +26,9 @@ from deformer_stream.model.alert_distance import AlertDistance
 from deformer_stream.model.alert_prior import AlertPrior, PriorPValues
 from deformer_stream.model.load_network import load_network
 from deformer_stream.model.parameters import Model
+
+if TYPE_CHECKING:
+    from deformer_stream.model.deformer import DEformer
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -37,7 +42,7 @@ CONTEXTS_PER_PASS = 16
 
 
 @dataclass(frozen=True, slots=True)
-class ScoredRecords:
+class PassScores:
     """Scores of N complete records with M readings in total, one record after the other.
 
     Attributes:
@@ -57,7 +62,9 @@ class ScoredRecords:
     running: NDArray[np.void]
 
 
-def compute_record_scores(kernels: CpuKernels | None, model: Model, features: Ints, values: Floats) -> RecordScores:
+def compute_record_scores(
+    kernels: CpuKernels | None, model: Model, features: Ints, values: Floats
+) -> CalibrationScores:
     """Score N complete records, and return one statistic per record and one sum per feature.
 
     The statistic of a record is its largest anomaly score over all prefixes (its first 1, 2, … readings), from which
@@ -80,20 +87,18 @@ def compute_record_scores(kernels: CpuKernels | None, model: Model, features: In
     """
     check_single_readings(model.schema, "score")
     if kernels is None:
-        network = load_network(model)
-        # Imported here, because it imports PyTorch.
-        from deformer_stream.calibration import torch_scoring
-
-        return torch_scoring.score_records(network, features, values)
+        torch_scoring, network = _load_torch(model)
+        torch_scores: CalibrationScores = torch_scoring.score_records(network, features, values)
+        return torch_scores
     num_features = len(model.schema)
     ranking_lines = AlertPrior.for_ranking(model)
-    scores = RecordScores(np.empty(0), np.zeros(num_features), np.zeros(num_features, np.int64))
+    scores = CalibrationScores(np.empty(0), np.zeros(num_features), np.zeros(num_features, np.int64))
     for part in _score_in_passes(kernels, features, values):
         codes, neg_log_p = part.features[part.is_scored], -part.log_p_value[part.is_scored]
         sum_by_feature = np.bincount(codes, neg_log_p, num_features).astype(np.float64)
         count_by_feature = np.bincount(codes, minlength=num_features)
         # Adding appends the statistics of the records, and adds the sums and the counts.
-        scores += RecordScores(
+        scores += CalibrationScores(
             part.running["max_statistic"],
             sum_by_feature,
             count_by_feature,
@@ -133,11 +138,9 @@ def sum_centered_nll(kernels: CpuKernels | None, model: Model, features: Ints, v
     """
     check_single_readings(model.schema, "score")
     if kernels is None:
-        network = load_network(model)
-        # Imported here, because it imports PyTorch.
-        from deformer_stream.calibration import torch_scoring
-
-        return torch_scoring.compute_centered_nll(network, features, values)
+        torch_scoring, network = _load_torch(model)
+        centered_nll: Floats = torch_scoring.compute_centered_nll(network, features, values)
+        return centered_nll
     sums = [part.running["centered_nll"] for part in _score_in_passes(kernels, features, values)]
     return np.concatenate([np.empty(0), *sums])  # the empty array keeps the result valid if there is no record
 
@@ -181,7 +184,7 @@ def average_neg_log_p_by_feature(
 
 def _sum_neg_log_p(
     kernels: CpuKernels | None, model: Model, features: Ints, values: Floats, ages: Floats, is_scored: Bools
-) -> RecordScores:
+) -> CalibrationScores:
     """Return how improbable the irregular readings of each feature are, in N contexts of records.
 
     Args:
@@ -196,11 +199,11 @@ def _sum_neg_log_p(
         For each feature the sum of −ln p-value over its readings and their number, without statistics of records.
     """
     if kernels is None:
-        network = load_network(model)
-        # Imported here, because it imports PyTorch.
-        from deformer_stream.calibration import torch_scoring
-
-        return torch_scoring.sum_neg_log_p(network, features, values, ages, is_scored, CONTEXTS_PER_PASS)
+        torch_scoring, network = _load_torch(model)
+        torch_sums: CalibrationScores = torch_scoring.sum_neg_log_p(
+            network, features, values, ages, is_scored, CONTEXTS_PER_PASS
+        )
+        return torch_sums
     num_features = len(model.schema)
     sums, counts = np.zeros(num_features), np.zeros(num_features, np.int64)
     for start in range(0, len(features), CONTEXTS_PER_PASS):
@@ -220,10 +223,10 @@ def _sum_neg_log_p(
         is_counted = is_scored[part][is_reading] & ~model.schema.is_context[codes]
         sums += np.bincount(codes[is_counted], -log_p_value[is_counted].astype(np.float64), num_features)
         counts += np.bincount(codes[is_counted], minlength=num_features)
-    return RecordScores(np.empty(0), sums, counts)
+    return CalibrationScores(np.empty(0), sums, counts)
 
 
-def _score_in_passes(kernels: CpuKernels, features: Ints, values: Floats) -> Iterator[ScoredRecords]:
+def _score_in_passes(kernels: CpuKernels, features: Ints, values: Floats) -> Iterator[PassScores]:
     """Score N records with compiled kernels, and yield the scores of some consecutive records at a time.
 
     Each part has at most `READINGS_PER_PASS` readings (padding included) or a single record, which bounds memory.
@@ -244,7 +247,7 @@ def _score_in_passes(kernels: CpuKernels, features: Ints, values: Floats) -> Ite
 
 def _score_pass(
     kernels: CpuKernels, distance: AlertDistance | None, alert_prior: AlertPrior | None, features: Ints, values: Floats
-) -> ScoredRecords:
+) -> PassScores:
     """Return the scores of N records, computed in one call of the compiled kernels.
 
     Args:
@@ -290,7 +293,7 @@ def _score_pass(
             distance_terms=distance_terms,
             prior=prior,
         )
-    return ScoredRecords(codes, terms[1], terms[3], is_scored, running)
+    return PassScores(codes, terms[1], terms[3], is_scored, running)
 
 
 def compute_log_p_values(kernels: CpuKernels | None, model: Model, features: Ints, values: Floats) -> Floats:
@@ -306,13 +309,25 @@ def compute_log_p_values(kernels: CpuKernels | None, model: Model, features: Int
         (2, N, L) natural logarithms; 0 for padding.
     """
     if kernels is None:
-        network = load_network(model)
-        # Imported here, because it imports PyTorch.
-        from deformer_stream.calibration import torch_scoring
-
-        return torch_scoring.compute_log_p_values(network, features, values)
+        torch_scoring, network = _load_torch(model)
+        log_p_values: Floats = torch_scoring.compute_log_p_values(network, features, values)
+        return log_p_values
     log_p, is_reading = np.zeros((2, *features.shape)), features >= 0
     parts = list(_score_in_passes(kernels, features, values))
     log_p[0, is_reading] = np.concatenate([np.empty(0), *(part.log_p_value for part in parts)])
     log_p[1, is_reading] = np.concatenate([np.empty(0), *(part.log_p_prior for part in parts)])
     return log_p
+
+
+def _load_torch(model: Model) -> tuple[ModuleType, DEformer]:
+    """Return the module that scores records with PyTorch, and the network of a model.
+
+    Both are imported only if they are needed, because scoring with compiled kernels needs no PyTorch.
+
+    Raises:
+        ConfigError: PyTorch is not installed.
+    """
+    network = load_network(model)  # first, because its error says how to install PyTorch
+    from deformer_stream.calibration import torch_scoring
+
+    return torch_scoring, network
