@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from deformer_stream.calibration.calibration_scores import CalibrationScores
 from deformer_stream.calibration.conformal import MAX_CALIBRATION_RECORDS, Calibration, TiePolicy, trim_largest
 from deformer_stream.calibration.cusum import CusumScale
-from deformer_stream.calibration.calibration_scores import CalibrationScores
 from deformer_stream.engine.engine import Engine
 from deformer_stream.engine.events import ClosedRecords, EventBatch
 from deformer_stream.engine.record_scores import compute_record_scores

@@ -26,7 +26,7 @@ from deformer_stream.calibration.cusum import (
     fit_scale,
 )
 from deformer_stream.calibration.marginals import Marginals
-from deformer_stream.calibration.steps import Steps
+from deformer_stream.calibration.sensor_steps import Steps
 from deformer_stream.kernels.cpu import CpuKernels, RaggedBatch, attached_kernels
 from deformer_stream.model.deformer import DEformer
 from deformer_stream.ragged import find_previous_in_group, ragged_indices

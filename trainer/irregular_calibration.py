@@ -11,9 +11,9 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
+from deformer_stream.calibration.calibration_scores import CalibrationScores
 from deformer_stream.calibration.conformal import Calibration
 from deformer_stream.calibration.cusum import CusumScale
-from deformer_stream.calibration.calibration_scores import CalibrationScores
 from deformer_stream.calibration.torch_scoring import sum_neg_log_p
 from deformer_stream.engine.engine import Engine
 from deformer_stream.engine.events import ClosedRecords, EventBatch, WindowMembership

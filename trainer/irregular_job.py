@@ -21,9 +21,9 @@ import torch
 from numpy.typing import NDArray
 
 from deformer_stream import model_store
+from deformer_stream.calibration.calibration_scores import CalibrationScores
 from deformer_stream.calibration.conformal import MAX_CALIBRATION_RECORDS, Calibration
 from deformer_stream.calibration.cusum import CusumScale
-from deformer_stream.calibration.calibration_scores import CalibrationScores
 from deformer_stream.calibration.seen_records import RecordHasher, RecordSet, SeenRecords
 from deformer_stream.counts import format_count
 from deformer_stream.errors import ConfigError, map_write_errors

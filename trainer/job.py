@@ -22,8 +22,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deformer_stream import model_store
-from deformer_stream.calibration.conformal import MAX_CALIBRATION_RECORDS, Calibration
 from deformer_stream.calibration.calibration_scores import CalibrationScores
+from deformer_stream.calibration.conformal import MAX_CALIBRATION_RECORDS, Calibration
 from deformer_stream.calibration.seen_records import RecordSet, find_seen_records
 from deformer_stream.counts import format_count
 from deformer_stream.errors import ConfigError, DeformerError

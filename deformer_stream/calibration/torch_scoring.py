@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from deformer_stream.calibration.conformal import PrefixState, advance_prefix_state, compute_complete_terms
 from deformer_stream.calibration.calibration_scores import CalibrationScores
+from deformer_stream.calibration.conformal import PrefixState, advance_prefix_state, compute_complete_terms
 from deformer_stream.model.alert_distance import AlertDistance
 from deformer_stream.model.alert_prior import AlertPrior, PriorPValues
 from deformer_stream.model.deformer import DEformer, to_tensor

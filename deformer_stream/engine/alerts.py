@@ -223,7 +223,7 @@ class AlertBuilder:
             declared_later: The features that were declared after the alerts, from `_find_later_declarations`.
             scored: As for `build`.
         """
-        from deformer_stream.engine.next_reading import collect_alerted_records, suggest_readings
+        from deformer_stream.engine.next_reading_ranking import collect_alerted_records, suggest_readings
 
         chosen = np.flatnonzero(is_incomplete)[: self.max_suggested]
         if not len(chosen):

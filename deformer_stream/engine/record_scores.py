@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from deformer_stream.calibration.calibration_scores import CalibrationScores
 from deformer_stream.calibration.conformal import P_VALUE_EXPONENT, PrefixState, compute_complete_terms
 from deformer_stream.calibration.drift import RecordReadings
-from deformer_stream.calibration.calibration_scores import CalibrationScores
 from deformer_stream.engine.records import INITIAL_RUNNING, PREFIX_FIELDS, RUNNING_DTYPE
 from deformer_stream.engine.single_readings import check_single_readings
 from deformer_stream.kernels.cpu import CpuKernels, RaggedBatch

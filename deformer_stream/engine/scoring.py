@@ -51,7 +51,7 @@ from deformer_stream.calibration.cusum import (
 from deformer_stream.calibration.drift import RecordReadings
 from deformer_stream.calibration.fault_classifier import FaultClassifier, FaultName
 from deformer_stream.calibration.marginals import find_log_p
-from deformer_stream.calibration.steps import find_step_log_p
+from deformer_stream.calibration.sensor_steps import find_step_log_p
 from deformer_stream.engine.events import AlertState
 from deformer_stream.engine.fault_inputs import name_faults
 from deformer_stream.engine.passes import MAX_READINGS_PER_PASS, PassReadings, group_by_length

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from deformer_stream.calibration.conformal import Calibration
 from deformer_stream.calibration.cusum import KINDS, NEVER, TIE_TOLERANCE, CusumScale, find_largest_kinds
 from deformer_stream.calibration.marginals import Marginals
-from deformer_stream.calibration.steps import Steps
+from deformer_stream.calibration.sensor_steps import Steps
 from deformer_stream.codec.alert_text import format_alert_line, summarize_cause
 from deformer_stream.codec.state import decode_snapshot, encode_snapshot
 from deformer_stream.engine import explain

@@ -40,7 +40,7 @@ from deformer_stream.calibration.cusum import (
     find_previous_values,
 )
 from deformer_stream.calibration.marginals import Marginals
-from deformer_stream.calibration.steps import Steps
+from deformer_stream.calibration.sensor_steps import Steps
 from deformer_stream.engine.conditionals import compute_conditionals
 from deformer_stream.engine.engine import Engine, Limits
 from deformer_stream.engine.events import Contribution

@@ -16,7 +16,7 @@ from deformer_stream.calibration.torch_scoring import compute_max_statistics
 from deformer_stream.codec.encode_outputs import encode_alert
 from deformer_stream.engine.engine import Engine
 from deformer_stream.engine.events import Alert, EventBatch
-from deformer_stream.engine.next_reading import (
+from deformer_stream.engine.next_reading_ranking import (
     OpenRecords,
     RankedFeatures,
     arrange_by_next_reading,
