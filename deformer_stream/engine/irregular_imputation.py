@@ -37,6 +37,7 @@ from deformer_stream.engine.imputation import (
     denormalise_within_bounds,
     describe_conditional,
 )
+from deformer_stream.engine.passes import MAX_READINGS_PER_PASS
 from deformer_stream.errors import ConfigError
 from deformer_stream.model.bounded_context import ContextLimit
 from deformer_stream.model.deformer import DEformer, KVCacheView, to_tensor
@@ -50,9 +51,6 @@ Ints = NDArray[np.int64]
 
 DEFAULT_LIMIT = ContextLimit(recent=32, block=64)
 """The size of contexts if the hyperparameters of the model do not limit them."""
-
-MAX_READINGS_PER_PASS = 8192
-"""Largest number of readings in one forward pass, which bounds its memory."""
 
 ORDER_SEED = 0x1A9
 """Seed of the random order of the readings of a context."""

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from deformer_stream.calibration.calibration_scores import CalibrationScores
 from deformer_stream.calibration.conformal import P_VALUE_EXPONENT, PrefixState, compute_complete_terms
 from deformer_stream.calibration.drift import RecordReadings
+from deformer_stream.engine.passes import MAX_READINGS_PER_PASS
 from deformer_stream.engine.records import INITIAL_RUNNING, PREFIX_FIELDS, RUNNING_DTYPE
 from deformer_stream.engine.single_readings import check_single_readings
 from deformer_stream.kernels.cpu import CpuKernels, RaggedBatch
@@ -34,9 +35,6 @@ Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 
-READINGS_PER_PASS = 8_192
-"""Number of readings, padding included, that are scored in one call of the kernels. It bounds memory and does not
-change any score."""
 CONTEXTS_PER_PASS = 16
 """Number of contexts of irregular readings that go through the network together. It bounds memory."""
 
@@ -229,7 +227,7 @@ def _sum_neg_log_p(
 def _score_in_passes(kernels: CpuKernels, features: Ints, values: Floats) -> Iterator[PassScores]:
     """Score N records with compiled kernels, and yield the scores of some consecutive records at a time.
 
-    Each part has at most `READINGS_PER_PASS` readings (padding included) or a single record, which bounds memory.
+    Each part has at most `MAX_READINGS_PER_PASS` readings (padding included) or a single record, which bounds memory.
 
     Args:
         kernels: The model's compiled kernels.
@@ -238,7 +236,7 @@ def _score_in_passes(kernels: CpuKernels, features: Ints, values: Floats) -> Ite
         values: (N, L) values in normalised units; label codes of discrete features.
     """
     num_records, max_readings = features.shape
-    records_per_pass = max(1, READINGS_PER_PASS // max(max_readings, 1))
+    records_per_pass = max(1, MAX_READINGS_PER_PASS // max(max_readings, 1))
     distance, alert_prior = AlertDistance.from_model(kernels.parameters), AlertPrior.from_model(kernels.parameters)
     for start in range(0, num_records, records_per_pass):
         records = slice(start, start + records_per_pass)
