@@ -246,10 +246,6 @@ class FaultClassifier:
             return limited
         return standardise_inputs(inputs, self.centers[model], self.scales[model])
 
-    def compute_probabilities(self, inputs: Floats) -> Floats:
-        """Return the probability of each fault, the mean over the K models, (N, C)."""
-        return _average_models(self.compute_log_probabilities(inputs))
-
     def compute_scores(self, inputs: Floats) -> Floats:
         """Return the nonconformity score of each record for each fault under each of the K models, (K, N, C).
 
@@ -312,7 +308,7 @@ class FaultClassifier:
             num_readings: (N,) the number of readings of each record.
         """
         log_probabilities = self.compute_log_probabilities(inputs)
-        probabilities = _average_models(log_probabilities).round(PROBABILITY_DECIMALS)
+        probabilities = np.exp(log_probabilities).mean(0).round(PROBABILITY_DECIMALS)
         scores = self._add_misfits(-log_probabilities, inputs)
         p_values = self._compare_scores(scores, num_readings).round(PROBABILITY_DECIMALS)
         in_sets = p_values > round(1 - self.level, PROBABILITY_DECIMALS)
@@ -348,12 +344,3 @@ def log_softmax(logits: Floats) -> Floats:
     """Return ln of the probabilities of the last dimension."""
     shifted = logits - logits.max(-1, keepdims=True)
     return np.asarray(shifted - np.log(np.exp(shifted).sum(-1, keepdims=True)))
-
-
-def _average_models(log_probabilities: Floats) -> Floats:
-    """Return the probability of each fault, the mean over the K models, (N, C).
-
-    Args:
-        log_probabilities: (K, N, C) ln of the probabilities.
-    """
-    return np.asarray(np.exp(log_probabilities).mean(0))

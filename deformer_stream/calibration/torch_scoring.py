@@ -71,22 +71,6 @@ def compute_log_p_values(model: DEformer, features: NDArray[np.int64], values: F
     return log_p
 
 
-def compute_max_statistics(
-    model: DEformer, features: NDArray[np.int64], values: Floats, batch_size: int = 256
-) -> Floats:
-    """Return the largest prefix statistic of each of N complete records, (N,); larger is more anomalous.
-
-    A prefix statistic is the anomaly score of a record after its first k readings; the maximum is over all k.
-
-    Args:
-        model: The network, in evaluation mode.
-        features: (N, L) feature codes of at most L readings per record in order of arrival, −1 as padding at the end.
-        values: (N, L) values in normalised units or label codes; those of padding are ignored.
-        batch_size: Number of records in one forward pass.
-    """
-    return score_records(model, features, values, batch_size).statistics
-
-
 def compute_centered_nll(model: DEformer, features: NDArray[np.int64], values: Floats, batch_size: int = 256) -> Floats:
     """Return the centered NLL of each of N complete records, (N,), in nats; larger is more anomalous.
 

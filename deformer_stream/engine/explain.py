@@ -74,8 +74,8 @@ EXPECTED_QUANTILES = (0.05, 0.5, 0.95)
 """Probabilities of the quantiles that are shown as the expected range: a central 90% interval and the median."""
 
 MAX_NODES_PER_PASS = 8192
-"""Largest number of nodes of trees of orders in one forward pass, each of which costs as much as a reading. It is enough
-to use all cores, and it bounds the memory of a pass."""
+"""Largest number of nodes of trees of orders in one forward pass, each of which costs as much as a reading. It is
+enough to use all cores, and it bounds the memory of a pass."""
 
 MAX_CANDIDATES = 64
 """Largest number of readings of a record that may become suspects (readings that explain the alert). If a record has

@@ -475,7 +475,6 @@ def arrange_by_next_reading(
     orders: Ints,
     alpha: float,
     suspicious: float = DEFAULT_SUSPICIOUS,
-    num_draws: int = DEFAULT_NUM_DRAWS,
 ) -> Ints:
     """Return the orders in which the readings of complete records arrive if suspicious records choose the next one.
 
@@ -493,7 +492,6 @@ def arrange_by_next_reading(
             padding at the end.
         alpha: The false-alarm rate of the alert.
         suspicious: Largest p-value of a suspicious record.
-        num_draws: As for `rank_features`.
 
     Returns:
         (N, L) feature codes in the order of arrival with the choice, −1 as padding at the end.
@@ -516,7 +514,7 @@ def arrange_by_next_reading(
             ~np.isnan(values[suspicious_rows]),
             state.select(suspicious_rows),
         )
-        ranked = rank_features(model, calibration, records, alpha, num_draws)
+        ranked = rank_features(model, calibration, records, alpha)
         for index, row in enumerate(suspicious_rows.tolist()):
             order = ranked.order(index)
             if order:  # else only context features are left
