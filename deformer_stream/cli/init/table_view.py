@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from deformer_stream.codec.columns import parse_times
+from deformer_stream.codec.columns import is_present, parse_times
 from deformer_stream.engine.events import NO_TIME
 from deformer_stream.errors import InputError
 from deformer_stream.model.schema import Feature, format_label
@@ -476,7 +476,7 @@ def _collect_reading_times(
         all_sources.append(owner_of_row[is_known] * len(names) + sensor_of_row[is_known])
     else:
         for index, name in enumerate(sensors):
-            is_known = (times != NO_TIME) & batch.column(name).is_valid().to_numpy(zero_copy_only=False)
+            is_known = (times != NO_TIME) & is_present(batch.column(name))
             all_times.append(times[is_known])
             all_sources.append(owner_of_row[is_known] * len(sensors) + index)
     empty = np.empty(0, np.int64)
