@@ -1,4 +1,4 @@
-"""Run a training job from Parquet tables to a model directory: prepare, train, calibrate, evaluate, write.
+"""Run a training job from tables to a model directory: prepare, train, calibrate, evaluate, write.
 
 Under a time limit (`--max-time`), the job measures before training how long the phases after it take. It then reserves
 this time and reduces the batch and the numbers of records as needed.
@@ -171,7 +171,7 @@ def train(
     """Train a model on tables, calibrate and evaluate it, and write the model directory.
 
     Args:
-        tables: Parquet files and folders of Parquet files.
+        tables: The tables: files, folders or quoted patterns of files, and tables in memory.
         settings: All options of `deformer-train`.
         on_prepared: Called once with the prepared table, before training.
         on_status: Called after every training step.
@@ -350,7 +350,7 @@ def run_worker_rank(
     The first process calls `train` at the same time. It alone writes files and calibrates the model.
 
     Args:
-        tables: Parquet files and folders, as in `train`.
+        tables: The tables, as in `train`.
         settings: All options of `deformer-train`, as in `train`.
         should_stop: Called after every training step. If it returns True, all processes stop.
         budget: The time that training may take, with the same clock in all processes.
@@ -704,7 +704,7 @@ def _prepare_run(
     """Prepare the table and create the training run. With `--resume`, restore it from the checkpoint if there is one.
 
     Args:
-        tables: Parquet files and folders of Parquet files.
+        tables: The tables: files, folders or quoted patterns of files, and tables in memory.
         settings: All options of `deformer-train`.
         folder: An existing folder for the matrix of the table's values. Checkpoints are in the working folder of
             `--out`.
