@@ -295,8 +295,11 @@ def measure_distances(distance: AlertDistance, prefixes: Prefixes) -> Floats:
 
 
 def average_nearest(sums: Singles) -> Floats:
-    """Return the mean of the `NUM_NEIGHBORS` smallest entries of each row of (M, E) distances, (M,)."""
+    """Return the mean of the `NUM_NEIGHBORS` smallest entries of each row of (M, E) distances, (M,).
+
+    Unlike the mean in `Exemplars.compute_distances`, it is summed in ascending order in float64, so that the compiled
+    kernels give the same bits. All distances are finite.
+    """
     num_neighbors = min(NUM_NEIGHBORS, sums.shape[1])
     nearest = np.sort(np.partition(sums, num_neighbors - 1, 1)[:, :num_neighbors], 1).astype(np.float64)
-    # In this order, so that the compiled kernels give the same bits.
     return np.asarray(nearest.cumsum(1)[:, -1] / num_neighbors)

@@ -190,7 +190,7 @@ class Exemplars:
             if own_exemplar is not None:
                 is_exemplar = np.flatnonzero(own_exemplar[rows] >= 0)
                 of_exemplars[is_exemplar, own_exemplar[rows][is_exemplar]] = np.inf
-            nearest = _take_smallest(of_exemplars, num_neighbors)
+            nearest = _pop_smallest(of_exemplars, num_neighbors)
             num_finite = np.isfinite(nearest).sum(1)
             if num_neighbors and (num_finite == num_neighbors).all():
                 distances[rows] = nearest.mean(1)
@@ -231,10 +231,11 @@ class Exemplars:
         return sums, num_shared
 
 
-def _take_smallest(distances: Singles, count: int) -> Singles:
-    """Return the `count` smallest entries of each row, ascending, and replace them by infinity.
+def _pop_smallest(distances: Singles, count: int) -> Singles:
+    """Return the `count` smallest entries of each row, ascending, and replace them by infinity in `distances`.
 
-    A few searches for the minimum take less time than a partition of the rows.
+    Unlike `alert_distance.average_nearest`, it does not average, because entries can be infinite: those of exemplars
+    without a common feature. A few searches for the minimum take less time than a partition of the rows.
     """
     every_row = np.arange(len(distances))
     smallest = np.empty((len(distances), count), np.float32)
