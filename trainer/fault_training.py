@@ -305,8 +305,8 @@ def _estimate_residuals(
         deviations = np.maximum(one_hot @ squares - count * means[fold] ** 2, 0)
         pooled = deviations.sum(0) / np.maximum(count.sum(0), 1)
         num_records = one_hot.sum(1)[:, None]
-        own = deviations / np.maximum(count, 1)
-        variances[fold] = (num_records * own + PRIOR_RECORDS * pooled) / (num_records + PRIOR_RECORDS)
+        fault_variances = deviations / np.maximum(count, 1)
+        variances[fold] = (num_records * fault_variances + PRIOR_RECORDS * pooled) / (num_records + PRIOR_RECORDS)
     return means, 1 / (variances + MIN_VARIANCE)
 
 

@@ -543,14 +543,14 @@ def compute_median_distances(
     rng = np.random.default_rng([seed, 0x51F7])
     reference_rows = np.sort(rng.permutation(rows)[:num_references])
     median_distances = np.zeros(len(rows))
-    for chunk, distances in _iterate_distances(data, rows, reference_rows, own_distance=0.0):
+    for chunk, distances in _iterate_distances(data, rows, reference_rows, self_distance=0.0):
         median_distances[chunk] = np.median(distances, 1)
         on_progress(chunk.stop)
     return median_distances
 
 
 def _iterate_distances(
-    data: PreparedTable, rows: NDArray[np.int64], reference_rows: NDArray[np.int64], own_distance: float = math.inf
+    data: PreparedTable, rows: NDArray[np.int64], reference_rows: NDArray[np.int64], self_distance: float = math.inf
 ) -> Iterator[tuple[slice, Floats]]:
     """Yield the distances of N records to R references, some records at a time.
 
@@ -563,7 +563,7 @@ def _iterate_distances(
         data: The prepared table.
         rows: (N,) row numbers of the records.
         reference_rows: (R,) row numbers of the references, ascending.
-        own_distance: The distance of a record to itself. It is infinite if nearest others are searched.
+        self_distance: The distance of a record to itself. It is infinite if nearest others are searched.
 
     Yields:
         The slice of `rows` with C records, and their distances (C, R).
@@ -589,7 +589,7 @@ def _iterate_distances(
         num_in_both = (~np.isnan(values)).astype(np.float64) @ (~np.isnan(references)).astype(np.float64).T
         # The number is at least 1, so that the distance is 0 if no feature has a reading in both records.
         distances = np.sqrt(square_sums / np.maximum(num_in_both, 1.0))
-        distances[rows[chunk, None] == reference_rows] = own_distance
+        distances[rows[chunk, None] == reference_rows] = self_distance
         yield chunk, distances
 
 

@@ -177,15 +177,15 @@ class Scorer:
         # The engine may also have scored earlier readings, which waited for others with the same event time or for the
         # end of their time slot. A record has one reading of each feature, so both identify this reading. It has no
         # entry if it was rejected or waits itself.
-        own_entries = [
+        entries_of_reading = [
             i
             for i, event in enumerate(scored.event_indices.tolist())
             if len(batch)
             and effects.batch.features[event] == batch.features[0]
             and effects.batch.record_ids[event] == batch.record_ids[0]
         ]
-        if own_entries:
-            i = own_entries[0]
+        if entries_of_reading:
+            i = entries_of_reading[0]
             return Update(
                 float(scored.log_likelihood[i]),
                 float(scored.running_log_likelihood[i]),

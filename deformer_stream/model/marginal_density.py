@@ -74,8 +74,8 @@ class MarginalDensity:
         num_centers = min(MAX_CENTERS, len(positions))
         readings = [column[is_known].astype(np.float64) for column, is_known in zip(positions.T, known.T, strict=True)]
         p_by_label = [
-            _estimate_labels(own, labels)
-            for own, labels in zip(readings, position_by_label, strict=True)
+            _estimate_labels(readings_of_feature, labels)
+            for readings_of_feature, labels in zip(readings, position_by_label, strict=True)
             if labels is not None
         ]
         label_nll = [-np.log(np.append(p, np.full(num_codes - len(p), p[-1]))) for p in p_by_label]

@@ -675,8 +675,8 @@ class Table:
                     f"--where: {self.name} has no column {name!r}; choose one of its columns: "
                     f"{self.format_column_names()}"
                 )
-        own_types = dict(zip(self.schema.names, self.schema.types, strict=True))
-        condition = where.bind(own_types | absent, self.options.timezone)
+        type_by_column = dict(zip(self.schema.names, self.schema.types, strict=True))
+        condition = where.bind(type_by_column | absent, self.options.timezone)
         return replace(self, num_rows=None, _condition=condition, _absent_types=absent)
 
     def iterate_cells(self, columns: Sequence[str], max_rows: int) -> Iterator[pa.RecordBatch]:
