@@ -30,7 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
-Singles = NDArray[np.float32]
+Floats32 = NDArray[np.float32]
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 Number = TypeVar("Number", np.float32, np.float64)
@@ -63,7 +63,7 @@ PROBABILITY_DECIMALS = 4
 """Decimals of the probabilities and p-values, so that rounding errors do not change them."""
 
 
-def standardise_inputs(inputs: NDArray[Number], centers: Singles, scales: Singles) -> NDArray[Number]:
+def standardise_inputs(inputs: NDArray[Number], centers: Floats32, scales: Floats32) -> NDArray[Number]:
     """Return inputs in units of the labelled records, with F further ones, (N, D + F), in the precision of the inputs.
 
     The first 3 F inputs are residuals, their absolute values, and values (`engine.fault_inputs`). They are standardised
@@ -146,16 +146,16 @@ class FaultClassifier:
 
     names: tuple[str, ...]
     level: float
-    weights: Singles
-    biases: Singles
-    means: Singles
-    precisions: Singles
+    weights: Floats32
+    biases: Floats32
+    means: Floats32
+    precisions: Floats32
     lengths: Ints
-    scores: Singles
+    scores: Floats32
     fault_indexes: Ints
     folds: Ints
-    centers: Singles | None = None
-    scales: Singles | None = None
+    centers: Floats32 | None = None
+    scales: Floats32 | None = None
 
     def __post_init__(self) -> None:
         """Check that the attributes fit each other.

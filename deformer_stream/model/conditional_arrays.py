@@ -23,7 +23,7 @@ from deformer_stream.model.gamma import log_gamma_sf
 from deformer_stream.model.parameters import ModelParameters, compute_scale_floors
 
 Floats = NDArray[np.float64]
-Singles = NDArray[np.float32]
+Floats32 = NDArray[np.float32]
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
@@ -51,10 +51,10 @@ class SurprisalArrays:
         variance: The variance of −ln p(V), in nats².
     """
 
-    value: Singles
-    minimum: Singles
-    mean: Singles
-    variance: Singles
+    value: Floats32
+    minimum: Floats32
+    mean: Floats32
+    variance: Floats32
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +85,9 @@ class PriorArrays:
         scales: (*S, G) the standard deviations of the components.
     """
 
-    log_weights: Singles
-    means: Singles
-    scales: Singles
+    log_weights: Floats32
+    means: Floats32
+    scales: Floats32
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,7 +279,7 @@ class HeadArrays:
         self._norm = _to_double(parameters.get_linear("norm")) if has_norm else None
 
     @_without_warnings
-    def compute_conditional(self, hidden: Singles, features: Ints, prior: PriorArrays | None) -> ConditionalArrays:
+    def compute_conditional(self, hidden: Floats32, features: Ints, prior: PriorArrays | None) -> ConditionalArrays:
         """Return the conditional distributions of M readings.
 
         Args:

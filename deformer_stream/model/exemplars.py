@@ -23,7 +23,7 @@ from deformer_stream.model.positions import compute_label_positions, compute_pos
 from deformer_stream.model.schema import Schema
 
 Floats = NDArray[np.float64]
-Singles = NDArray[np.float32]
+Floats32 = NDArray[np.float32]
 Bools = NDArray[np.bool_]
 
 NUM_NEIGHBORS = 3
@@ -60,9 +60,9 @@ class Exemplars:
     """
 
     schema: Schema
-    positions: Singles
+    positions: Floats32
     known: Bools
-    deviations: Singles
+    deviations: Floats32
     typical: Floats
     prior: Mixture | None = None
     prior_weight: float = 0.0
@@ -161,7 +161,7 @@ class Exemplars:
         return score
 
     def compute_distances(
-        self, positions: Singles, known: Bools, excluded_exemplar: NDArray[np.int64] | None = None
+        self, positions: Floats32, known: Bools, excluded_exemplar: NDArray[np.int64] | None = None
     ) -> Floats:
         """Return the mean distance of each record to its nearest exemplars, (R,).
 
@@ -199,7 +199,7 @@ class Exemplars:
                 distances[rows] = np.where(num_finite > 0, sums / np.maximum(num_finite, 1), np.nan)
         return distances
 
-    def _sum_differences(self, positions: Singles, known: Bools) -> tuple[Singles, Singles]:
+    def _sum_differences(self, positions: Floats32, known: Bools) -> tuple[Floats32, Floats32]:
         """Return the sum of the differences of each record to each exemplar over the features that both have, (R, M).
 
         One feature after the other, so that the sums stay in the processor's cache.
@@ -231,7 +231,7 @@ class Exemplars:
         return sums, num_shared
 
 
-def _pop_smallest(distances: Singles, count: int) -> Singles:
+def _pop_smallest(distances: Floats32, count: int) -> Floats32:
     """Return the `count` smallest entries of each row, ascending, and replace them by infinity in `distances`.
 
     Unlike `alert_distance.average_nearest`, it does not average, because entries can be infinite: those of exemplars
@@ -246,7 +246,7 @@ def _pop_smallest(distances: Singles, count: int) -> Singles:
     return smallest
 
 
-def estimate_marginals(schema: Schema, positions: Singles, known: Bools, deviations: Singles) -> MarginalDensity:
+def estimate_marginals(schema: Schema, positions: Floats32, known: Bools, deviations: Floats32) -> MarginalDensity:
     """Return the density of the readings of M exemplars without regard to one another.
 
     Args:
