@@ -29,6 +29,7 @@ from deformer_stream.model.schema import SECONDS_PER_DAY, Feature, FeatureKind, 
 from deformer_stream.model.time_slots import collapse_time_slots, expand_time_slots
 from deformer_stream.model.windows import Window, format_duration
 from deformer_stream.runtime.repeated_readings import compute_max_slots
+from deformer_stream.settings.base import Layout
 from deformer_stream.tables.table import TableOptions, describe_bad_rows, join_names
 from trainer.feature_kinds import (
     ColumnStatistics,
@@ -55,7 +56,6 @@ from trainer.tables import (
     VALUE,
     FeatureReadings,
     InputTables,
-    Layout,
     TableSource,
     TooFewRecordsError,
     ValueForm,

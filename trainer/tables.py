@@ -36,14 +36,12 @@ from deformer_stream.engine.events import NO_TIME
 from deformer_stream.errors import ConfigError, InputError
 from deformer_stream.model.schema import format_label
 from deformer_stream.model.windows import Window, floor_to_window
+from deformer_stream.settings.base import Layout
 from deformer_stream.tables.discovery import CSV, PARQUET, find_data_files, is_delta_table
 from deformer_stream.tables.table import CellForm, Table, TableOptions, join_names
 from trainer.identifiers import OrderStatistics
 from trainer.reading_time import ReadingMonitor
 from trainer.slot_values import ReadingIntervals
-
-Layout = Literal["wide", "long"]
-"""wide: a row is a record. long: a row is one reading of one feature of a record."""
 
 ValueForm = Literal["number", "boolean", "text", "clock", "time", "other"]
 """What the values of a column are, according to its Arrow type.

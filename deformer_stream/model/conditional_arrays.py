@@ -10,7 +10,6 @@ mixtures, K the largest number of labels of any feature.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from deformer_stream.model.constants import LAYER_NORM_EPSILON, MAX_LOG_SCALE_CHANGE
+from deformer_stream.model.constants import LAYER_NORM_EPSILON, LOG_SQRT_2PI, MAX_LOG_SCALE_CHANGE
 from deformer_stream.model.gamma import log_gamma_sf
 from deformer_stream.model.parameters import ModelParameters, compute_scale_floors
 
@@ -33,7 +32,6 @@ CODE_TOLERANCE = 1e-6
 """The tolerance of sums and comparisons of the probabilities of labels, which rounding errors must not change."""
 ROWS_PER_PRODUCT = 64
 """The number of rows of the matrix products of the output head."""
-_LOG_SQRT_2PI = 0.5 * math.log(2 * math.pi)
 _without_warnings = np.errstate(all="ignore")
 """A damaged model computes numbers that are not finite. As in PyTorch, this is no reason for warnings."""
 
@@ -209,7 +207,7 @@ class ConditionalArrays:
     def _compute_log_density(self, values: Floats) -> Floats:
         """Return ln of the density of each reading's Gaussian mixture at its value; meaningless for discrete ones."""
         z = (values[..., None] - self.means) / self.scales
-        return _log_sum_exp(self.log_weights - np.log(self.scales) - _LOG_SQRT_2PI - 0.5 * z * z)
+        return _log_sum_exp(self.log_weights - np.log(self.scales) - LOG_SQRT_2PI - 0.5 * z * z)
 
     def _compute_label_log_mass(self, codes: Floats) -> Floats:
         """Return ln of the probability of each discrete reading's label; meaningless for continuous readings."""
