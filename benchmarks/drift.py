@@ -37,7 +37,7 @@ from benchmarks.early import DRAW_ORDERS_BY_NAME, Case, prepare_case
 from benchmarks.tables import find_tables, format_markdown_header, format_markdown_row, parse_seeds
 from deformer_stream.calibration.conformal import Calibration
 from deformer_stream.calibration.drift import NUM_RECENT_RECORDS, DriftMonitor, find_shifted_features
-from deformer_stream.calibration.torch_scoring import compute_max_statistics, score_records
+from deformer_stream.calibration.torch_scoring import score_records
 from deformer_stream.errors import ConfigError
 
 Floats = NDArray[np.float64]
@@ -204,7 +204,7 @@ def measure_change(
         after_change = normals[rest[NUM_BEFORE_CHANGE:][:NUM_AFTER_CHANGE]]
         rows, feature = apply_change(change, after_change, anomalies, normals.std(0), rng)
         codes = DRAW_ORDERS_BY_NAME["random"](*rows.shape, rng)
-        changed_statistics = compute_max_statistics(case.model, codes, np.take_along_axis(rows, codes, 1))
+        changed_statistics = score_records(case.model, codes, np.take_along_axis(rows, codes, 1)).statistics
         stream = np.concatenate([statistics[rest[:NUM_BEFORE_CHANGE]], changed_statistics])
         for name, find_alarm in detectors.items():
             num_records = find_alarm(statistics[calibration_rows], stream)
@@ -221,7 +221,7 @@ def measure_table(case: Case, seed: int) -> dict[str, Any]:
     """Measure false alarms and delays on one table with one seed."""
     normals = collect_held_out_normals(case)
     codes = DRAW_ORDERS_BY_NAME["random"](*normals.shape, np.random.default_rng([seed, 0x0DE5]))
-    statistics = compute_max_statistics(case.model, codes, np.take_along_axis(normals, codes, 1))
+    statistics = score_records(case.model, codes, np.take_along_axis(normals, codes, 1)).statistics
     num_calibration = min(len(case.calibration), len(normals) - NUM_BEFORE_CHANGE - NUM_AFTER_CHANGE)
     peers = {name: make_peer_detector(name, seed) for name in PEERS}
     own_by_level = {f"level {level:g}": make_own_detector(level) for level in LEVELS}

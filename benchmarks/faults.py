@@ -357,7 +357,7 @@ def measure_names(truth: Ints, predicted: Ints, num_faults: int) -> dict[str, fl
 
 def measure_classifier(classifier: FaultClassifier, inputs: Floats, values: Floats, truth: Ints) -> dict[str, float]:
     """Return the figures of the names and the prediction sets of records."""
-    probabilities = classifier.compute_probabilities(inputs)
+    probabilities = np.exp(classifier.compute_log_probabilities(inputs)).mean(0)  # over the models
     p_values = classifier.compute_p_values(inputs, (~np.isnan(values)).sum(1))
     in_set = p_values > 1 - classifier.level + 1e-9
     return {

@@ -22,7 +22,7 @@ from deformer_stream.calibration.cusum import (
     fit_scale,
 )
 from deformer_stream.calibration.marginals import Marginals
-from deformer_stream.calibration.steps import Steps
+from deformer_stream.calibration.sensor_steps import Steps
 from deformer_stream.ragged import ragged_indices
 
 MAX_SCALE_RECORDS = 1000

@@ -18,7 +18,7 @@ from benchmarks.irregular_records import FIRST_TIME, Readings, make_readings
 from deformer_stream.calibration.conformal import Calibration
 from deformer_stream.calibration.cusum import KINDS, CusumScale
 from deformer_stream.calibration.marginals import Marginals
-from deformer_stream.calibration.steps import Steps
+from deformer_stream.calibration.sensor_steps import Steps
 from deformer_stream.kernels.library import load_library
 from deformer_stream.model.deformer import DEformer
 from deformer_stream.model.reading_times import ReadingTimes

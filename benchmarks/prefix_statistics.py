@@ -129,7 +129,7 @@ def scale_positions(schema: Schema, exemplars: Floats, *others: Floats) -> list[
 
 
 def compute_prefix_distances(
-    exemplars: NDArray[np.float32], records: NDArray[np.float32], codes: Ints, own_exemplar: Ints | None = None
+    exemplars: NDArray[np.float32], records: NDArray[np.float32], codes: Ints, excluded_exemplar: Ints | None = None
 ) -> Floats:
     """Return the mean distance of each prefix to its nearest exemplars over the features that have arrived, (N, L).
 
@@ -139,15 +139,16 @@ def compute_prefix_distances(
         exemplars: (E, F) positions of the exemplars.
         records: (N, F) positions of the records.
         codes: (N, L) feature codes in order of arrival.
-        own_exemplar: (N,) the index of the exemplar that each record is itself, which is left out; by default none.
+        excluded_exemplar: (N,) the index of the exemplar that each record is itself, which is left out. By default
+            none is.
     """
     by_feature = np.ascontiguousarray(exemplars.T)
     distances = np.empty(codes.shape)
     for i, prefix in enumerate(codes):
         differences = np.abs(by_feature[prefix] - records[i, prefix, None]).cumsum(0)  # (L, E)
-        if own_exemplar is not None:
-            differences[:, own_exemplar[i]] = np.inf
-        num_neighbours = min(NUM_NEIGHBORS, len(exemplars) - (own_exemplar is not None))
+        if excluded_exemplar is not None:
+            differences[:, excluded_exemplar[i]] = np.inf
+        num_neighbours = min(NUM_NEIGHBORS, len(exemplars) - (excluded_exemplar is not None))
         distances[i] = np.partition(differences, num_neighbours - 1, 1)[:, :num_neighbours].mean(1)
     return distances
 

@@ -15,7 +15,7 @@ scorer.update("pump-7/10:34:33", "Pressure", 9.1).p_value      # 0.0008
 from __future__ import annotations
 
 from deformer_stream.calibration.fault_classifier import FaultCandidate, FaultName
-from deformer_stream.engine.suggestions import NextReading
+from deformer_stream.engine.next_reading import NextReading
 from deformer_stream.library.detector import Detector, load
 from deformer_stream.library.records import Record, Value
 from deformer_stream.library.results import Imputation, RecordScores

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from deformer_stream import model_store
 from deformer_stream.calibration.conformal import Calibration
-from deformer_stream.calibration.torch_scoring import compute_max_statistics
+from tests.engine.max_statistics import compute_max_statistics
 from tests.models import TRAINING_SUMMARY, draw_linear_records, train_linear_model
 
 SHIFT_BY_FAULT = {"offset ü/\"'": 3.0, "dr\nop": -3.0, "label": 0.0}

@@ -15,10 +15,10 @@ import torch
 
 from deformer_stream import model_store
 from deformer_stream.calibration.conformal import Calibration, TiePolicy
-from deformer_stream.calibration.torch_scoring import compute_max_statistics
 from deformer_stream.errors import ArtifactError
 from deformer_stream.model.schema import Feature, Schema
 from deformer_stream.model_set import ModelEntry, ModelSet, write_model_set
+from tests.engine.max_statistics import compute_max_statistics
 from tests.engine.random_models import draw_records, make_model, normalise_values
 from tests.fuzz.forgery import sign
 from tests.models import CONFIG, SCHEMA, TRAINING_SUMMARY, draw_rows

@@ -14,7 +14,7 @@ import pytest
 from click.testing import CliRunner
 
 from deformer_stream.cli.config_report import format_options_in_force
-from deformer_stream.engine.suggestions import DEFAULT_SUSPICIOUS
+from deformer_stream.engine.next_reading import DEFAULT_SUSPICIOUS
 from deformer_stream.errors import ConfigError
 from deformer_stream.settings import (
     SETTINGS_BY_COMMAND,

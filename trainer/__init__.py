@@ -1,4 +1,7 @@
-"""Train models from Parquet tables and write model directories (the command `deformer-train`).
+"""Train models from tables and write model directories (the command `deformer-train`).
+
+Tables are Parquet, CSV and JSON lines files, Delta Lake and Iceberg tables, and tables in memory. `trainer/X.py` fits
+what `deformer_stream/model/X.py` describes.
 
 A job prepares the table, fits the prior, trains the network, calibrates, evaluates and writes. The modules are:
 

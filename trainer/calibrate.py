@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from deformer_stream.calibration.calibration_scores import CalibrationScores
 from deformer_stream.calibration.conformal import MAX_CALIBRATION_RECORDS, Calibration, TiePolicy, trim_largest
 from deformer_stream.calibration.cusum import CusumScale
-from deformer_stream.calibration.score_sums import RecordScores
 from deformer_stream.engine.engine import Engine
 from deformer_stream.engine.events import ClosedRecords, EventBatch
 from deformer_stream.engine.record_scores import compute_record_scores
@@ -93,7 +93,7 @@ def score_calibration_records(
     seed: int,
     batch_size: int = BATCH_SIZE,
     should_continue: Callable[[int], bool] = lambda num_done: True,
-) -> RecordScores:
+) -> CalibrationScores:
     """Score each calibration record with its readings in one order of arrival.
 
     Calibration must give the same scores as the stream. Therefore the same code is used (the compiled kernels if they
@@ -118,7 +118,7 @@ def score_calibration_records(
     """
     generator = create_generator(seed, 0xCA1B)
     num_features = len(data.schema)
-    total = RecordScores(np.empty(0), np.zeros(num_features), np.zeros(num_features, np.int64))
+    total = CalibrationScores(np.empty(0), np.zeros(num_features), np.zeros(num_features, np.int64))
     with attached_kernels(model) as kernels:
         for start in range(0, len(rows), batch_size):
             if not should_continue(start):
@@ -248,7 +248,7 @@ def calibrate(
 
 
 def build_calibration(
-    scores: RecordScores,
+    scores: CalibrationScores,
     schema: Schema,
     order: Order,
     trim: float,

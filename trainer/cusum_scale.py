@@ -26,7 +26,7 @@ from deformer_stream.calibration.cusum import (
     fit_scale,
 )
 from deformer_stream.calibration.marginals import Marginals
-from deformer_stream.calibration.steps import Steps
+from deformer_stream.calibration.sensor_steps import Steps
 from deformer_stream.kernels.cpu import CpuKernels, RaggedBatch, attached_kernels
 from deformer_stream.model.deformer import DEformer
 from deformer_stream.ragged import find_previous_in_group, ragged_indices
@@ -82,9 +82,11 @@ def fit_cusum_scale(
         start = 0
         while start < len(rows) and should_continue(start):
             num_readings = np.cumsum(examples.table.num_readings[rows[start : start + RECORDS_PER_PASS]])
-            own = rows[start : start + max(1, int(np.searchsorted(num_readings, READINGS_PER_PASS, side="right")))]
-            parts.append(find_largest_sums(kernels, model, examples, own, distributions, batch_size))
-            start += len(own)
+            rows_of_part = rows[
+                start : start + max(1, int(np.searchsorted(num_readings, READINGS_PER_PASS, side="right")))
+            ]
+            parts.append(find_largest_sums(kernels, model, examples, rows_of_part, distributions, batch_size))
+            start += len(rows_of_part)
     return fit_scale(
         np.concatenate([part.sums for part in parts], 1),
         np.concatenate([part.record_sums for part in parts]),
@@ -131,8 +133,10 @@ class SensorDistributions:
         previous = find_previous_values(states, readings.codes, readings.values, readings.is_counted)
         log_p_step = np.zeros_like(readings.log_p)
         for half, steps in enumerate(self.steps_by_half):
-            own = rows % 2 != half
-            log_p_step[own] = steps.compute_log_p(readings.codes[own], readings.values[own], previous[own])
+            is_of_other_half = rows % 2 != half
+            log_p_step[is_of_other_half] = steps.compute_log_p(
+                readings.codes[is_of_other_half], readings.values[is_of_other_half], previous[is_of_other_half]
+            )
         return replace(readings, log_p_step=log_p_step)
 
 
@@ -180,20 +184,20 @@ def find_largest_sums(
     chunk = -(-CHUNK_READINGS // block) * block
     for start in range(0, int(num_readings.max(initial=0)), chunk):
         chosen = np.flatnonzero(num_readings > start)
-        own_rows, own_states = rows[chosen], states[chosen]
+        chosen_rows, chosen_states = rows[chosen], states[chosen]
         readings = score_records(
             kernels,
             model,
             examples,
-            rows=own_rows,
+            rows=chosen_rows,
             marginals=distributions.marginals,
             batch_size=batch_size,
             start=start,
             stop=start + chunk,
         )
-        readings = distributions.add_steps(readings, own_rows, own_states)
-        sensor_sums, record_sums = advance_sums(own_states, readings)
-        states[chosen] = own_states
+        readings = distributions.add_steps(readings, chosen_rows, chosen_states)
+        sensor_sums, record_sums = advance_sums(chosen_states, readings)
+        states[chosen] = chosen_states
         record, place = np.nonzero(readings.is_counted)
         codes = readings.codes[record, place]
         for kind in range(len(KINDS)):
@@ -249,9 +253,13 @@ def score_records(
         is_target = batch.weights.numpy() > 0
         terms = _score_with_torch(model, batch) if kernels is None else _score_with_kernels(kernels, batch)
         target = batch.readings[is_target]
-        own = order[np.searchsorted(ends, target, side="right")]
-        own_place = target - table.offsets[rows[own]] - start
-        log_prob[own, own_place], log_p[own, own_place], log_p_others[own, own_place] = terms[:, is_target]
+        row_of_target = order[np.searchsorted(ends, target, side="right")]
+        place_of_target = target - table.offsets[rows[row_of_target]] - start
+        (
+            log_prob[row_of_target, place_of_target],
+            log_p[row_of_target, place_of_target],
+            log_p_others[row_of_target, place_of_target],
+        ) = terms[:, is_target]
     is_valid = np.arange(shape[1]) < num_readings[:, None]
     return CusumReadings(
         codes=codes,

@@ -29,6 +29,7 @@ from deformer_stream.model.schema import SECONDS_PER_DAY, Feature, FeatureKind, 
 from deformer_stream.model.time_slots import collapse_time_slots, expand_time_slots
 from deformer_stream.model.windows import Window, format_duration
 from deformer_stream.runtime.repeated_readings import compute_max_slots
+from deformer_stream.settings.base import Layout
 from deformer_stream.tables.table import TableOptions, describe_bad_rows, join_names
 from trainer.feature_kinds import (
     ColumnStatistics,
@@ -55,16 +56,15 @@ from trainer.tables import (
     VALUE,
     FeatureReadings,
     InputTables,
-    Layout,
     TableSource,
     TooFewRecordsError,
     ValueForm,
     classify_type,
+    convert_to_numbers,
     encode_labels,
     index_records,
     normalize_number_text,
     open_tables,
-    parse_numbers,
 )
 
 
@@ -1051,7 +1051,7 @@ def _encode_readings_table(
         if rule != "first" and aggregator is not None and readings.times is not None:
             feature, raw = schema.features[first_code], np.full(len(encoded), np.nan)
             if feature.kind == "continuous":
-                raw, _ = parse_numbers(readings.values, feature.period == SECONDS_PER_DAY)
+                raw, _ = convert_to_numbers(readings.values, feature.period == SECONDS_PER_DAY)
             slot_counts.num_repeated += aggregator.add(
                 rule, readings.rows, feature_codes, raw, encoded, readings.event_indexes, readings.times
             )
@@ -1099,8 +1099,8 @@ def _find_rejected_readings(
     feature = schema.features[feature_code]
     if feature.kind == "discrete" or not np.isnan(encoded).any():
         return np.zeros(len(encoded), bool)
-    numbers, is_other_text = parse_numbers(readings.values, feature.period == SECONDS_PER_DAY)
-    return is_other_text | np.isinf(numbers)
+    numbers, is_bad = convert_to_numbers(readings.values, feature.period == SECONDS_PER_DAY)
+    return is_bad | np.isinf(numbers)
 
 
 def _fill_in_chunks(matrix: NDArray[Any], value: float) -> None:
@@ -1132,7 +1132,7 @@ def parse_readings(schema: Schema, feature_code: int, readings: FeatureReadings)
     """
     feature = schema.features[feature_code]
     if feature.kind == "continuous":
-        numbers, _ = parse_numbers(readings.values, feature.period == SECONDS_PER_DAY)
+        numbers, _ = convert_to_numbers(readings.values, feature.period == SECONDS_PER_DAY)
         numbers[np.isinf(numbers)] = np.nan  # infinite readings are treated as missing
         return numbers
     # `labels` are the distinct labels of these readings, and `label_indexes` the index of each reading's label in them.

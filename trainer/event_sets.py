@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from deformer_stream.ragged import ragged_indices, run_boundaries
 
 Ints = NDArray[np.int64]
-Singles = NDArray[np.float32]
+Floats32 = NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class EventSets:
         set_offsets: (R + 1,) index of each record's first set; the last entry is S. Each record has at least one set.
     """
 
-    events: Singles
+    events: Floats32
     event_offsets: Ints
     set_offsets: Ints
 
@@ -59,7 +59,7 @@ class EventSets:
         return EventSets(self.events, event_offsets, np.searchsorted(record[firsts], np.arange(len(self) + 1)))
 
 
-def make_event_sets(events: Singles, records: Ints, times: NDArray[np.generic]) -> EventSets:
+def make_event_sets(events: Floats32, records: Ints, times: NDArray[np.generic]) -> EventSets:
     """Return records whose events with equal times form sets.
 
     Args:
@@ -75,7 +75,7 @@ def make_event_sets(events: Singles, records: Ints, times: NDArray[np.generic]) 
     return EventSets(events[order], event_offsets, set_offsets)
 
 
-def encode_readings(rows: Ints, codes: Ints, values: NDArray[np.floating], num_sensors: int) -> Singles:
+def encode_readings(rows: Ints, codes: Ints, values: NDArray[np.floating], num_sensors: int) -> Floats32:
     """Return readings as events, (E, 2 · num_sensors): which sensors reported (1 or 0), and their values (or 0).
 
     If a sensor has several readings in an event, the last one counts.

@@ -428,8 +428,8 @@ class BlockExamples:
         ages[row, place], readings[row, place] = self.table.ages[reading], reading
         weights[row, place] = weight
         features, noisy = torch.from_numpy(codes), torch.from_numpy(values)
-        own_noise = (self.quantum_noise if noise is None else noise).select(features.clamp(min=0))
-        noisy, is_hidden = own_noise.apply(noisy, generator)
+        noise_of_readings = (self.quantum_noise if noise is None else noise).select(features.clamp(min=0))
+        noisy, is_hidden = noise_of_readings.apply(noisy, generator)
         # A hidden label was replaced by the code of an unseen label, which the network should not learn to predict.
         masked_weights = torch.from_numpy(weights).masked_fill(is_hidden, 0.0)
         return BlockBatch(features, noisy, torch.from_numpy(ages), masked_weights, readings)
@@ -446,13 +446,13 @@ class BlockExamples:
 
     def compute_loss(self, model: DEformer, batch: BlockBatch, part: slice, is_low_precision: bool) -> Tensor:
         """Return the share of a part in the mean −ln p of a reading given its context (see `Examples`)."""
-        own = batch[part]
+        blocks = batch[part]
         device = model.device
         features, values, ages, weights = (
-            move_to_device(tensor, device) for tensor in (own.features, own.values, own.ages, own.weights)
+            move_to_device(tensor, device) for tensor in (blocks.features, blocks.values, blocks.ages, blocks.weights)
         )
         with torch.autocast(device.type, torch.bfloat16, enabled=is_low_precision):
-            log_p = model.log_prob(features, values, own.prior, ages)
+            log_p = model.log_prob(features, values, blocks.prior, ages)
         return -(log_p * weights).sum() / (len(batch) * self.mean_block_readings)
 
     def evaluate(

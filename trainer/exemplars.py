@@ -201,7 +201,7 @@ def score_complete_records(
         data: The prepared table.
         rows: (N,) row numbers of the records.
         centered_nll: (N,) the sum of the centered NLLs of the readings of each record.
-        complete_terms: (N,) what p-values add to the ranking of each record (`RecordScores.complete_terms`).
+        complete_terms: (N,) what p-values add to the ranking of each record (`CalibrationScores.complete_terms`).
         exemplar_rows: (M,) row numbers of the last M exemplars of the model, which are records of the table.
         should_continue: Called before each batch with the number of records that are scored. If it returns False, no
             more records are scored.
@@ -222,7 +222,7 @@ def score_complete_records(
             break
         batch = rows[start : start + DISTANCE_BATCH]
         values = np.asarray(data.values[batch], np.float64)
-        own_exemplar = np.array([index_by_row.get(row, -1) for row in batch.tolist()])
+        excluded_exemplar = np.array([index_by_row.get(row, -1) for row in batch.tolist()])
         prior_nll = None
         if exemplars.prior is not None and priors is not None:
             x = values[:, data.schema.is_linear]
@@ -233,7 +233,7 @@ def score_complete_records(
             np.where(np.isnan(values), -1, codes),
             np.nan_to_num(values),
             centered_nll[start : start + DISTANCE_BATCH],
-            own_exemplar,
+            excluded_exemplar,
             prior_nll,
         )
         parts.append(scores + complete_terms[start : start + DISTANCE_BATCH])
@@ -424,8 +424,8 @@ def _compute_distances_to_others(exemplars: Exemplars, exemplar_indexes: NDArray
         (R,) distances.
     """
     positions, known = exemplars.positions[exemplar_indexes], exemplars.known[exemplar_indexes]
-    # `own_exemplar` excludes each record itself, whose distance is 0.
-    return exemplars.compute_distances(positions, known, own_exemplar=exemplar_indexes)
+    # `excluded_exemplar` excludes each record itself, whose distance is 0.
+    return exemplars.compute_distances(positions, known, excluded_exemplar=exemplar_indexes)
 
 
 def _compute_marginal_nll(exemplars: Exemplars, values: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -21,7 +21,7 @@ from deformer_stream.kernels.cpu import CpuKernels
 from deformer_stream.model.parameters import Model
 
 Floats = NDArray[np.float64]
-Singles = NDArray[np.float32]
+Floats32 = NDArray[np.float32]
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
@@ -206,7 +206,7 @@ def train_classifier(
     return replace(uncalibrated, scores=np.reshape(scores, uncalibrated.scores.shape).astype(np.float32))
 
 
-def _compute_inputs(model: Model, kernels: CpuKernels | None, values: Floats, is_kept: Bools) -> Singles:
+def _compute_inputs(model: Model, kernels: CpuKernels | None, values: Floats, is_kept: Bools) -> Floats32:
     """Return the inputs of S subsets of the readings of each of L records, (L, S, D).
 
     Args:
@@ -225,7 +225,7 @@ def _compute_inputs(model: Model, kernels: CpuKernels | None, values: Floats, is
     return np.concatenate(parts).reshape(num_records, num_subsets, -1)
 
 
-def _estimate_units(inputs: Singles, num_features: int) -> tuple[Singles, Singles]:
+def _estimate_units(inputs: Floats32, num_features: int) -> tuple[Floats32, Floats32]:
     """Return the means and the standard deviations of residuals, their absolute values, and values, (3 F,) each.
 
     Readings that are missing do not count.
@@ -242,7 +242,7 @@ def _estimate_units(inputs: Singles, num_features: int) -> tuple[Singles, Single
     return centers.astype(np.float32), (np.sqrt(variances) + MIN_SCALE).astype(np.float32)
 
 
-def _fit(inputs: Singles, fault_indexes: Ints, num_faults: int) -> list[tuple[Floats, Floats]]:
+def _fit(inputs: Floats32, fault_indexes: Ints, num_faults: int) -> list[tuple[Floats, Floats]]:
     """Return the weights (D, C) and biases (C,) of a linear model for each of the `PENALTIES`.
 
     All faults have the same weight in the loss, however many records they have.
@@ -279,7 +279,7 @@ def _fit(inputs: Singles, fault_indexes: Ints, num_faults: int) -> list[tuple[Fl
 
 
 def _estimate_residuals(
-    inputs: Singles, fault_indexes: Ints, folds: Ints, num_features: int, num_faults: int
+    inputs: Floats32, fault_indexes: Ints, folds: Ints, num_features: int, num_faults: int
 ) -> tuple[Floats, Floats]:
     """Return the means and inverse variances of the residuals of each fault without one fold, (K, C, 2 F) each.
 
@@ -305,8 +305,8 @@ def _estimate_residuals(
         deviations = np.maximum(one_hot @ squares - count * means[fold] ** 2, 0)
         pooled = deviations.sum(0) / np.maximum(count.sum(0), 1)
         num_records = one_hot.sum(1)[:, None]
-        own = deviations / np.maximum(count, 1)
-        variances[fold] = (num_records * own + PRIOR_RECORDS * pooled) / (num_records + PRIOR_RECORDS)
+        fault_variances = deviations / np.maximum(count, 1)
+        variances[fold] = (num_records * fault_variances + PRIOR_RECORDS * pooled) / (num_records + PRIOR_RECORDS)
     return means, 1 / (variances + MIN_VARIANCE)
 
 

@@ -32,7 +32,7 @@ from deformer_stream.model.schema import (
     format_label,
 )
 from trainer.identifiers import MIN_RISES, OrderStatistics, describe_identifier, describe_trend
-from trainer.tables import ValueForm, classify_type, encode_labels, has_leading_zeros, parse_numbers
+from trainer.tables import ValueForm, classify_type, convert_to_numbers, encode_labels, has_leading_zeros
 
 MAX_SAMPLE = 20_000
 """Largest number of readings of a column that are kept as a random sample.
@@ -197,7 +197,7 @@ class ColumnStatistics:
         # numbers and labels.
         are_numbers_counted = form in ("number", "clock", "text")
         if are_numbers_counted:
-            numbers, is_other_text = parse_numbers(values, "clock" in (form, self.form))
+            numbers, is_other_text = convert_to_numbers(values, "clock" in (form, self.form))
             if form == "text":
                 self._add_texts(values, is_other_text, is_training)
             self._add_numbers(numbers, rows, is_training, int(is_other_text.sum()), file_index)
@@ -396,9 +396,9 @@ def has_ordered_levels(column: ColumnStatistics, others: Iterable[ColumnStatisti
         column: The statistics of the column. The result is False if its numbers differ within a record.
         others: The statistics of numeric columns of the table. The column itself is ignored.
     """
-    hashes, own = column.record_sample
+    hashes, column_values = column.record_sample
     levels = column.levels_of_records
-    if not MIN_GRID_LEVELS <= len(levels) <= MAX_DISCRETE_NUMBERS or not np.isin(own, levels).all():
+    if not MIN_GRID_LEVELS <= len(levels) <= MAX_DISCRETE_NUMBERS or not np.isin(column_values, levels).all():
         return False
     rng = np.random.default_rng(0)
     shuffled = np.array([rng.permutation(len(levels)) for _ in range(NUM_LEVEL_ORDERS)])
@@ -410,7 +410,7 @@ def has_ordered_levels(column: ColumnStatistics, others: Iterable[ColumnStatisti
         _, rows, other_rows = np.intersect1d(hashes, other_hashes, assume_unique=True, return_indices=True)
         if len(rows) < MIN_LEVEL_READINGS:
             continue
-        index = np.searchsorted(levels, own[rows])
+        index = np.searchsorted(levels, column_values[rows])
         counts = np.bincount(index, minlength=len(levels))
         # Extreme values count no more than others.
         ranks = np.unique(values[other_rows], return_inverse=True)[1]

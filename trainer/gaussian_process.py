@@ -340,9 +340,11 @@ def _prepare_loss(
         def compute_block_loss(i: int) -> Tensor:
             # One block alone: the work grows with the square of the width, so that padding would be costly.
             # The readings are in random order, so the first ones are a random subset.
-            own = slice(i, i + 1), slice(num_used[i])
-            values = batch.values[own].double()
-            prior = predict_from_others(process, batch.features[own], values, batch.ages[own])
+            readings_of_block = slice(i, i + 1), slice(num_used[i])
+            values = batch.values[readings_of_block].double()
+            prior = predict_from_others(
+                process, batch.features[readings_of_block], values, batch.ages[readings_of_block]
+            )
             nll: Tensor = num_used[i] * _compute_mean_nll(prior, values, torch.ones_like(values))
             return nll
 
@@ -446,11 +448,11 @@ def estimate_step_variances(examples: BlockExamples, generator: torch.Generator)
     has_previous = (previous >= 0) & (batch.features >= 0)
     variances = torch.full((len(examples.table.schema),), 0.5, dtype=torch.float64)
     for code in range(len(variances)):
-        own = difference[has_previous & (batch.features == code)].double()
-        if len(own) >= MIN_DIFFERENCES:
+        differences_of_sensor = difference[has_previous & (batch.features == code)].double()
+        if len(differences_of_sensor) >= MIN_DIFFERENCES:
             # The median absolute value of a standard normal variable is 0.6745. Many differences may be 0.
-            robust = (own.abs().median() / 0.6745).square()
-            variances[code] = 0.5 * torch.maximum(robust, 0.1 * own.clamp(-3.0, 3.0).square().mean())
+            robust = (differences_of_sensor.abs().median() / 0.6745).square()
+            variances[code] = 0.5 * torch.maximum(robust, 0.1 * differences_of_sensor.clamp(-3.0, 3.0).square().mean())
     return variances.clamp(MIN_STEP_VARIANCE, 0.9)
 
 

@@ -11,9 +11,9 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
+from deformer_stream.calibration.calibration_scores import CalibrationScores
 from deformer_stream.calibration.conformal import Calibration
 from deformer_stream.calibration.cusum import CusumScale
-from deformer_stream.calibration.score_sums import RecordScores
 from deformer_stream.calibration.torch_scoring import sum_neg_log_p
 from deformer_stream.engine.engine import Engine
 from deformer_stream.engine.events import ClosedRecords, EventBatch, WindowMembership
@@ -117,7 +117,7 @@ def average_neg_log_p(
     indexes: Ints,
     batch_size: int,
     should_continue: Callable[[int], bool] = lambda num_done: True,
-) -> RecordScores:
+) -> CalibrationScores:
     """Return the sums of −ln p over the readings of each feature, where p is the highest-density p-value of a reading.
 
     Args:
@@ -132,7 +132,7 @@ def average_neg_log_p(
         The sums, without statistics of records.
     """
     num_features = len(model.schema)
-    total = RecordScores(np.empty(0), np.zeros(num_features), np.zeros(num_features, np.int64))
+    total = CalibrationScores(np.empty(0), np.zeros(num_features), np.zeros(num_features, np.int64))
     for start in range(0, len(indexes), batch_size):
         if not should_continue(start):
             break

@@ -248,13 +248,13 @@ def predict_marginal(schema: Schema, references: Readings, readings: Readings) -
     """Return ln p of readings if each has the distribution of its sensor's training readings, (M,)."""
     log_p = np.zeros(len(readings.codes))
     for code in np.unique(readings.codes).tolist():
-        own, reference = readings.codes == code, references.values[references.codes == code]
+        is_of_feature, reference = readings.codes == code, references.values[references.codes == code]
         if schema.is_discrete[code]:
             num_labels = int(schema.label_counts[code]) + 1  # an unseen label is one more
             counts = np.bincount(reference.astype(np.int64), minlength=num_labels) + 0.5
-            log_p[own] = np.log(counts / counts.sum())[readings.values[own].astype(np.int64)]
+            log_p[is_of_feature] = np.log(counts / counts.sum())[readings.values[is_of_feature].astype(np.int64)]
         else:
-            log_p[own] = _predict_number(reference, readings.values[own])
+            log_p[is_of_feature] = _predict_number(reference, readings.values[is_of_feature])
     return log_p
 
 
@@ -269,17 +269,17 @@ def predict_last_value(schema: Schema, references: Readings, readings: Readings,
     """
     log_p = marginal.copy()
     for code in np.unique(readings.codes).tolist():
-        own = np.flatnonzero((readings.codes == code) & ~np.isnan(readings.previous))
+        rows_of_feature = np.flatnonzero((readings.codes == code) & ~np.isnan(readings.previous))
         reference = references.select((references.codes == code) & ~np.isnan(references.previous))
         num_classes = int(np.clip(len(reference.codes) // MIN_CLASS_READINGS, 0, MAX_GAP_CLASSES))
-        if not len(own) or not num_classes:
+        if not len(rows_of_feature) or not num_classes:
             continue
         edges = np.unique(np.quantile(reference.gaps, np.linspace(0.0, 1.0, num_classes + 1)[1:-1]))
         reference_class = np.searchsorted(edges, reference.gaps, side="right")
-        own_class = np.searchsorted(edges, readings.gaps[own], side="right")
-        for gap_class in np.unique(own_class).tolist():
+        class_by_row = np.searchsorted(edges, readings.gaps[rows_of_feature], side="right")
+        for gap_class in np.unique(class_by_row).tolist():
             learnt = reference.select(reference_class == gap_class)
-            chosen = own[own_class == gap_class]
+            chosen = rows_of_feature[class_by_row == gap_class]
             if len(learnt.codes) < MIN_CLASS_READINGS // 2:
                 continue
             if schema.is_discrete[code]:

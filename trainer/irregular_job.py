@@ -21,9 +21,9 @@ import torch
 from numpy.typing import NDArray
 
 from deformer_stream import model_store
+from deformer_stream.calibration.calibration_scores import CalibrationScores
 from deformer_stream.calibration.conformal import MAX_CALIBRATION_RECORDS, Calibration
 from deformer_stream.calibration.cusum import CusumScale
-from deformer_stream.calibration.score_sums import RecordScores
 from deformer_stream.calibration.seen_records import RecordHasher, RecordSet, SeenRecords
 from deformer_stream.counts import format_count
 from deformer_stream.errors import ConfigError, map_write_errors
@@ -676,10 +676,10 @@ class _Job:
             model, self.data, rows[:num_records], batch_size, cusum_scale, phase.should_continue
         )
         sums = self._average_neg_log_p(model)
-        scores = RecordScores(statistics, sums.neg_log_p_sums, sums.num_readings)
+        scores = CalibrationScores(statistics, sums.neg_log_p_sums, sums.num_readings)
         return build_calibration(scores, self.data.schema, "arrival", 0.0, cusum_scale=cusum_scale)
 
-    def _average_neg_log_p(self, model: DEformer) -> RecordScores:
+    def _average_neg_log_p(self, model: DEformer) -> CalibrationScores:
         """Return the sums of −ln p over the readings of each feature, from as many blocks as the time permits."""
         examples = self._create_examples(self.settings)
         blocks = self._sample_held_out_blocks(examples)

@@ -1,4 +1,4 @@
-"""Run a training job from Parquet tables to a model directory: prepare, train, calibrate, evaluate, write.
+"""Run a training job from tables to a model directory: prepare, train, calibrate, evaluate, write.
 
 Under a time limit (`--max-time`), the job measures before training how long the phases after it take. It then reserves
 this time and reduces the batch and the numbers of records as needed.
@@ -22,8 +22,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deformer_stream import model_store
+from deformer_stream.calibration.calibration_scores import CalibrationScores
 from deformer_stream.calibration.conformal import MAX_CALIBRATION_RECORDS, Calibration
-from deformer_stream.calibration.score_sums import RecordScores
 from deformer_stream.calibration.seen_records import RecordSet, find_seen_records
 from deformer_stream.counts import format_count
 from deformer_stream.errors import ConfigError, DeformerError
@@ -171,7 +171,7 @@ def train(
     """Train a model on tables, calibrate and evaluate it, and write the model directory.
 
     Args:
-        tables: Parquet files and folders of Parquet files.
+        tables: The tables: files, folders or quoted patterns of files, and tables in memory.
         settings: All options of `deformer-train`.
         on_prepared: Called once with the prepared table, before training.
         on_status: Called after every training step.
@@ -350,7 +350,7 @@ def run_worker_rank(
     The first process calls `train` at the same time. It alone writes files and calibrates the model.
 
     Args:
-        tables: Parquet files and folders, as in `train`.
+        tables: The tables, as in `train`.
         settings: All options of `deformer-train`, as in `train`.
         should_stop: Called after every training step. If it returns True, all processes stop.
         budget: The time that training may take, with the same clock in all processes.
@@ -406,7 +406,7 @@ class _FinalPhases:
 
     def score_calibration_records(
         self, model: DEformer, data: PreparedTable, order: Order, seed: int, part: TimeBudget | None = None
-    ) -> RecordScores:
+    ) -> CalibrationScores:
         """Score as many calibration records as the time permits, at most `MAX_CALIBRATION_RECORDS`.
 
         Args:
@@ -505,7 +505,7 @@ class _FinalPhases:
         self,
         model: DEformer,
         data: PreparedTable,
-        calibrated: RecordScores,
+        calibrated: CalibrationScores,
         priors: CrossFittedPriors | None,
     ) -> NDArray[np.float64] | None:
         """Return the anomaly scores of the complete calibration records, or of as many as the time permits.
@@ -704,7 +704,7 @@ def _prepare_run(
     """Prepare the table and create the training run. With `--resume`, restore it from the checkpoint if there is one.
 
     Args:
-        tables: Parquet files and folders of Parquet files.
+        tables: The tables: files, folders or quoted patterns of files, and tables in memory.
         settings: All options of `deformer-train`.
         folder: An existing folder for the matrix of the table's values. Checkpoints are in the working folder of
             `--out`.

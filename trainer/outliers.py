@@ -64,10 +64,10 @@ GROUP_RATIO = 1.25
 ISOLATION_RATIO = 6.0
 """An unusual record is isolated if it is farther from ordinary records than these from each other by this factor."""
 
-NUM_NEIGHBORS = 5
+NUM_OUTLIER_NEIGHBORS = 5
 """Number of nearest records over which these distances are averaged. The mean is at least `_compute_min_distances`."""
 
-COMPARED_PER_REFERENCE, MIN_UNUSUAL = 4, 2 * NUM_NEIGHBORS
+COMPARED_PER_REFERENCE, MIN_UNUSUAL = 4, 2 * NUM_OUTLIER_NEIGHBORS
 """Number of random records among which nearest records are searched, for each reference, and the smallest number of
 unusual records.
 
@@ -368,7 +368,7 @@ class _Search:
         means = [np.empty(len(examined)) for _ in neighbors]
         for chunk, distances in _iterate_distances(self.data, examined, self.rows[self.compared]):
             for mean, is_neighbor in zip(means, neighbors, strict=True):
-                mean[chunk] = _average_nearest(distances[:, is_neighbor], minima[chunk])
+                mean[chunk] = _average_nearest_above_minimum(distances[:, is_neighbor], minima[chunk])
             on_progress(chunk.stop / len(examined))
         return means
 
@@ -393,24 +393,27 @@ def _find_groups(data: PreparedTable, rows: NDArray[np.int64], is_unusual: NDArr
     )
     while True:
         remains = is_member[unusual] & (
-            _average_nearest(distances[:, ~is_member], minima)
-            > GROUP_RATIO * _average_nearest(distances[:, is_member], minima)
+            _average_nearest_above_minimum(distances[:, ~is_member], minima)
+            > GROUP_RATIO * _average_nearest_above_minimum(distances[:, is_member], minima)
         )
         if (remains == is_member[unusual]).all():
             return is_member
         is_member[unusual] = remains
 
 
-def _average_nearest(distances: Floats, minima: Floats) -> Floats:
-    """Return the mean of the `NUM_NEIGHBORS` smallest distances in each row, (N,); infinite if there are fewer.
+def _average_nearest_above_minimum(distances: Floats, minima: Floats) -> Floats:
+    """Return the mean of the `NUM_OUTLIER_NEIGHBORS` smallest distances in each row, (N,); infinite if there are fewer.
+
+    Unlike the means in the ranking and in the alert (`model.exemplars`, `model.alert_distance`), it is at least the
+    minimum of the record. Otherwise values of low resolution, with distances near 0, would form groups.
 
     Args:
         distances: (N, R) distances of N records to R others. A record has an infinite distance to itself.
         minima: (N,) smallest mean of each record (`_compute_min_distances`).
     """
-    if distances.shape[1] < NUM_NEIGHBORS:
+    if distances.shape[1] < NUM_OUTLIER_NEIGHBORS:
         return np.full(len(distances), np.inf)
-    nearest = np.partition(distances, NUM_NEIGHBORS - 1, 1)[:, :NUM_NEIGHBORS]
+    nearest = np.partition(distances, NUM_OUTLIER_NEIGHBORS - 1, 1)[:, :NUM_OUTLIER_NEIGHBORS]
     return np.asarray(np.maximum(nearest.mean(1), minima))
 
 
@@ -540,14 +543,14 @@ def compute_median_distances(
     rng = np.random.default_rng([seed, 0x51F7])
     reference_rows = np.sort(rng.permutation(rows)[:num_references])
     median_distances = np.zeros(len(rows))
-    for chunk, distances in _iterate_distances(data, rows, reference_rows, own_distance=0.0):
+    for chunk, distances in _iterate_distances(data, rows, reference_rows, self_distance=0.0):
         median_distances[chunk] = np.median(distances, 1)
         on_progress(chunk.stop)
     return median_distances
 
 
 def _iterate_distances(
-    data: PreparedTable, rows: NDArray[np.int64], reference_rows: NDArray[np.int64], own_distance: float = math.inf
+    data: PreparedTable, rows: NDArray[np.int64], reference_rows: NDArray[np.int64], self_distance: float = math.inf
 ) -> Iterator[tuple[slice, Floats]]:
     """Yield the distances of N records to R references, some records at a time.
 
@@ -560,7 +563,7 @@ def _iterate_distances(
         data: The prepared table.
         rows: (N,) row numbers of the records.
         reference_rows: (R,) row numbers of the references, ascending.
-        own_distance: The distance of a record to itself. It is infinite if nearest others are searched.
+        self_distance: The distance of a record to itself. It is infinite if nearest others are searched.
 
     Yields:
         The slice of `rows` with C records, and their distances (C, R).
@@ -586,7 +589,7 @@ def _iterate_distances(
         num_in_both = (~np.isnan(values)).astype(np.float64) @ (~np.isnan(references)).astype(np.float64).T
         # The number is at least 1, so that the distance is 0 if no feature has a reading in both records.
         distances = np.sqrt(square_sums / np.maximum(num_in_both, 1.0))
-        distances[rows[chunk, None] == reference_rows] = own_distance
+        distances[rows[chunk, None] == reference_rows] = self_distance
         yield chunk, distances
 
 

@@ -25,6 +25,7 @@ from deformer_stream.settings import (
     WindowWidth,
     text_default,
 )
+from deformer_stream.settings.base import Layout
 
 Preset = Literal["auto", "tiny", "small", "base", "paper"]
 Precision = Literal["auto", "float32", "bfloat16"]
@@ -116,7 +117,7 @@ class TrainSettings(WindowedTableSettings):
     out: Path = Field(
         description="Model directory to write. An existing model directory is replaced when training has succeeded."
     )
-    layout: Literal["wide", "long"] | None = Field(
+    layout: Layout | None = Field(
         None,
         description="Layout of the tables. wide: a row is a record. long: a row is a reading, with columns record, "
         "feature, value and perhaps time. By default the layout is inferred from the columns.",

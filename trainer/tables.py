@@ -30,22 +30,18 @@ from deformer_stream.codec.columns import (
     is_time_of_day,
     to_python_values,
 )
-from deformer_stream.codec.number_texts import parse_number_texts
-from deformer_stream.codec.timestamps import parse_time_of_day
 from deformer_stream.codec.validation import RejectionError
 from deformer_stream.counts import format_count
 from deformer_stream.engine.events import NO_TIME
 from deformer_stream.errors import ConfigError, InputError
 from deformer_stream.model.schema import format_label
 from deformer_stream.model.windows import Window, floor_to_window
+from deformer_stream.settings.base import Layout
 from deformer_stream.tables.discovery import CSV, PARQUET, find_data_files, is_delta_table
 from deformer_stream.tables.table import CellForm, Table, TableOptions, join_names
 from trainer.identifiers import OrderStatistics
 from trainer.reading_time import ReadingMonitor
 from trainer.slot_values import ReadingIntervals
-
-Layout = Literal["wide", "long"]
-"""wide: a row is a record. long: a row is one reading of one feature of a record."""
 
 ValueForm = Literal["number", "boolean", "text", "clock", "time", "other"]
 """What the values of a column are, according to its Arrow type.
@@ -804,7 +800,7 @@ def _index_readings(tables: InputTables) -> None:
         # Rows without a reading are left out first, so that a record that has no others does not count.
         has_reading = np.zeros(len(batch), bool)
         for name in value_columns:
-            has_reading |= _is_present(batch.column(name))
+            has_reading |= _has_value(batch.column(name))
         times, is_unreadable = _parse_row_times(tables, rows, tables.unreadable_times)
         is_skipped = is_unreadable | features.find(batch) if tables.layout == "long" else is_unreadable
         has_reading &= ~is_skipped
@@ -908,12 +904,12 @@ def read_record_labels(tables: InputTables, column: str) -> tuple[NDArray[np.int
     return largest, list(index_by_label), smallest != largest
 
 
-def _is_present(values: pa.Array) -> NDArray[np.bool_]:
+def _has_value(values: pa.Array) -> NDArray[np.bool_]:
     """Return for each of N values whether it is neither null nor NaN."""
-    is_present: NDArray[np.bool_] = values.is_valid().to_numpy(zero_copy_only=False)
+    has_value = columns.is_present(values)
     if pa.types.is_floating(values.type):
-        is_present = is_present & ~np.isnan(values.to_numpy(zero_copy_only=False))
-    return is_present
+        has_value = has_value & ~np.isnan(values.to_numpy(zero_copy_only=False))
+    return has_value
 
 
 def _get_devices(tables: InputTables, rows: _Rows) -> pa.Array:
@@ -1100,7 +1096,7 @@ def _iterate_unpivoted_readings(tables: InputTables) -> Iterator[FeatureReadings
         readings_by_first_event: dict[int, FeatureReadings] = {}
         for column_index, name in enumerate(tables.feature_columns):
             values = rows.batch.column(name)
-            selected = np.flatnonzero(_is_present(values) & (records >= 0))
+            selected = np.flatnonzero(_has_value(values) & (records >= 0))
             event_indexes = (rows.first_index + selected) * num_columns + column_index
             if len(selected):
                 readings_by_first_event[int(event_indexes[0])] = FeatureReadings(
@@ -1151,8 +1147,10 @@ def _iterate_long_readings(tables: InputTables) -> Iterator[FeatureReadings]:
                 )
 
 
-def parse_numbers(values: pa.Array, has_times_of_day: bool = False) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
-    """Convert N numbers, texts or times of day to floats.
+def convert_to_numbers(
+    values: pa.Array, has_times_of_day: bool = False
+) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+    """Convert N numbers, texts or times of day to floats. Booleans are not numbers, as in a stream.
 
     Args:
         values: N numbers, texts that may represent numbers, or times of day (converted to seconds since midnight).
@@ -1160,21 +1158,11 @@ def parse_numbers(values: pa.Array, has_times_of_day: bool = False) -> tuple[NDA
             is text if one of its cells is no time.
 
     Returns:
-        (numbers, is_other_text), both of shape (N,). A number is NaN if the value is null, stands for "no value" such
-        as "N/A", or does not represent a number. `is_other_text` is True for texts that do not represent a number.
+        (numbers, is_bad), both of shape (N,). A number is NaN if the value is null, stands for "no value" such as
+        "N/A", or does not represent a number. In the last case `is_bad` is True. Callers may change the numbers.
     """
-    if classify_type(values.type) != "text":
-        return _convert_to_floats(values), np.zeros(len(values), bool)
-    if pa.types.is_dictionary(values.type):
-        values = values.dictionary_decode()
-    numbers, is_other_text = parse_number_texts(values.cast(pa.string()))
-    if has_times_of_day and is_other_text.any():
-        indexes, texts = encode_distinct(values.filter(pa.array(is_other_text)))
-        seconds = [parse_time_of_day(format_cell(text).strip()) for text in texts]
-        found = np.array([np.nan if second is None else second for second in seconds])[indexes]
-        numbers[is_other_text] = found
-        is_other_text[is_other_text] = np.isnan(found)
-    return numbers, is_other_text
+    numbers, is_bad = columns.parse_number_cells(convert_times_of_day(values), has_times_of_day)
+    return numbers.copy(), is_bad  # the copy can be changed
 
 
 def has_leading_zeros(values: pa.Array) -> NDArray[np.bool_]:
@@ -1184,13 +1172,3 @@ def has_leading_zeros(values: pa.Array) -> NDArray[np.bool_]:
     is_padded = pc.match_substring_regex(values.cast(pa.string()), _LEADING_ZERO_PATTERN)
     result: NDArray[np.bool_] = is_padded.fill_null(False).to_numpy(zero_copy_only=False)
     return result
-
-
-def _convert_to_floats(values: pa.Array) -> NDArray[np.float64]:
-    """Return N numbers, texts that represent numbers, or times of day (in seconds since midnight) as floats.
-
-    A null becomes NaN.
-    """
-    seconds_or_numbers = convert_times_of_day(values).cast(pa.float64(), safe=False)
-    floats: NDArray[np.float64] = seconds_or_numbers.to_numpy(zero_copy_only=False).astype(np.float64)
-    return floats

@@ -247,8 +247,8 @@ class _RowStore:
         for start in range(0, len(self.columns["record"]), CHUNK_ROWS):
             record, kind, time = (self.columns[name][start : start + CHUNK_ROWS] for name in ("record", "kind", "time"))
             for value, times in earliest.items():
-                own = kind == value
-                np.minimum.at(times, record[own], time[own])
+                is_of_kind = kind == value
+                np.minimum.at(times, record[is_of_kind], time[is_of_kind])
         window_starts = np.array(self._window_starts, np.int64)
         has_reading = earliest[OBSERVED] < np.iinfo(np.int64).max
         origins = np.where(has_reading, earliest[OBSERVED], earliest[REQUESTED])
@@ -297,8 +297,8 @@ def _append_rows(tables: Sequence[Table], rows: _RowStore, schema: Schema, time_
     num_untimed = 0
     for table in tables:
         columns = [name for name in (*used, names.time) if name in table.schema.names]
-        own_forms = {name: form for name, form in forms.items() if name in columns}
-        for batch, row_numbers in table.iterate_numbered(columns, ROWS_PER_BATCH, own_forms):
+        forms_of_table = {name: form for name, form in forms.items() if name in columns}
+        for batch, row_numbers in table.iterate_numbered(columns, ROWS_PER_BATCH, forms_of_table):
             events, rejections = codec.decode_requests(
                 LongRows(table.name, batch, int(row_numbers[0]) if len(row_numbers) else 0, row_numbers)
             )
@@ -329,8 +329,8 @@ def _fill_records(
     for k in range(num_columns):
         for start in range(0, num_rows, CHUNK_ROWS):
             filled[k, start : start + CHUNK_ROWS] = np.nan
-    for records, own in rows.iterate_record_chunks():
-        column = {name: np.asarray(rows.columns[name][own]) for name in _COLUMNS}
+    for records, rows_of_records in rows.iterate_record_chunks():
+        column = {name: np.asarray(rows.columns[name][rows_of_records]) for name in _COLUMNS}
         record = column["record"].astype(np.int64) - records[0]
         ages = (column["time"] - rows.origins[column["record"]]) / 1e6
         is_observed, is_requested = column["kind"] == OBSERVED, column["kind"] == REQUESTED
@@ -340,9 +340,11 @@ def _fill_records(
                 record[is_observed], codes[is_observed], column["value"][is_observed], ages[is_observed], len(records)
             )
             targets = Targets(record[is_requested], codes[is_requested], ages[is_requested])
-            filled[:, own[is_requested]] = _compute_values(model, observed, targets, options, int(records[0]))
+            filled[:, rows_of_records[is_requested]] = _compute_values(
+                model, observed, targets, options, int(records[0])
+            )
         if report_progress is not None:
-            report_progress(len(own))
+            report_progress(len(rows_of_records))
     return filled
 
 
@@ -422,20 +424,20 @@ def _make_batches(
     first_row = 0
     for table in tables:
         for batch in table.iterate_batches(names, ROWS_PER_BATCH, {}):
-            own = slice(first_row, first_row + batch.num_rows)
+            rows_of_batch = slice(first_row, first_row + batch.num_rows)
             first_row += batch.num_rows
             repeated = np.repeat(np.arange(batch.num_rows), num_draws)
             requests = RequestedValues(
                 # With draws, those of a row are in successive rows of the output.
-                np.asarray(rows.columns["code"][own]).astype(np.int64)[repeated],
-                (np.asarray(rows.columns["kind"][own]) == REQUESTED)[repeated],
-                np.asarray(filled[:num_draws, own]).T.reshape(-1),
+                np.asarray(rows.columns["code"][rows_of_batch]).astype(np.int64)[repeated],
+                (np.asarray(rows.columns["kind"][rows_of_batch]) == REQUESTED)[repeated],
+                np.asarray(filled[:num_draws, rows_of_batch]).T.reshape(-1),
             )
             cells = {name: batch.column(name).take(pa.array(repeated)) for name in names}
             value_type = output_schema.field("value").type
             cells |= requests.fill_columns(cells, schema, value_type, f"{table.name}: column 'value'")
             added = options.list_added_columns("value")
-            extra = np.asarray(filled[num_draws:, own])
+            extra = np.asarray(filled[num_draws:, rows_of_batch])
             cells |= {name: make_nullable(column) for name, column in zip(added, extra, strict=True)}
             if options.draws:
                 cells[DRAW_COLUMN] = pa.array(np.tile(np.arange(num_draws), batch.num_rows))

@@ -26,7 +26,7 @@ from deformer_stream.codec import (
     compute_shuffle_keys,
     hash_record_ids,
 )
-from deformer_stream.codec.columns import convert_ids, encode_distinct
+from deformer_stream.codec.columns import convert_ids, encode_distinct, is_present
 from deformer_stream.codec.payloads import LongRows, Messages
 from deformer_stream.codec.validation import is_json_id
 from deformer_stream.engine.events import NO_TIME
@@ -104,9 +104,9 @@ def reorder_rows(
     feature_indexes, feature_names = encode_distinct(batch.column(field_names.feature))
     unknown_code = -1
     code_by_index = np.array([*(schema.code_by_name.get(name, unknown_code) for name in feature_names), unknown_code])
-    is_observed = ~batch.column(field_names.value).is_null().to_numpy(zero_copy_only=False)
+    is_observed = is_present(batch.column(field_names.value))
     if field_names.label in batch.schema.names:
-        is_observed |= ~batch.column(field_names.label).is_null().to_numpy(zero_copy_only=False)
+        is_observed |= is_present(batch.column(field_names.label))
     hash_by_index = hash_record_ids([*record_ids, ""])
     row_order = _compute_order(
         record_indexes,

@@ -31,13 +31,13 @@ from deformer_stream.engine.events import NO_TIME, RejectionReason
 from deformer_stream.errors import ConfigError, InputError
 from deformer_stream.model.schema import Feature, Schema
 from deformer_stream.runtime.ports import PollResult
+from deformer_stream.settings.base import Layout
 from deformer_stream.tables.csv_rows import BadRow
 from deformer_stream.tables.data_files import DataFile, RemoteFile
 from deformer_stream.tables.discovery import JSON_LINES, find_data_files, get_stem, has_ending
 from deformer_stream.tables.table import (
     DEFAULT_RECORD_COLUMN,
     CellForm,
-    Layout,
     Table,
     TableOptions,
     describe_bad_rows,

@@ -40,12 +40,12 @@ from deformer_stream.codec.timestamps import parse_rfc3339, seconds_to_micros
 from deformer_stream.codec.validation import RejectionError, is_json_id, is_json_number
 from deformer_stream.engine.events import NO_TIME
 from deformer_stream.errors import ConfigError, InputError
+from deformer_stream.settings.base import Layout
 from deformer_stream.tables.data_files import DataFile
 from deformer_stream.tables.discovery import find_data_files
 from deformer_stream.tables.table import (
     DEFAULT_RECORD_COLUMN,
     CellForm,
-    Layout,
     Table,
     TableOptions,
     map_read_errors,

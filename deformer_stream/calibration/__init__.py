@@ -4,8 +4,8 @@ All of them compare new records with stored normal ones, the calibration records
 
     conformal            p-values and thresholds of records with a bounded number of readings
     cusum                p-values of records with irregular readings, by cumulative sums
-    marginals, steps     distributions of single sensors, which the cumulative sums use
-    torch_scoring, score_sums   the scores of calibration records
+    marginals, sensor_steps   distributions of single sensors, which the cumulative sums use
+    torch_scoring, calibration_scores   the scores of calibration records
     recalibrate          a new calibration of the same network
     seen_records         fingerprints of the records that a model has seen
     drift, drift_state   whether the records of a stream still resemble the calibration records

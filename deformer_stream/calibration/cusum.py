@@ -55,7 +55,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deformer_stream.calibration.marginals import Marginals
-from deformer_stream.calibration.steps import Steps
+from deformer_stream.calibration.sensor_steps import Steps
 from deformer_stream.model.schema import Schema
 from deformer_stream.ragged import find_previous_in_group
 

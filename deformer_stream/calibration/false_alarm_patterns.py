@@ -151,10 +151,10 @@ class FalseAlarmPattern:
         """
         num_past = len(self._scores)
         num_at_least = num_past - bisect_left(self._scores, score)
-        own_score = None if left_out is None else self.score_by_incident.get(left_out)
-        if own_score is not None:
+        left_out_score = None if left_out is None else self.score_by_incident.get(left_out)
+        if left_out_score is not None:
             num_past -= 1
-            num_at_least -= own_score >= score
+            num_at_least -= left_out_score >= score
         return (1.0 + num_at_least) / (num_past + 1.0)
 
     def to_json(self) -> dict[str, Any]:
@@ -282,14 +282,16 @@ class PatternAdjuster:
         """
         if not self._patterns or math.isnan(score):
             return p_value
-        own = keep_valid_shares(shares) if shares else {}
+        suspect_shares = keep_valid_shares(shares) if shares else {}
         recent = self._get_recent(device, time)
-        if own:
-            recent = self._add_alert(device, time, recent, own)
+        if suspect_shares:
+            recent = self._add_alert(device, time, recent, suspect_shares)
         if not recent:
             return p_value
         matching = [
-            pattern for pattern in self._patterns if pattern.includes_device(device) and _matches(pattern, own, recent)
+            pattern
+            for pattern in self._patterns
+            if pattern.includes_device(device) and _matches(pattern, suspect_shares, recent)
         ]
         if not matching:
             return p_value
@@ -321,10 +323,12 @@ class PatternAdjuster:
         self._recent_by_device[device] = (last, num_records + 1, shares)
         return shares
 
-    def _add_alert(self, device: str, time: int, recent: dict[str, float], own: dict[str, float]) -> dict[str, float]:
+    def _add_alert(
+        self, device: str, time: int, recent: dict[str, float], suspect_shares: dict[str, float]
+    ) -> dict[str, float]:
         """Add an alert to the recent ones of a device, and return their weighted shares."""
         merged = {feature: _RECENT_WEIGHT * share for feature, share in recent.items()}
-        for feature, share in own.items():
+        for feature, share in suspect_shares.items():
             merged[feature] = merged.get(feature, 0.0) + share
         merged = keep_valid_shares(merged)
         last = self._recent_by_device[device][0] if device in self._recent_by_device else time
@@ -347,15 +351,15 @@ class PatternAdjuster:
             }
 
 
-def _matches(pattern: FalseAlarmPattern, own: Shares, recent: Shares) -> bool:
+def _matches(pattern: FalseAlarmPattern, suspect_shares: Shares, recent: Shares) -> bool:
     """Return whether a record with its own suspects, none if it has not alerted, matches a pattern.
 
     Args:
         pattern: The pattern.
-        own: Shares of the record's own suspects.
+        suspect_shares: Shares of the record's own suspects.
         recent: Weighted shares of the recent alerts of the device, which include those of the record.
     """
-    if own and compute_cosine(own, pattern.direction, if_empty=0.0) >= pattern.min_cosine:
+    if suspect_shares and compute_cosine(suspect_shares, pattern.direction, if_empty=0.0) >= pattern.min_cosine:
         return True
     return compute_cosine(recent, pattern.direction, if_empty=0.0) >= pattern.min_cosine
 

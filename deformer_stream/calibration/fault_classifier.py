@@ -30,7 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
-Singles = NDArray[np.float32]
+Floats32 = NDArray[np.float32]
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 Number = TypeVar("Number", np.float32, np.float64)
@@ -63,7 +63,7 @@ PROBABILITY_DECIMALS = 4
 """Decimals of the probabilities and p-values, so that rounding errors do not change them."""
 
 
-def standardise_inputs(inputs: NDArray[Number], centers: Singles, scales: Singles) -> NDArray[Number]:
+def standardise_inputs(inputs: NDArray[Number], centers: Floats32, scales: Floats32) -> NDArray[Number]:
     """Return inputs in units of the labelled records, with F further ones, (N, D + F), in the precision of the inputs.
 
     The first 3 F inputs are residuals, their absolute values, and values (`engine.fault_inputs`). They are standardised
@@ -146,16 +146,16 @@ class FaultClassifier:
 
     names: tuple[str, ...]
     level: float
-    weights: Singles
-    biases: Singles
-    means: Singles
-    precisions: Singles
+    weights: Floats32
+    biases: Floats32
+    means: Floats32
+    precisions: Floats32
     lengths: Ints
-    scores: Singles
+    scores: Floats32
     fault_indexes: Ints
     folds: Ints
-    centers: Singles | None = None
-    scales: Singles | None = None
+    centers: Floats32 | None = None
+    scales: Floats32 | None = None
 
     def __post_init__(self) -> None:
         """Check that the attributes fit each other.
@@ -246,10 +246,6 @@ class FaultClassifier:
             return limited
         return standardise_inputs(inputs, self.centers[model], self.scales[model])
 
-    def compute_probabilities(self, inputs: Floats) -> Floats:
-        """Return the probability of each fault, the mean over the K models, (N, C)."""
-        return _average_models(self.compute_log_probabilities(inputs))
-
     def compute_scores(self, inputs: Floats) -> Floats:
         """Return the nonconformity score of each record for each fault under each of the K models, (K, N, C).
 
@@ -312,7 +308,7 @@ class FaultClassifier:
             num_readings: (N,) the number of readings of each record.
         """
         log_probabilities = self.compute_log_probabilities(inputs)
-        probabilities = _average_models(log_probabilities).round(PROBABILITY_DECIMALS)
+        probabilities = np.exp(log_probabilities).mean(0).round(PROBABILITY_DECIMALS)
         scores = self._add_misfits(-log_probabilities, inputs)
         p_values = self._compare_scores(scores, num_readings).round(PROBABILITY_DECIMALS)
         in_sets = p_values > round(1 - self.level, PROBABILITY_DECIMALS)
@@ -348,12 +344,3 @@ def log_softmax(logits: Floats) -> Floats:
     """Return ln of the probabilities of the last dimension."""
     shifted = logits - logits.max(-1, keepdims=True)
     return np.asarray(shifted - np.log(np.exp(shifted).sum(-1, keepdims=True)))
-
-
-def _average_models(log_probabilities: Floats) -> Floats:
-    """Return the probability of each fault, the mean over the K models, (N, C).
-
-    Args:
-        log_probabilities: (K, N, C) ln of the probabilities.
-    """
-    return np.asarray(np.exp(log_probabilities).mean(0))

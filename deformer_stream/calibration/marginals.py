@@ -68,11 +68,14 @@ class Marginals:
         rng = np.random.default_rng([seed, 0xCE])
         edges, num_readings = np.zeros((len(schema), NUM_CELLS + 1)), np.zeros(len(schema), np.int64)
         for code, feature in enumerate(schema.features):
-            own = values[codes == code].astype(np.float64)
-            if not schema.is_linear[code] or len(own) < MIN_READINGS:
+            values_of_sensor = values[codes == code].astype(np.float64)
+            if not schema.is_linear[code] or len(values_of_sensor) < MIN_READINGS:
                 continue
-            own += compute_noise_width(feature) * (rng.random(len(own)) - 0.5)
-            edges[code], num_readings[code] = np.quantile(own, np.linspace(0.0, 1.0, NUM_CELLS + 1)), len(own)
+            values_of_sensor += compute_noise_width(feature) * (rng.random(len(values_of_sensor)) - 0.5)
+            edges[code], num_readings[code] = (
+                np.quantile(values_of_sensor, np.linspace(0.0, 1.0, NUM_CELLS + 1)),
+                len(values_of_sensor),
+            )
         return Marginals(edges, num_readings)
 
     def compute_log_p_by_cell(self) -> Floats:
@@ -126,6 +129,8 @@ def find_log_p(edges: Floats, log_p_by_cell: Floats, codes: Ints, values: NDArra
     """
     log_p = np.zeros(codes.shape)
     for code in np.unique(codes).tolist():
-        own = codes == code
-        log_p[own] = log_p_by_cell[code][np.searchsorted(edges[code], values[own].astype(np.float64), side="right")]
+        is_of_sensor = codes == code
+        log_p[is_of_sensor] = log_p_by_cell[code][
+            np.searchsorted(edges[code], values[is_of_sensor].astype(np.float64), side="right")
+        ]
     return log_p

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from deformer_stream.calibration.calibration_scores import CalibrationScores
 from deformer_stream.calibration.conformal import PrefixState, advance_prefix_state, compute_complete_terms
-from deformer_stream.calibration.score_sums import RecordScores
 from deformer_stream.model.alert_distance import AlertDistance
 from deformer_stream.model.alert_prior import AlertPrior, PriorPValues
 from deformer_stream.model.deformer import DEformer, to_tensor
@@ -21,7 +21,9 @@ from deformer_stream.model.deformer import DEformer, to_tensor
 Floats = NDArray[np.float64]
 
 
-def score_records(model: DEformer, features: NDArray[np.int64], values: Floats, batch_size: int = 256) -> RecordScores:
+def score_records(
+    model: DEformer, features: NDArray[np.int64], values: Floats, batch_size: int = 256
+) -> CalibrationScores:
     """Return the anomaly scores of N complete records, and how improbable the readings of each feature are.
 
     Args:
@@ -35,7 +37,7 @@ def score_records(model: DEformer, features: NDArray[np.int64], values: Floats, 
         The scores of the records in the given order, and for each feature the sum of −ln p-value over its readings.
     """
     num_features = len(model.schema)
-    total = RecordScores(np.empty(0), np.zeros(num_features), np.zeros(num_features, np.int64))
+    total = CalibrationScores(np.empty(0), np.zeros(num_features), np.zeros(num_features, np.int64))
     distance = AlertDistance.from_model(model)
     batches = _iterate_score_terms(model, features, values, batch_size)
     lines, ranking_lines = AlertPrior.from_model(model), AlertPrior.for_ranking(model)
@@ -52,7 +54,7 @@ def score_records(model: DEformer, features: NDArray[np.int64], values: Floats, 
         num_readings = np.bincount(scored_codes, minlength=num_features)
         sums = np.where(is_scored, centered_nll, 0.0).sum(1)
         complete = compute_complete_terms(state, ranking_lines) if ranking_lines else np.zeros(len(sums))
-        total += RecordScores(state.max_statistic, neg_log_p_sums, num_readings, sums, complete)
+        total += CalibrationScores(state.max_statistic, neg_log_p_sums, num_readings, sums, complete)
     return total
 
 
@@ -67,22 +69,6 @@ def compute_log_p_values(model: DEformer, features: NDArray[np.int64], values: F
         if of_prior is not None:
             log_p[1, part] = np.where(is_reading, of_prior, 0.0)
     return log_p
-
-
-def compute_max_statistics(
-    model: DEformer, features: NDArray[np.int64], values: Floats, batch_size: int = 256
-) -> Floats:
-    """Return the largest prefix statistic of each of N complete records, (N,); larger is more anomalous.
-
-    A prefix statistic is the anomaly score of a record after its first k readings; the maximum is over all k.
-
-    Args:
-        model: The network, in evaluation mode.
-        features: (N, L) feature codes of at most L readings per record in order of arrival, −1 as padding at the end.
-        values: (N, L) values in normalised units or label codes; those of padding are ignored.
-        batch_size: Number of records in one forward pass.
-    """
-    return score_records(model, features, values, batch_size).statistics
 
 
 def compute_centered_nll(model: DEformer, features: NDArray[np.int64], values: Floats, batch_size: int = 256) -> Floats:
@@ -112,7 +98,7 @@ def sum_neg_log_p(
     ages: Floats,
     is_scored: NDArray[np.bool_],
     batch_size: int = 32,
-) -> RecordScores:
+) -> CalibrationScores:
     """Return how improbable the irregular readings of each feature are, in N contexts of records.
 
     Args:
@@ -141,7 +127,7 @@ def sum_neg_log_p(
         codes = features[part][is_scored[part]]
         sums += np.bincount(codes, -log_p[is_scored[part]], num_features)
         counts += np.bincount(codes, minlength=num_features)
-    return RecordScores(np.empty(0), sums, counts)
+    return CalibrationScores(np.empty(0), sums, counts)
 
 
 def _iterate_score_terms(

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class ScoredRecords:
+class CalibrationInput:
     """The records of `calibrate`, and what its last line states.
 
     Attributes:
@@ -39,7 +39,7 @@ class ScoredRecords:
 
 def score_records(
     inputs: Sequence[str], models: ServedModels, settings: CalibrateSettings, stop: threading.Event
-) -> ScoredRecords | None:
+) -> CalibrationInput | None:
     """Return the records of the input, scored in this process; None if the run was interrupted."""
     (loaded,) = models.artifact_by_name.values()
     engine = models.make_engines()
@@ -50,12 +50,12 @@ def score_records(
     if stop.is_set():
         return None
     warning = "; ".join(totals.describe_warnings())
-    return ScoredRecords(collector.collect(), totals.rejected.total(), warning)
+    return CalibrationInput(collector.collect(), totals.rejected.total(), warning)
 
 
 def score_records_in_shards(
     inputs: Sequence[str], models: ServedModels, settings: CalibrateSettings, folder: Path, stop: threading.Event
-) -> ScoredRecords | None:
+) -> CalibrationInput | None:
     """Return the records of the input, scored in shards; None if the run was interrupted.
 
     Args:
@@ -83,7 +83,7 @@ def score_records_in_shards(
         records = CollectedRecords.merge(map(read_collected_records, folders))
     num_rejected = sum(sum(receipt["rejected"].values()) for receipt in receipts)
     warnings = shard_run.list_warnings(receipts)
-    return ScoredRecords(records, num_rejected, shard_run.describe_warnings(warnings) if warnings else "")
+    return CalibrationInput(records, num_rejected, shard_run.describe_warnings(warnings) if warnings else "")
 
 
 def get_shards_folder(target: Path) -> Path:

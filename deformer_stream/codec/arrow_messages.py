@@ -24,6 +24,7 @@ from deformer_stream.codec.columns import (
     convert_ids,
     convert_times_of_day,
     encode_distinct,
+    is_present,
     is_scalar,
     is_text,
     is_time_of_day,
@@ -493,7 +494,7 @@ def _list_lengths(views: pa.Array) -> NDArray[np.int32]:
     # A view has 16 bytes, of which the first four are the length.
     end = views.offset + len(views)
     lengths = np.frombuffer(views.buffers()[1], np.int32, count=4 * end).reshape(end, 4)[views.offset :, 0]
-    return np.where(views.is_valid().to_numpy(zero_copy_only=False), lengths, 0)
+    return np.where(is_present(views), lengths, 0)
 
 
 def _reject_large_texts(num_bytes: int) -> None:

@@ -152,7 +152,7 @@ def _parse_timestamps(column: pa.Array) -> tuple[NDArray[np.int64], dict[int, Re
     int64 = np.iinfo(np.int64)
     smallest, largest = max(MIN_SECOND * units_per_second, int64.min), min(MAX_SECOND * units_per_second, int64.max)
     times = column.cast(pa.int64()).fill_null(0).to_numpy()
-    is_null, is_outside = _is_null(column), (times < smallest) | (times > largest)
+    is_known, is_outside = is_present(column), (times < smallest) | (times > largest)
     in_range = np.where(is_outside, 0, times)
     if units_per_second <= 10**6:
         micros = in_range * (10**6 // units_per_second)
@@ -160,9 +160,9 @@ def _parse_timestamps(column: pa.Array) -> tuple[NDArray[np.int64], dict[int, Re
         micros = in_range // (units_per_second // 10**6)
     errors_by_row = {
         row: RejectionError(RejectionReason.WRONG_TYPE, "the time lies outside the years 1 to 9999")
-        for row in np.flatnonzero(is_outside & ~is_null).tolist()
+        for row in np.flatnonzero(is_outside & is_known).tolist()
     }
-    return np.where(is_null | is_outside, NO_TIME, micros), errors_by_row
+    return np.where(is_known & ~is_outside, micros, NO_TIME), errors_by_row
 
 
 def _parse_epoch_seconds(column: pa.Array) -> tuple[NDArray[np.int64], dict[int, RejectionError]]:
@@ -175,7 +175,7 @@ def _parse_epoch_seconds(column: pa.Array) -> tuple[NDArray[np.int64], dict[int,
     seconds = to_float64(column)
     is_inside = (seconds >= MIN_SECOND) & (seconds <= MAX_SECOND)
     errors_by_row: dict[int, RejectionError] = {}
-    for row in np.flatnonzero(~is_inside & ~_is_null(column)).tolist():
+    for row in np.flatnonzero(~is_inside & is_present(column)).tolist():
         try:
             seconds_to_micros(float(seconds[row]))  # always raises here; its error names the probable mistake
         except RejectionError as error:
@@ -234,44 +234,55 @@ def parse_numbers(column: pa.Array, feature: Feature) -> tuple[NDArray[np.float6
         the error of a cell that is not a finite number.
     """
     name = feature.sensor_name
-    if pa.types.is_null(column.type):
-        return np.full(len(column), np.nan), {}
-    if is_numeric(column.type):
-        values = to_float64(column)
-        infinite_rows = np.flatnonzero(~np.isfinite(values) & ~_is_null(column))
-        return values, {row: not_finite_error(name, values[row]) for row in infinite_rows.tolist()}
-    if not is_text(column.type):  # booleans
-        is_bad = ~_is_null(column)
-        values = np.full(len(column), np.nan)
-        error = RejectionError(RejectionReason.WRONG_TYPE, _describe_wrong_type(name, "a boolean"))
-        return values, dict.fromkeys(np.flatnonzero(is_bad).tolist(), error)
-    values, is_bad = parse_number_texts(decode_dictionary(column))
-    infinite_rows = np.flatnonzero(np.isinf(values))
-    errors_by_row = {row: not_finite_error(name, values[row]) for row in infinite_rows.tolist()}
+    column = decode_dictionary(column)
+    values, is_bad = parse_number_cells(column, feature.period == SECONDS_PER_DAY)
+    is_infinite = ~np.isfinite(values) & is_present(column) if is_numeric(column.type) else np.isinf(values)
+    errors_by_row = {row: not_finite_error(name, values[row]) for row in np.flatnonzero(is_infinite).tolist()}
     if is_bad.any():
         bad_rows = np.flatnonzero(is_bad)
-        indices, texts = encode_distinct(column.take(pa.array(bad_rows)))
-        is_clock = feature.period == SECONDS_PER_DAY
-        numbers = [parse_time_of_day(text) if is_clock else None for text in texts]
-        errors = [
-            RejectionError(RejectionReason.WRONG_TYPE, _describe_wrong_type(name, f"the text {quote(text, 20)}"))
-            if number is None
-            else None
-            for text, number in zip(texts, numbers, strict=True)
-        ]
-        values[bad_rows] = np.array([nan if number is None else number for number in numbers])[indices]
+        indices, bad_cells = encode_distinct(column.take(pa.array(bad_rows)))
+        errors = [RejectionError(RejectionReason.WRONG_TYPE, _describe_wrong_type(name, cell)) for cell in bad_cells]
         errors_by_row |= {int(bad_rows[i]): error for i, error in spread_errors(indices, errors).items()}
     return values, errors_by_row
 
 
-def _describe_wrong_type(name: str, value_description: str) -> str:
+def parse_number_cells(
+    column: pa.Array, has_times_of_day: bool = False
+) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+    """Convert the cells of a column to numbers. Training and scoring use this function, so they accept the same cells.
+
+    Args:
+        column: N numbers, texts that may spell numbers, or booleans, which are not numbers.
+        has_times_of_day: Whether texts such as "13:45" are times of day, which become seconds since midnight.
+
+    Returns:
+        Two arrays of shape (N,). The numbers: NaN for null, for texts that stand for "no value" such as "No Data", and
+        for bad cells; infinite if a cell says so. And whether a cell is bad: a text that spells no number, or a
+        boolean.
+    """
+    column = decode_dictionary(column)
+    if is_numeric(column.type):
+        return to_float64(column), np.zeros(len(column), bool)
+    if not is_text(column.type):
+        return np.full(len(column), nan), is_present(column)
+    values, is_bad = parse_number_texts(column.cast(pa.string()))
+    if has_times_of_day and is_bad.any():
+        indices, texts = encode_distinct(column.filter(pa.array(is_bad)))
+        seconds = [parse_time_of_day(text.strip()) for text in texts]
+        values[is_bad] = np.array([nan if second is None else second for second in seconds])[indices]
+        is_bad &= np.isnan(values)
+    return values, is_bad
+
+
+def _describe_wrong_type(name: str, cell: str | bool) -> str:
     """Return the message of a cell that holds no number, where one is expected.
 
     Args:
         name: The feature name.
-        value_description: What the cell holds, such as "a boolean".
+        cell: The content of the cell.
     """
-    return f"feature {quote(name)}: the value is {value_description}; a number is expected"
+    description = f"the text {quote(cell, 20)}" if isinstance(cell, str) else "a boolean"
+    return f"feature {quote(name)}: the value is {description}; a number is expected"
 
 
 def encode_distinct(column: pa.Array) -> tuple[NDArray[np.int64], list[Any]]:
@@ -348,11 +359,6 @@ def to_float64(column: pa.Array) -> NDArray[np.float64]:
     return np.asarray(column.to_numpy(zero_copy_only=False), np.float64)
 
 
-def _is_null(column: pa.Array) -> NDArray[np.bool_]:
-    """Return for each of the N cells of a column whether it is null, as an array (N,)."""
-    return np.asarray(column.is_null().to_numpy(zero_copy_only=False))
-
-
 def decode_dictionary(column: pa.Array) -> pa.Array:
     """Return a dictionary-encoded column as a plain one, and any other column unchanged."""
     return column.dictionary_decode() if pa.types.is_dictionary(column.type) else column
@@ -371,6 +377,11 @@ def format_labels(column: pa.Array) -> pa.Array:
     label_bytes = [None if label is None else label.encode("utf-8", "surrogateescape") for label in labels]
     # Viewing bytes as strings does not check that they are UTF-8.
     return pa.array(label_bytes, pa.binary()).view(pa.string()).take(pa.array(indices))
+
+
+def is_present(column: pa.Array) -> NDArray[np.bool_]:
+    """Return for each of the N cells of a column whether it is not null, as an array (N,). NaN is not null."""
+    return np.asarray(column.is_valid().to_numpy(zero_copy_only=False))
 
 
 def is_numeric(column_type: pa.DataType) -> bool:

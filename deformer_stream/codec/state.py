@@ -83,7 +83,7 @@ Columns = Mapping[str, Column]
 _TEXT = pa.large_string()  # all ids of a partition together may exceed the 2 GiB of `pa.string`
 
 # The names and types of the stored columns are the file format and must not change. The columns of `_SNAPSHOT_COLUMNS`
-# are explained at the fields of `Snapshot`, which have the same names.
+# are explained at the fields of `Snapshot`. Those that have another name than their field are in `_FIELD_BY_COLUMN`.
 _VOCABULARY_COLUMNS = {"names": _TEXT, "kinds": _TEXT, "label_counts": pa.int32(), "labels": _TEXT}
 _SNAPSHOT_COLUMNS = _VOCABULARY_COLUMNS | {
     "models": _TEXT,
@@ -173,6 +173,16 @@ _LATEST_COLUMNS = {"latest_event_time": pa.int64()}
 """The latest event time of each record (`Snapshot.latest_event_time`)."""
 _PRIOR_COLUMNS = {"prior_total": pa.float64(), "prior_least": pa.float64()}
 """The running statistics of the p-values under the Gaussian prior alone, of each record. Missing if all are 0."""
+_FIELD_BY_COLUMN = {
+    "scored": "num_scored",
+    "total": "neg_log_p_sum",
+    "least": "min_log_p",
+    "peak": "max_statistic",
+    "excess": "centered_nll",
+    "prior_total": "prior_neg_log_p_sum",
+    "prior_least": "prior_min_log_p",
+}
+"""The fields of `Snapshot` by the names of their columns, if these differ."""
 _COLUMNS_ADDED_IN_VERSION = {
     2: {"alert_alpha", *_DRIFT_COLUMNS},
     3: {*_TIE_COLUMNS, *_TIE_DECISION_COLUMNS},
@@ -232,8 +242,7 @@ def encode_snapshot(snapshot: Snapshot) -> bytes:
         "label_counts": np.array([len(labels) for labels in vocabulary.labels], np.int32),
         "labels": [label for labels in vocabulary.labels for label in labels],
     }
-    # The other columns have the names of the snapshot's fields.
-    columns |= {name: getattr(snapshot, name) for name in _SNAPSHOT_COLUMNS if name not in columns}
+    columns |= {name: _get_column(snapshot, name) for name in _SNAPSHOT_COLUMNS if name not in columns}
     columns |= _drift_to_columns(snapshot.drift)
     if snapshot.ties is not None:  # tie groups (readings of one record with the same event time) are in use
         columns |= {
@@ -254,9 +263,19 @@ def encode_snapshot(snapshot: Snapshot) -> bytes:
         columns |= {name: sums.ravel() for name, sums in (("levels", levels), ("step_sums", step_sums)) if sums.any()}
     if snapshot.latest_event_time is not None:
         columns["latest_event_time"] = snapshot.latest_event_time
-    if snapshot.prior_total is not None and snapshot.prior_least is not None:
-        columns |= {"prior_total": snapshot.prior_total, "prior_least": snapshot.prior_least}
+    if snapshot.prior_neg_log_p_sum is not None and snapshot.prior_min_log_p is not None:
+        columns |= {name: _get_column(snapshot, name) for name in _PRIOR_COLUMNS}
     return _encode(SNAPSHOT, columns, _SNAPSHOT_TYPES)
+
+
+def _get_column(snapshot: Snapshot, name: str) -> Any:
+    """Return the content of a stored column, None if the snapshot does not have it.
+
+    Args:
+        snapshot: The snapshot.
+        name: The name of the column in the file format.
+    """
+    return getattr(snapshot, _FIELD_BY_COLUMN.get(name, name))
 
 
 def decode_snapshot(data: bytes, description: str = "the saved snapshot") -> Snapshot:
@@ -489,11 +508,10 @@ def _decode_snapshot(data: bytes) -> Snapshot:
     columns["closed"] = StringColumn.from_strings(columns["closed"])
     latest_event_time = columns.pop("latest_event_time", None)
     models = tuple(columns.pop("models"))
-    # The other columns have the names of fields.
     snapshot = Snapshot(
         vocabulary,
         models,
-        **columns,
+        **{_FIELD_BY_COLUMN.get(name, name): column for name, column in columns.items()},
         drift=drift,
         ties=ties,
         waiting=waiting,
@@ -862,19 +880,21 @@ def _check_snapshot(snapshot: Snapshot) -> None:
     num_records, num_features = len(snapshot), len(snapshot.vocabulary)
     # The columns with one value per record.
     for name in ("model", "age", "counts", "absent_counts", "scored", "alert_seq", "alert_alpha", *_RUNNING_SUMS):
-        _require(len(getattr(snapshot, name)) == num_records, f"the column {name!r} does not have one value per record")
+        _require(
+            len(_get_column(snapshot, name)) == num_records, f"the column {name!r} does not have one value per record"
+        )
     _require(len(set(snapshot.ids)) == num_records, "a record occurs twice")
     _require(_is_within(snapshot.model, len(snapshot.models)), "the model of a record is not in the list of models")
     _check_readings(snapshot, num_records, num_features)
     _check_values(snapshot)
     for name in _PRIOR_COLUMNS:
-        sums = getattr(snapshot, name)
+        sums = _get_column(snapshot, name)
         if sums is not None:
             _require(len(sums) == num_records, f"the column {name!r} does not have one value per record")
             _require(bool(np.isfinite(sums).all()), f"a value in the column {name!r} is not finite")
     # A record that has not alerted has the alert position −1 and the alpha (false-alarm rate) `NO_ALERT`, which is 1.
     _require(
-        bool((snapshot.alert_seq >= -1).all()) and bool((snapshot.scored >= 0).all()),
+        bool((snapshot.alert_seq >= -1).all()) and bool((snapshot.num_scored >= 0).all()),
         "the position of an alert or the number of scored readings is negative",
     )
     is_alpha_valid = (snapshot.alert_alpha >= 0) & (snapshot.alert_alpha <= NO_ALERT)
@@ -1062,7 +1082,7 @@ def _check_values(snapshot: Snapshot) -> None:
     # The age (time since the last event) lies between −MAX_AGE and MAX_AGE. It is negative if the clock was set back.
     _require(_is_within(snapshot.age + MAX_AGE, 2 * MAX_AGE), "the age of a record is out of range")
     for name in _RUNNING_SUMS:
-        _require(bool(np.isfinite(getattr(snapshot, name)).all()), f"a value in the column {name!r} is not finite")
+        _require(bool(np.isfinite(_get_column(snapshot, name)).all()), f"a value in the column {name!r} is not finite")
 
 
 def _is_within(numbers: NDArray[Any], end: int | NDArray[Any]) -> bool:

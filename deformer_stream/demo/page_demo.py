@@ -27,7 +27,7 @@ from deformer_stream.demo.simulate import FEATURES, INTERVAL, simulate
 from deformer_stream.demo.training import run_trainer
 from deformer_stream.engine.engine import Engine, Limits
 from deformer_stream.engine.events import ONLY_MODEL
-from deformer_stream.engine.suggestions import DEFAULT_SUSPICIOUS
+from deformer_stream.engine.next_reading import DEFAULT_SUSPICIOUS
 from deformer_stream.errors import ConfigError
 from deformer_stream.incidents.events import Incident
 from deformer_stream.page.app import Page, PageOptions

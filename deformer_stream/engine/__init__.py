@@ -26,7 +26,8 @@ takes and returns. The modules are:
     explain              which readings explain an alert
     conditionals, torch_conditionals, order_trees   the distributions that explanations need, in many orders
     fault_inputs         the inputs of the classifier of faults
-    suspicious, next_reading, suggestions   suspicious records without an alert, and the reading to take next
+    suspicious           suspicious records without an alert
+    next_reading, next_reading_ranking   the reading to take next, and how it is found
 
     imputation, irregular_imputation        missing readings, and random records
     estimates            single values from distributions

@@ -223,7 +223,7 @@ class AlertBuilder:
             declared_later: The features that were declared after the alerts, from `_find_later_declarations`.
             scored: As for `build`.
         """
-        from deformer_stream.engine.next_reading import collect_alerted_records, suggest_readings
+        from deformer_stream.engine.next_reading_ranking import collect_alerted_records, suggest_readings
 
         chosen = np.flatnonzero(is_incomplete)[: self.max_suggested]
         if not len(chosen):
@@ -312,13 +312,13 @@ class AlertBuilder:
             arrivals: The readings that have been accepted from the batch.
             alerting: (A,) indexes into `readings` of the readings that raise alerts.
         """
-        own_events = readings.event_indices[alerting]
+        scored_events = readings.event_indices[alerting]
         if not self.records.holds_ties:  # no reading waits for others
-            return own_events
+            return scored_events
         # `seq` is the position of a reading in its record. The event of a reading is found by its record and position.
         keys = zip(arrivals.record_indices.tolist(), arrivals.seq.tolist(), strict=True)
         event_by_reading = dict(zip(keys, arrivals.event_indices.tolist(), strict=True))
-        raising_events = own_events.copy()
+        raising_events = scored_events.copy()
         record_and_seq = zip(readings.record_indices[alerting].tolist(), readings.seq[alerting].tolist(), strict=True)
         for i, (record_index, seq) in enumerate(record_and_seq):
             arrival = event_by_reading.get((record_index, seq))

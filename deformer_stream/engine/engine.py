@@ -43,13 +43,13 @@ from deformer_stream.engine.explain import ExplanationEffort
 from deformer_stream.engine.ingest import ingest
 from deformer_stream.engine.irregular_ingest import ingest_irregular
 from deformer_stream.engine.model_versions import ModelVersions
+from deformer_stream.engine.next_reading import DEFAULT_NUM_DRAWS, DEFAULT_SUSPICIOUS, NextReading
 from deformer_stream.engine.records import AcceptedReadings, RecordTable
 from deformer_stream.engine.scoring import NO_ALPHAS, Cache, ModelVersion
 from deformer_stream.engine.single_readings import check_single_readings
 from deformer_stream.engine.slot_ingest import ingest_slots, release_slots
 from deformer_stream.engine.snapshot import Snapshot, Vocabulary, export_state, import_state
 from deformer_stream.engine.snapshot_adaptation import adapt_snapshot
-from deformer_stream.engine.suggestions import DEFAULT_NUM_DRAWS, DEFAULT_SUSPICIOUS, NextReading
 from deformer_stream.engine.suspicious import SuspiciousRecords, suggest_next_readings
 from deformer_stream.engine.ties import append_readings, decide_tie_groups, sort_groups
 from deformer_stream.errors import ConfigError, InvariantViolated
@@ -739,7 +739,7 @@ class Engine:
         """
         # Imported here, because it imports PyTorch, which scoring with compiled kernels does not need.
         require_torch("choosing the next reading")
-        from deformer_stream.engine.next_reading import collect_open_records, list_next_readings, rank_features
+        from deformer_stream.engine.next_reading_ranking import collect_open_records, list_next_readings, rank_features
 
         check_single_readings(self.schema, "choose the next reading of")
         records, chosen = self.records, np.array(self.records.indices_of_partitions(), np.int64)

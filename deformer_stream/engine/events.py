@@ -359,8 +359,8 @@ class AlertCause:
 class SuggestedReading:
     """The reading of a record to take next: the one that is expected to change its verdict most.
 
-    It is the first one of the ranking of `engine.next_reading`. For a record that has alerted, the ranking is for the
-    readings that it had at the alert.
+    It is the first one of the ranking of `engine.next_reading_ranking`. For a record that has alerted, the ranking is
+    for the readings that it had at the alert.
 
     Attributes:
         feature: Name of the feature.

@@ -73,9 +73,9 @@ which it finds their calibration groups. It returns booleans of shape (R, C).
 EXPECTED_QUANTILES = (0.05, 0.5, 0.95)
 """Probabilities of the quantiles that are shown as the expected range: a central 90% interval and the median."""
 
-MAX_READINGS_PER_PASS = 8192
-"""Largest number of readings (nodes of trees of orders) in one forward pass. It is enough to use all cores, and it
-bounds the memory of a pass."""
+MAX_NODES_PER_PASS = 8192
+"""Largest number of nodes of trees of orders in one forward pass, each of which costs as much as a reading. It is
+enough to use all cores, and it bounds the memory of a pass."""
 
 MAX_CANDIDATES = 64
 """Largest number of readings of a record that may become suspects (readings that explain the alert). If a record has
@@ -557,7 +557,7 @@ def _group_similar_records(schema: Schema, codes: Ints) -> Iterator[Ints]:
 
     Yields:
         The row numbers of the records of one group, from 0 to A − 1. The size of a group is bounded, so that one
-        forward pass has at most `MAX_READINGS_PER_PASS` readings, unless a single record needs more. Records that
+        forward pass has at most `MAX_NODES_PER_PASS` nodes, unless a single record needs more. Records that
         have only context features are left out, because these features are not scored.
     """
     is_reading = codes >= 0
@@ -568,8 +568,7 @@ def _group_similar_records(schema: Schema, codes: Ints) -> Iterator[Ints]:
         if num_readings == num_context:
             continue
         rows = np.flatnonzero((readings_by_record == num_readings) & (context_by_record == num_context))
-        # Each node of the tree of orders costs as much as a reading.
-        batch_size = max(1, MAX_READINGS_PER_PASS // bound_num_nodes(num_readings))
+        batch_size = max(1, MAX_NODES_PER_PASS // bound_num_nodes(num_readings))
         for start in range(0, len(rows), batch_size):
             yield rows[start : start + batch_size]
 

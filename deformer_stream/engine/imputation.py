@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from deformer_stream.engine.estimates import find_likeliest_labels, round_to_quantum
+from deformer_stream.engine.passes import MAX_READINGS_PER_PASS
 from deformer_stream.engine.single_readings import check_single_readings
 from deformer_stream.kernels.torch_kv_cache import TorchKVCache
 from deformer_stream.model.deformer import DEformer, KVCacheView, StepOutput, to_tensor
@@ -26,9 +27,6 @@ from deformer_stream.model.schema import Schema
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
-
-MAX_READINGS_PER_PASS = 8192
-"""Largest number of readings in one forward pass. It is enough to use all cores, and it bounds the memory of a pass."""
 
 MAX_RECORDS_PER_BATCH = 1024
 """Largest number of records that are drawn at the same time; more are not faster."""

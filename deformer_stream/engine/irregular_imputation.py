@@ -37,6 +37,7 @@ from deformer_stream.engine.imputation import (
     denormalise_within_bounds,
     describe_conditional,
 )
+from deformer_stream.engine.passes import MAX_READINGS_PER_PASS
 from deformer_stream.errors import ConfigError
 from deformer_stream.model.bounded_context import ContextLimit
 from deformer_stream.model.deformer import DEformer, KVCacheView, to_tensor
@@ -50,9 +51,6 @@ Ints = NDArray[np.int64]
 
 DEFAULT_LIMIT = ContextLimit(recent=32, block=64)
 """The size of contexts if the hyperparameters of the model do not limit them."""
-
-MAX_READINGS_PER_PASS = 8192
-"""Largest number of readings in one forward pass, which bounds its memory."""
 
 ORDER_SEED = 0x1A9
 """Seed of the random order of the readings of a context."""
@@ -180,12 +178,15 @@ class _ContextSelector:
             # The number of observed readings before each target decides to which run it belongs.
             place = np.searchsorted(self.observed.ages[first:last], targets.ages[part])
             run = place // self.stride if num_readings > self.num_near else np.zeros(len(part), np.int64)
-            for own in np.split(np.arange(len(part)), np.flatnonzero(np.diff(run)) + 1):
-                middle = int(run[own[0]]) * self.stride + self.stride // 2
+            for indexes_of_run in np.split(np.arange(len(part)), np.flatnonzero(np.diff(run)) + 1):
+                middle = int(run[indexes_of_run[0]]) * self.stride + self.stride // 2
                 start = min(max(middle - self.num_near // 2, 0), max(num_readings - self.num_near, 0))
                 stop = min(start + self.num_near, num_readings)
-                size = len(own) if max_size is None else max_size
-                groups += [_Group(record, part[own[k : k + size]], start, stop) for k in range(0, len(own), size)]
+                size = len(indexes_of_run) if max_size is None else max_size
+                groups += [
+                    _Group(record, part[indexes_of_run[k : k + size]], start, stop)
+                    for k in range(0, len(indexes_of_run), size)
+                ]
         return groups
 
     def find_outside(self, group: _Group) -> Ints:
@@ -286,9 +287,12 @@ def iterate_target_conditionals(
     groups = selector.divide(targets, np.flatnonzero(~model.schema.is_context[targets.codes]))
     contexts = [np.concatenate([selector.find_outside(group), selector.find_run(group)]) for group in groups]
     for batch in _batch_by_length([len(context) for context in contexts]):
-        own = [contexts[i] for i in batch]
+        contexts_of_batch = [contexts[i] for i in batch]
         cache = _prefill(
-            model, [observed.codes[c] for c in own], [observed.values[c] for c in own], [observed.ages[c] for c in own]
+            model,
+            [observed.codes[c] for c in contexts_of_batch],
+            [observed.values[c] for c in contexts_of_batch],
+            [observed.ages[c] for c in contexts_of_batch],
         )
         index = np.concatenate([groups[i].targets for i in batch])
         row = np.repeat(np.arange(len(batch)), [len(groups[i].targets) for i in batch])
@@ -515,10 +519,10 @@ def _predict(model: DEformer, codes: Ints, ages: Floats, cache: _ContextCache, r
         features = to_tensor(codes[:, None], model)
         # The distribution of a reading does not depend on its own value, so the input can be any number.
         placeholders = torch.zeros(features.shape, dtype=model.dtype, device=model.device)
-        own_ages = torch.from_numpy(ages[:, None]).to(model.device)
-        prior = cache.condition(rows, features, own_ages)
+        target_ages = torch.from_numpy(ages[:, None]).to(model.device)
+        prior = cache.condition(rows, features, target_ages)
         view = cache.select(rows).view()
-        return model.forward_cached(features, placeholders, view, prior, own_ages).conditional[:, 0]
+        return model.forward_cached(features, placeholders, view, prior, target_ages).conditional[:, 0]
 
 
 def draw_at_times(
@@ -559,17 +563,18 @@ def draw_at_times(
     _, turn = ragged_indices(np.bincount(records)) if len(groups) else (records, records)
     earlier_of_record: dict[int, Ints] = {}  # by record, the latest targets that were drawn
     for current in range(int(turn.max(initial=-1)) + 1):
-        own = [groups[i] for i in np.flatnonzero(turn == current).tolist()]
+        groups_of_turn = [groups[i] for i in np.flatnonzero(turn == current).tolist()]
         contexts = [
-            _JoinedContext.choose(selector, targets, group, earlier_of_record.get(group.record)) for group in own
+            _JoinedContext.choose(selector, targets, group, earlier_of_record.get(group.record))
+            for group in groups_of_turn
         ]
         # Row d of a group is its draw d.
-        rows = [(i, draw) for i in range(len(own)) for draw in range(num_draws)]
-        lengths = [len(contexts[i].codes) + len(own[i].targets) for i, _ in rows]
+        rows = [(i, draw) for i in range(len(groups_of_turn)) for draw in range(num_draws)]
+        lengths = [len(contexts[i].codes) + len(groups_of_turn[i].targets) for i, _ in rows]
         for batch in _batch_by_length(lengths):
             part = [rows[i] for i in batch]
-            _draw_groups(model, targets, [(own[i], contexts[i], draw) for i, draw in part], drawn, generator)
-        for group in own:
+            _draw_groups(model, targets, [(groups_of_turn[i], contexts[i], draw) for i, draw in part], drawn, generator)
+        for group in groups_of_turn:
             earlier = np.concatenate([earlier_of_record.get(group.record, np.empty(0, np.int64)), group.targets])
             earlier_of_record[group.record] = earlier[-2 * selector.num_near :]
     return drawn
@@ -609,13 +614,13 @@ class _JoinedContext:
         values = np.concatenate([observed.values[run], np.full(len(before), np.nan)])
         drawn = np.concatenate([np.full(len(run), -1), before])
         # Of both kinds, those nearest in time are used.
-        own_ages = targets.ages[group.targets]
-        distance = np.maximum(np.maximum(own_ages.min() - ages, ages - own_ages.max()), 0.0)
+        target_ages = targets.ages[group.targets]
+        distance = np.maximum(np.maximum(target_ages.min() - ages, ages - target_ages.max()), 0.0)
         num_used = max(1, selector.num_near + 1 - len(group.targets))
         used = np.argsort(distance, kind="stable")[:num_used]
         # The observed ones among them are the run, outside of which each sensor has a latest and an earliest reading.
-        own_places = used[used < len(run)]
-        start, stop = (own_places.min(), own_places.max() + 1) if len(own_places) else (0, len(run))
+        observed_places = used[used < len(run)]
+        start, stop = (observed_places.min(), observed_places.max() + 1) if len(observed_places) else (0, len(run))
         outside = selector.find_outside(replace(group, start=group.start + start, stop=group.start + stop))
         used = used[shuffle(len(used))]
         return _JoinedContext(

@@ -9,13 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
+from deformer_stream.calibration.calibration_scores import CalibrationScores
 from deformer_stream.calibration.conformal import P_VALUE_EXPONENT, PrefixState, compute_complete_terms
 from deformer_stream.calibration.drift import RecordReadings
-from deformer_stream.calibration.score_sums import RecordScores
+from deformer_stream.engine.passes import MAX_READINGS_PER_PASS
 from deformer_stream.engine.records import INITIAL_RUNNING, PREFIX_FIELDS, RUNNING_DTYPE
 from deformer_stream.engine.single_readings import check_single_readings
 from deformer_stream.kernels.cpu import CpuKernels, RaggedBatch
@@ -25,19 +28,19 @@ from deformer_stream.model.alert_prior import AlertPrior, PriorPValues
 from deformer_stream.model.load_network import load_network
 from deformer_stream.model.parameters import Model
 
+if TYPE_CHECKING:
+    from deformer_stream.model.deformer import DEformer
+
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 
-READINGS_PER_PASS = 8_192
-"""Number of readings, padding included, that are scored in one call of the kernels. It bounds memory and does not
-change any score."""
 CONTEXTS_PER_PASS = 16
 """Number of contexts of irregular readings that go through the network together. It bounds memory."""
 
 
 @dataclass(frozen=True, slots=True)
-class ScoredRecords:
+class PassScores:
     """Scores of N complete records with M readings in total, one record after the other.
 
     Attributes:
@@ -47,7 +50,7 @@ class ScoredRecords:
         log_p_prior: (M,) the same under the prior alone; 0 if that is no term of the alert.
         is_scored: (M,) False for readings of context features. They condition the other features and are not scored.
         running: (N,) sums and extremes over the scored readings of each record, such as its largest anomaly score
-            ("peak"). `RUNNING_DTYPE` describes the fields.
+            ("max_statistic"). `RUNNING_DTYPE` describes the fields.
     """
 
     features: Ints
@@ -57,7 +60,9 @@ class ScoredRecords:
     running: NDArray[np.void]
 
 
-def compute_record_scores(kernels: CpuKernels | None, model: Model, features: Ints, values: Floats) -> RecordScores:
+def compute_record_scores(
+    kernels: CpuKernels | None, model: Model, features: Ints, values: Floats
+) -> CalibrationScores:
     """Score N complete records, and return one statistic per record and one sum per feature.
 
     The statistic of a record is its largest anomaly score over all prefixes (its first 1, 2, … readings), from which
@@ -80,24 +85,22 @@ def compute_record_scores(kernels: CpuKernels | None, model: Model, features: In
     """
     check_single_readings(model.schema, "score")
     if kernels is None:
-        network = load_network(model)
-        # Imported here, because it imports PyTorch.
-        from deformer_stream.calibration import torch_scoring
-
-        return torch_scoring.score_records(network, features, values)
+        torch_scoring, network = _load_torch(model)
+        torch_scores: CalibrationScores = torch_scoring.score_records(network, features, values)
+        return torch_scores
     num_features = len(model.schema)
     ranking_lines = AlertPrior.for_ranking(model)
-    scores = RecordScores(np.empty(0), np.zeros(num_features), np.zeros(num_features, np.int64))
+    scores = CalibrationScores(np.empty(0), np.zeros(num_features), np.zeros(num_features, np.int64))
     for part in _score_in_passes(kernels, features, values):
         codes, neg_log_p = part.features[part.is_scored], -part.log_p_value[part.is_scored]
         sum_by_feature = np.bincount(codes, neg_log_p, num_features).astype(np.float64)
         count_by_feature = np.bincount(codes, minlength=num_features)
         # Adding appends the statistics of the records, and adds the sums and the counts.
-        scores += RecordScores(
-            part.running["peak"],
+        scores += CalibrationScores(
+            part.running["max_statistic"],
             sum_by_feature,
             count_by_feature,
-            part.running["excess"],
+            part.running["centered_nll"],
             compute_ranking_terms(ranking_lines, part.running),
         )
     return scores
@@ -133,13 +136,10 @@ def sum_centered_nll(kernels: CpuKernels | None, model: Model, features: Ints, v
     """
     check_single_readings(model.schema, "score")
     if kernels is None:
-        network = load_network(model)
-        # Imported here, because it imports PyTorch.
-        from deformer_stream.calibration import torch_scoring
-
-        return torch_scoring.compute_centered_nll(network, features, values)
-    # The kernels store the sum of centered NLLs in the field "excess".
-    sums = [part.running["excess"] for part in _score_in_passes(kernels, features, values)]
+        torch_scoring, network = _load_torch(model)
+        centered_nll: Floats = torch_scoring.compute_centered_nll(network, features, values)
+        return centered_nll
+    sums = [part.running["centered_nll"] for part in _score_in_passes(kernels, features, values)]
     return np.concatenate([np.empty(0), *sums])  # the empty array keeps the result valid if there is no record
 
 
@@ -182,7 +182,7 @@ def average_neg_log_p_by_feature(
 
 def _sum_neg_log_p(
     kernels: CpuKernels | None, model: Model, features: Ints, values: Floats, ages: Floats, is_scored: Bools
-) -> RecordScores:
+) -> CalibrationScores:
     """Return how improbable the irregular readings of each feature are, in N contexts of records.
 
     Args:
@@ -197,11 +197,11 @@ def _sum_neg_log_p(
         For each feature the sum of −ln p-value over its readings and their number, without statistics of records.
     """
     if kernels is None:
-        network = load_network(model)
-        # Imported here, because it imports PyTorch.
-        from deformer_stream.calibration import torch_scoring
-
-        return torch_scoring.sum_neg_log_p(network, features, values, ages, is_scored, CONTEXTS_PER_PASS)
+        torch_scoring, network = _load_torch(model)
+        torch_sums: CalibrationScores = torch_scoring.sum_neg_log_p(
+            network, features, values, ages, is_scored, CONTEXTS_PER_PASS
+        )
+        return torch_sums
     num_features = len(model.schema)
     sums, counts = np.zeros(num_features), np.zeros(num_features, np.int64)
     for start in range(0, len(features), CONTEXTS_PER_PASS):
@@ -221,13 +221,13 @@ def _sum_neg_log_p(
         is_counted = is_scored[part][is_reading] & ~model.schema.is_context[codes]
         sums += np.bincount(codes[is_counted], -log_p_value[is_counted].astype(np.float64), num_features)
         counts += np.bincount(codes[is_counted], minlength=num_features)
-    return RecordScores(np.empty(0), sums, counts)
+    return CalibrationScores(np.empty(0), sums, counts)
 
 
-def _score_in_passes(kernels: CpuKernels, features: Ints, values: Floats) -> Iterator[ScoredRecords]:
+def _score_in_passes(kernels: CpuKernels, features: Ints, values: Floats) -> Iterator[PassScores]:
     """Score N records with compiled kernels, and yield the scores of some consecutive records at a time.
 
-    Each part has at most `READINGS_PER_PASS` readings (padding included) or a single record, which bounds memory.
+    Each part has at most `MAX_READINGS_PER_PASS` readings (padding included) or a single record, which bounds memory.
 
     Args:
         kernels: The model's compiled kernels.
@@ -236,7 +236,7 @@ def _score_in_passes(kernels: CpuKernels, features: Ints, values: Floats) -> Ite
         values: (N, L) values in normalised units; label codes of discrete features.
     """
     num_records, max_readings = features.shape
-    records_per_pass = max(1, READINGS_PER_PASS // max(max_readings, 1))
+    records_per_pass = max(1, MAX_READINGS_PER_PASS // max(max_readings, 1))
     distance, alert_prior = AlertDistance.from_model(kernels.parameters), AlertPrior.from_model(kernels.parameters)
     for start in range(0, num_records, records_per_pass):
         records = slice(start, start + records_per_pass)
@@ -245,7 +245,7 @@ def _score_in_passes(kernels: CpuKernels, features: Ints, values: Floats) -> Ite
 
 def _score_pass(
     kernels: CpuKernels, distance: AlertDistance | None, alert_prior: AlertPrior | None, features: Ints, values: Floats
-) -> ScoredRecords:
+) -> PassScores:
     """Return the scores of N records, computed in one call of the compiled kernels.
 
     Args:
@@ -291,7 +291,7 @@ def _score_pass(
             distance_terms=distance_terms,
             prior=prior,
         )
-    return ScoredRecords(codes, terms[1], terms[3], is_scored, running)
+    return PassScores(codes, terms[1], terms[3], is_scored, running)
 
 
 def compute_log_p_values(kernels: CpuKernels | None, model: Model, features: Ints, values: Floats) -> Floats:
@@ -307,13 +307,25 @@ def compute_log_p_values(kernels: CpuKernels | None, model: Model, features: Int
         (2, N, L) natural logarithms; 0 for padding.
     """
     if kernels is None:
-        network = load_network(model)
-        # Imported here, because it imports PyTorch.
-        from deformer_stream.calibration import torch_scoring
-
-        return torch_scoring.compute_log_p_values(network, features, values)
+        torch_scoring, network = _load_torch(model)
+        log_p_values: Floats = torch_scoring.compute_log_p_values(network, features, values)
+        return log_p_values
     log_p, is_reading = np.zeros((2, *features.shape)), features >= 0
     parts = list(_score_in_passes(kernels, features, values))
     log_p[0, is_reading] = np.concatenate([np.empty(0), *(part.log_p_value for part in parts)])
     log_p[1, is_reading] = np.concatenate([np.empty(0), *(part.log_p_prior for part in parts)])
     return log_p
+
+
+def _load_torch(model: Model) -> tuple[ModuleType, DEformer]:
+    """Return the module that scores records with PyTorch, and the network of a model.
+
+    Both are imported only if they are needed, because scoring with compiled kernels needs no PyTorch.
+
+    Raises:
+        ConfigError: PyTorch is not installed.
+    """
+    network = load_network(model)  # first, because its error says how to install PyTorch
+    from deformer_stream.calibration import torch_scoring
+
+    return torch_scoring, network

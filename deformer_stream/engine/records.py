@@ -64,32 +64,33 @@ Result = TypeVar("Result")
 
 RUNNING_DTYPE = np.dtype(
     [
-        ("scored", np.int64),
-        ("total", np.float64),
-        ("least", np.float64),
-        ("peak", np.float64),
+        ("num_scored", np.int64),
+        ("neg_log_p_sum", np.float64),
+        ("min_log_p", np.float64),
+        ("max_statistic", np.float64),
         ("log_likelihood", np.float64),
-        ("excess", np.float64),
+        ("centered_nll", np.float64),
         ("p_value", np.float64),
-        ("prior_total", np.float64),
-        ("prior_least", np.float64),
+        ("prior_neg_log_p_sum", np.float64),
+        ("prior_min_log_p", np.float64),
     ]
 )
 """The running statistics of a record, which are updated with each scored reading. Logarithms are natural.
 
-- `scored`: number of scored readings.
-- `total`: sum of -ln q over the scored readings. q is the p-value of a reading raised to `P_VALUE_EXPONENT`.
-- `least`: smallest ln q of a scored reading.
-- `peak`: largest prefix statistic so far. A prefix statistic is the record's anomaly score after its first k readings.
+- `num_scored`: number of scored readings.
+- `neg_log_p_sum`: sum of -ln q over the scored readings. q is the p-value of a reading raised to `P_VALUE_EXPONENT`.
+- `min_log_p`: smallest ln q of a scored reading.
+- `max_statistic`: largest prefix statistic so far. A prefix statistic is the record's anomaly score after its first k
+  readings.
 - `log_likelihood`: sum of ln p(value | earlier values) over the scored readings.
-- `excess`: sum of their centered NLLs (negative log-likelihood minus the entropy of the value's conditional).
-- `p_value`: p-value of the record, computed from `peak`.
-- `prior_total`, `prior_least`: as `total` and `least`, of the p-values under the Gaussian prior alone; 0 if these are
-  no term of the alert.
+- `centered_nll`: sum of their centered NLLs (negative log-likelihood minus the entropy of the value's conditional).
+- `p_value`: p-value of the record, computed from `max_statistic`.
+- `prior_neg_log_p_sum`, `prior_min_log_p`: as `neg_log_p_sum` and `min_log_p`, of the p-values under the Gaussian prior
+  alone; 0 if these are no term of the alert.
 
-The compiled kernels use the same memory layout, and snapshots store the fields under these names."""
+The compiled kernels use the same memory layout, and `Snapshot` has the same names."""
 
-PREFIX_FIELDS = ("scored", "total", "least", "peak", "prior_total", "prior_least")
+PREFIX_FIELDS = ("num_scored", "neg_log_p_sum", "min_log_p", "max_statistic", "prior_neg_log_p_sum", "prior_min_log_p")
 """Names of the running statistics that are the attributes of `calibration.conformal.PrefixState`, in their order."""
 
 INITIAL_RUNNING = np.array((0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0, 0.0, 0.0), RUNNING_DTYPE)
@@ -427,11 +428,11 @@ class RecordTable:
             num_readings=self.num_readings[rows].astype(np.int32),
             is_complete=self.is_complete(rows),
             log_likelihood=self.running["log_likelihood"][rows],
-            anomaly_score=self.running["excess"][rows],  # the sum of centered NLLs
+            anomaly_score=self.running["centered_nll"][rows],
             p_value=self.running["p_value"][rows],
             alert_seq=self.alert_seq[rows],
             alert_alpha=self.alert_alpha[rows],
-            score=self.running["peak"][rows],  # the largest anomaly score over the first 1, 2, … readings
+            score=self.running["max_statistic"][rows],
             latest_time=self.find_latest_times(rows),
             record_p_value=np.full(len(rows), np.nan),  # the engine compares the records with the calibration
         )

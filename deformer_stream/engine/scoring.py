@@ -51,7 +51,7 @@ from deformer_stream.calibration.cusum import (
 from deformer_stream.calibration.drift import RecordReadings
 from deformer_stream.calibration.fault_classifier import FaultClassifier, FaultName
 from deformer_stream.calibration.marginals import find_log_p
-from deformer_stream.calibration.steps import find_step_log_p
+from deformer_stream.calibration.sensor_steps import find_step_log_p
 from deformer_stream.engine.events import AlertState
 from deformer_stream.engine.fault_inputs import name_faults
 from deformer_stream.engine.passes import MAX_READINGS_PER_PASS, PassReadings, group_by_length
@@ -294,12 +294,11 @@ class ModelVersion:
             record_index: (R,) row of each record in the table.
         """
         exemplars = self._exemplars
-        # Snapshots store the sum of centered NLLs under the name "excess".
-        centered_nll = records.running["excess"][record_index]
+        centered_nll = records.running["centered_nll"][record_index]
         if records.is_irregular:
             # The variance of the sum grows with the number of readings, so records of 5 and of 1,500 readings would not
             # be comparable by their sums.
-            return np.asarray(centered_nll / np.sqrt(np.maximum(records.running["scored"][record_index], 1)))
+            return np.asarray(centered_nll / np.sqrt(np.maximum(records.running["num_scored"][record_index], 1)))
         if exemplars is None or not len(record_index):
             return centered_nll
         codes, values = records.log.gather_padded(record_index, records.num_readings[record_index])
@@ -768,24 +767,24 @@ def _advance_running(
         )
         if cusums is not None:
             statistics, kinds = _compute_cusum_statistics(cusums, record_index[rows], terms, reading, is_counted)
-            score_before = running_before["peak"][:, None]
+            score_before = running_before["max_statistic"][:, None]
             score = np.maximum.accumulate(np.maximum(statistics, score_before), 1)
             is_raised = is_counted & (statistics > np.concatenate([score_before, score[:, :-1]], 1))
             cusums.largest_kinds[reading[is_valid]] = np.where(is_raised, kinds, NO_KIND)[is_valid]
         # Sums run in arrival order, so that any division of the readings into batches gives the same bits.
         log_likelihood = compute_running_sums(running_before["log_likelihood"], log_p)
-        centered_sum = compute_running_sums(running_before["excess"], centered_nll)
+        centered_sum = compute_running_sums(running_before["centered_nll"], centered_nll)
         score_rows[1:3, reading[is_valid]] = np.stack([log_likelihood, score])[:, is_valid]
         # Padding adds nothing, so the last column holds the sums after each record's last reading.
         last_by_field = {
-            "scored": state.num_scored,
-            "total": state.neg_log_p_sum,
-            "least": state.min_log_p,
-            "peak": score[:, -1],
+            "num_scored": state.num_scored,
+            "neg_log_p_sum": state.neg_log_p_sum,
+            "min_log_p": state.min_log_p,
+            "max_statistic": score[:, -1],
             "log_likelihood": log_likelihood[:, -1],
-            "excess": centered_sum[:, -1],
-            "prior_total": state.prior_neg_log_p_sum,
-            "prior_least": state.prior_min_log_p,
+            "centered_nll": centered_sum[:, -1],
+            "prior_neg_log_p_sum": state.prior_neg_log_p_sum,
+            "prior_min_log_p": state.prior_min_log_p,
         }
         for field, last in last_by_field.items():
             running[field][record_index[rows]] = last

@@ -215,15 +215,15 @@ class Snapshot:
         absent_counts: (R,) int32 number of features that were declared as "will not be observed".
         absent: (A,) int16 feature codes of these A features, one record after the other.
         log_likelihood: (R,) float64 sum of ln p(value | earlier values) over the scored readings.
-        scored: (R,) int32 number of scored readings.
-        total: (R,) float64 sum of -ln q over the scored readings. q is a reading's p-value (probability of a value at
-            most as likely as the observed one) raised to `P_VALUE_EXPONENT`.
-        least: (R,) float64 smallest ln q of a scored reading.
-        peak: (R,) float64 anomaly score of the record, larger is more anomalous. It is the largest prefix statistic so
-            far. The prefix statistic of the first k readings combines their p-values in one number.
-        excess: (R,) float64 sum of centered NLLs (negative log-likelihood of a value minus the entropy of its
+        num_scored: (R,) int32 number of scored readings.
+        neg_log_p_sum: (R,) float64 sum of -ln q over the scored readings. q is a reading's p-value (probability of a
+            value at most as likely as the observed one) raised to `P_VALUE_EXPONENT`.
+        min_log_p: (R,) float64 smallest ln q of a scored reading.
+        max_statistic: (R,) float64 anomaly score of the record, larger is more anomalous. It is the largest prefix
+            statistic so far. The prefix statistic of the first k readings combines their p-values in one number.
+        centered_nll: (R,) float64 sum of centered NLLs (negative log-likelihood of a value minus the entropy of its
             conditional).
-        p_value: (R,) float64 current p-value of the record, computed from `peak`.
+        p_value: (R,) float64 current p-value of the record, computed from `max_statistic`.
         alert_seq: (R,) int32 position of the reading that raised the first alert, -1 if there is none. Dropped readings
             are counted.
         alert_alpha: (R,) float64 strictest (smallest) alpha at which the record has alerted, `NO_ALERT` if none.
@@ -249,9 +249,9 @@ class Snapshot:
         latest_event_time: (R,) int64 latest event time of each record's readings, microseconds since 1970, `NO_TIME` if
             it is not known. None if it was not saved. It is then that of the readings in `event_times`, if there are
             any, although a dropped reading may have been later.
-        prior_total: (R,) float64 as `total`, of the p-values under the Gaussian prior alone. None if they are no term
-            of the alert, or if no reading is scored.
-        prior_least: (R,) float64 as `least`, of these p-values; None together with `prior_total`.
+        prior_neg_log_p_sum: (R,) float64 as `neg_log_p_sum`, of the p-values under the Gaussian prior alone. None if
+            they are no term of the alert, or if no reading is scored.
+        prior_min_log_p: (R,) float64 as `min_log_p`, of these p-values; None together with `prior_neg_log_p_sum`.
     """
 
     vocabulary: Vocabulary
@@ -265,11 +265,11 @@ class Snapshot:
     absent_counts: NDArray[np.int32]
     absent: NDArray[np.int16]
     log_likelihood: NDArray[np.float64]
-    scored: NDArray[np.int32]
-    total: NDArray[np.float64]
-    least: NDArray[np.float64]
-    peak: NDArray[np.float64]
-    excess: NDArray[np.float64]
+    num_scored: NDArray[np.int32]
+    neg_log_p_sum: NDArray[np.float64]
+    min_log_p: NDArray[np.float64]
+    max_statistic: NDArray[np.float64]
+    centered_nll: NDArray[np.float64]
     p_value: NDArray[np.float64]
     alert_seq: NDArray[np.int32]
     alert_alpha: NDArray[np.float64]
@@ -289,8 +289,8 @@ class Snapshot:
     event_times: EventTimes | None = None
     cusums: NDArray[np.float32] | None = None
     latest_event_time: Ints | None = None
-    prior_total: NDArray[np.float64] | None = None
-    prior_least: NDArray[np.float64] | None = None
+    prior_neg_log_p_sum: NDArray[np.float64] | None = None
+    prior_min_log_p: NDArray[np.float64] | None = None
 
     def __len__(self) -> int:
         """Return the number of open records."""
@@ -605,7 +605,7 @@ def export_state(
     complete = partition.watermarks.complete_windows()
     watermark_by_device = partition.watermarks.watermark_by_device
     running = records.running[rows]
-    has_prior = bool(running["prior_total"].any() or running["prior_least"].any())
+    has_prior = bool(running["prior_neg_log_p_sum"].any() or running["prior_min_log_p"].any())
     ties = None
     if records.holds_ties or records.num_pending[rows].any():
         record, place = ragged_indices(counts)
@@ -629,11 +629,11 @@ def export_state(
         absent_counts=np.bincount(missing_record, minlength=len(ids)).astype(np.int32),
         absent=missing_feature.astype(np.int16),
         log_likelihood=np.ascontiguousarray(running["log_likelihood"]),
-        scored=running["scored"].astype(np.int32),
-        total=np.ascontiguousarray(running["total"]),
-        least=np.ascontiguousarray(running["least"]),
-        peak=np.ascontiguousarray(running["peak"]),
-        excess=np.ascontiguousarray(running["excess"]),
+        num_scored=running["num_scored"].astype(np.int32),
+        neg_log_p_sum=np.ascontiguousarray(running["neg_log_p_sum"]),
+        min_log_p=np.ascontiguousarray(running["min_log_p"]),
+        max_statistic=np.ascontiguousarray(running["max_statistic"]),
+        centered_nll=np.ascontiguousarray(running["centered_nll"]),
         p_value=np.ascontiguousarray(running["p_value"]),
         alert_seq=records.alert_seq[rows],
         alert_alpha=records.alert_alpha[rows],
@@ -659,8 +659,8 @@ def export_state(
         event_times=event_times,
         cusums=records.cusum_states[rows] if records.is_irregular else None,
         latest_event_time=records.latest_event_time[rows],
-        prior_total=np.ascontiguousarray(running["prior_total"]) if has_prior else None,
-        prior_least=np.ascontiguousarray(running["prior_least"]) if has_prior else None,
+        prior_neg_log_p_sum=np.ascontiguousarray(running["prior_neg_log_p_sum"]) if has_prior else None,
+        prior_min_log_p=np.ascontiguousarray(running["prior_min_log_p"]) if has_prior else None,
     )
 
 

@@ -142,7 +142,7 @@ def suggest_next_readings(
         record_timeout: `Limits.record_timeout`, which determines when a statement expires.
     """
     # Imported here, because it imports PyTorch, which scoring with compiled kernels does not need.
-    from deformer_stream.engine.next_reading import collect_open_records, suggest_readings
+    from deformer_stream.engine.next_reading_ranking import collect_open_records, suggest_readings
 
     found: dict[Key, SuspiciousRecord] = {}
     for version, members in versions.group(records, rows):

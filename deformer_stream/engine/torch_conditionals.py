@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from deformer_stream.engine.order_trees import OrderTree
+from deformer_stream.engine.passes import MAX_READINGS_PER_PASS
 from deformer_stream.model.conditional_arrays import ScoreTermArrays
 from deformer_stream.model.deformer import DEformer, to_tensor
 from deformer_stream.model.distributions import Conditional
@@ -22,10 +23,6 @@ from deformer_stream.model.process_conditionals import apply_process
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
-
-MAX_READINGS_PER_PASS = 8192
-"""Largest number of readings, padding included, for which a prior and time inputs are computed in one pass. For
-irregular readings, each order is a sequence of its own in this pass, so that many orders would need much memory."""
 
 
 class TorchConditionals:

@@ -182,9 +182,9 @@ class RowOrder:
                 if alert_by_index[index].time > row.time:
                     break
                 yield OpenAlert(batch.model, alert_by_index.pop(index))
-            own = index_by_record.get(row.record)
-            if own is not None and own in alert_by_index:
-                yield OpenAlert(batch.model, alert_by_index.pop(own))
+            alert_index = index_by_record.get(row.record)
+            if alert_index is not None and alert_index in alert_by_index:
+                yield OpenAlert(batch.model, alert_by_index.pop(alert_index))
             yield row
         for alert in alert_by_index.values():
             yield OpenAlert(batch.model, alert)

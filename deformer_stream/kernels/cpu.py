@@ -29,8 +29,8 @@ from deformer_stream.model.conditional_arrays import ConditionalArrays, HeadArra
 from deformer_stream.model.parameters import Model, ModelParameters
 
 Ints = NDArray[np.int64]
-Floats = NDArray[np.float32]
-Doubles = NDArray[np.float64]
+Floats32 = NDArray[np.float32]
+Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 
 TOKENS_PER_UNIT = 96
@@ -96,13 +96,13 @@ class RaggedBatch:
     """
 
     features: Ints
-    values: Floats
+    values: Floats32
     offsets: Ints
     num_cached: Ints
     page_table: Ints
     depths: Ints | None = None
     num_prefill_only: Ints | None = None
-    ages: Doubles | None = None
+    ages: Floats | None = None
 
     @property
     def query_offsets(self) -> Ints:
@@ -177,18 +177,18 @@ class CusumArguments:
         tie_tolerance: Largest difference of statistics that count as equal.
     """
 
-    cusum_states: Floats
+    cusum_states: Floats32
     codes: Ints
-    values: Floats
-    log_p_others: Doubles | None
-    log_resolutions: Doubles
-    slopes: Doubles
-    intercepts: Doubles
-    level_edges: Doubles | None
-    level_log_p: Doubles | None
-    step_slopes: Doubles | None
-    step_edges: Doubles | None
-    step_log_p: Doubles | None
+    values: Floats32
+    log_p_others: Floats | None
+    log_resolutions: Floats
+    slopes: Floats
+    intercepts: Floats
+    level_edges: Floats | None
+    level_log_p: Floats | None
+    step_slopes: Floats | None
+    step_edges: Floats | None
+    step_log_p: Floats | None
     largest_kinds: NDArray[np.int8]
     record_slope: float
     record_intercept: float
@@ -263,7 +263,7 @@ class CpuKernels:
         """
         return CpuKVCache(self.parameters, int(self.library.kv_item_bytes()), max_bytes, max_readings)
 
-    def score(self, kv_cache: CpuKVCache, batch: RaggedBatch, scores_prior: bool = False) -> Floats:
+    def score(self, kv_cache: CpuKVCache, batch: RaggedBatch, scores_prior: bool = False) -> Floats32:
         """Score new readings, and write their keys and values into the cache.
 
         Args:
@@ -297,13 +297,13 @@ class CpuKernels:
         running: NDArray[np.void],
         record_index: Ints,
         offsets: Ints,
-        score_terms: Doubles,
+        score_terms: Floats,
         is_scored: Bools | None,
         is_decided: Bools | None,
-        columns: Doubles,
+        columns: Floats,
         p_value_exponent: float,
         cusums: CusumArguments | None = None,
-        distance_terms: Doubles | None = None,
+        distance_terms: Floats | None = None,
         prior: PriorPValues | None = None,
     ) -> None:
         """Update the running statistics of R records with M new readings, reading by reading.
@@ -456,7 +456,7 @@ class CpuKernels:
         run_on_threads(self.library, "compute_surprisals", task, num_steps)
         return SurprisalArrays(surprisal, minimum, mean, variance)
 
-    def quantiles(self, conditional: ConditionalArrays, probabilities: Sequence[float]) -> Doubles:
+    def quantiles(self, conditional: ConditionalArrays, probabilities: Sequence[float]) -> Floats:
         """Return quantiles of distributions, as `Conditional.quantiles` does.
 
         Compiled code computes the quantiles of continuous features, in float32, and NumPy those of discrete ones.
@@ -491,8 +491,8 @@ class CpuKernels:
         self,
         kv_cache: CpuKVCache,
         batch: RaggedBatch,
-        hidden: Floats | None = None,
-        score_terms: Floats | None = None,
+        hidden: Floats32 | None = None,
+        score_terms: Floats32 | None = None,
     ) -> PriorArrays | None:
         """Run the network over new readings, and write either hidden states or score terms into an array.
 
@@ -568,7 +568,7 @@ class CpuKernels:
             )
 
 
-def _mixture_arrays(conditional: ConditionalArrays) -> dict[str, Floats]:
+def _mixture_arrays(conditional: ConditionalArrays) -> dict[str, Floats32]:
     """Return the log weights, means and scales of the distributions' mixtures in float32, by these names."""
     names = "log_weights", "means", "scales"
     return {name: np.ascontiguousarray(getattr(conditional, name), np.float32) for name in names}

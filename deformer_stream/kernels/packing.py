@@ -27,8 +27,8 @@ from deformer_stream.model.parameters import (
 from deformer_stream.model.reading_times import ReadingTimes
 
 Array = NDArray[Any]
-Floats = NDArray[np.float32]
-Doubles = NDArray[np.float64]
+Floats32 = NDArray[np.float32]
+Floats = NDArray[np.float64]
 
 PROCESS_ARRAYS = ("means", "factors", "deviations", "noise", "scales", "outlier_share", "outlier_factor")
 """Names of the arrays of a Gaussian process prior: the buffers of `GaussianProcessPrior`."""
@@ -48,7 +48,7 @@ def pad_with_zeros(array: Array, num_rows: int, num_columns: int | None = None) 
     return np.pad(array, padding)
 
 
-def round_to_bfloat16(array: Floats) -> NDArray[np.uint16]:
+def round_to_bfloat16(array: Floats32) -> NDArray[np.uint16]:
     """Return finite float32 numbers rounded to the nearest bfloat16 (of two, to the even one), as their bits.
 
     NumPy has no dtype for bfloat16. The bits are the upper half of those of the same number in float32.
@@ -59,12 +59,12 @@ def round_to_bfloat16(array: Floats) -> NDArray[np.uint16]:
     return ((bits + half) >> np.uint32(16)).astype(np.uint16)
 
 
-def widen_bfloat16(bits: NDArray[np.uint16]) -> Floats:
+def widen_bfloat16(bits: NDArray[np.uint16]) -> Floats32:
     """Return the float32 numbers of the bits of bfloat16 numbers."""
     return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
 
 
-def _float32(array: Array) -> Floats:
+def _float32(array: Array) -> Floats32:
     """Return a contiguous float32 array with the numbers of `array`; a copy only if necessary."""
     return np.ascontiguousarray(array, np.float32)
 
@@ -201,7 +201,7 @@ class WeightPacker:
             time_map=time_map,
         )
 
-    def _embed_query_tokens(self) -> Doubles:
+    def _embed_query_tokens(self) -> Floats:
         """Return the query token of every feature, without the terms of the prior and of the time, (F, d)."""
         tokens = self.parameters.embed_identities()
         *hidden_maps, (last_weight, last_bias) = self.parameters.get_encoder("identity_encoder")
@@ -209,7 +209,7 @@ class WeightPacker:
             tokens = np.maximum(tokens @ weight.T.astype(np.float64) + bias, 0.0)
         return math.sqrt(self.parameters.config.d_model) * (tokens @ last_weight.T.astype(np.float64) + last_bias)
 
-    def _split_first_map(self, weight: Doubles, bias: Doubles, width: int) -> dict[str, Floats]:
+    def _split_first_map(self, weight: Floats, bias: Floats, width: int) -> dict[str, Floats32]:
         """Split the first linear map of observation tokens into terms that can be computed beforehand.
 
         The input of the map is a concatenation of four vectors: embedding of the feature, value, sine and cosine (for
@@ -261,7 +261,7 @@ class WeightPacker:
         num_components = len(log_weights)
         padded = round_up(num_components, PRIOR_LANES)
 
-        def pad(array: Doubles, fill: float) -> Doubles:
+        def pad(array: Floats, fill: float) -> Floats:
             """Return a copy whose last dimension is extended to `padded` components, with `fill` as value."""
             padding = [(0, 0)] * (array.ndim - 1) + [(0, padded - num_components)]
             return np.ascontiguousarray(np.pad(array, padding, constant_values=fill))

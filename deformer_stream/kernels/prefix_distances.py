@@ -20,7 +20,7 @@ NUM_FIRST = 256
 """Number of stored records that are compared first. Most normal records are near enough to some of them, and need no
 comparison with the others."""
 
-Doubles = NDArray[np.float64]
+Floats = NDArray[np.float64]
 
 
 def choose_distance_function(library: ctypes.CDLL | None) -> DistanceFunction:
@@ -42,7 +42,7 @@ class _CompiledDistances:
         self._function = library.measure_distances
         self._function.restype = None
 
-    def __call__(self, distance: AlertDistance, prefixes: Prefixes) -> Doubles:
+    def __call__(self, distance: AlertDistance, prefixes: Prefixes) -> Floats:
         """Return the mean distances (`alert_distance.measure_distances`)."""
         num_records = len(prefixes.offsets) - 1
         num_before, excluded = prefixes.num_before, prefixes.excluded

@@ -19,7 +19,7 @@ from deformer_stream.kernels.library import load_library
 from deformer_stream.kernels.packing import pack_process
 from deformer_stream.kernels.threads import run_on_threads
 
-Doubles = NDArray[np.float64]
+Floats = NDArray[np.float64]
 
 
 class ProcessSequences:
@@ -39,7 +39,7 @@ class ProcessSequences:
 
     def condition(
         self, features: NDArray[Any], values: NDArray[Any], ages: NDArray[Any], first: int, is_own_excluded: bool
-    ) -> tuple[Doubles, Doubles]:
+    ) -> tuple[Floats, Floats]:
         """Return mean and standard deviation of each reading given its neighbors among the earlier ones.
 
         Args:

@@ -189,8 +189,10 @@ def read_readings(records: Any, codec: Codec, columns: Sequence[str] | None = No
         is_window = np.array(batch.windows.devices, object) != ""
         origins[record[is_window]] = batch.windows.starts[is_window]
     ages = (batch.times - origins[record]) / 1e6
-    own = ~is_requested
-    observed = ObservedReadings.sort(record[own], codes[own], batch.values[own], ages[own], len(names_of_records))
+    is_observed = ~is_requested
+    observed = ObservedReadings.sort(
+        record[is_observed], codes[is_observed], batch.values[is_observed], ages[is_observed], len(names_of_records)
+    )
     targets = Targets(record[is_requested], codes[is_requested], ages[is_requested])
     return RequestingReadings(table, dicts, codes, np.flatnonzero(is_requested), observed, targets)
 

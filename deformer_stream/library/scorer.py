@@ -13,7 +13,7 @@ import numpy as np
 from deformer_stream.calibration.conformal import TiePolicy
 from deformer_stream.engine.engine import Engine, Limits
 from deformer_stream.engine.events import Alert, EventBatch, Rejection
-from deformer_stream.engine.suggestions import DEFAULT_NUM_DRAWS, DEFAULT_SUSPICIOUS, NextReading
+from deformer_stream.engine.next_reading import DEFAULT_NUM_DRAWS, DEFAULT_SUSPICIOUS, NextReading
 from deformer_stream.library.records import NOT_CONVERTED, Value, encode_json, make_codec, make_messages, to_json_type
 from deformer_stream.model.schema import Schema
 from deformer_stream.runtime.timing import WallClock
@@ -177,15 +177,15 @@ class Scorer:
         # The engine may also have scored earlier readings, which waited for others with the same event time or for the
         # end of their time slot. A record has one reading of each feature, so both identify this reading. It has no
         # entry if it was rejected or waits itself.
-        own_entries = [
+        entries_of_reading = [
             i
             for i, event in enumerate(scored.event_indices.tolist())
             if len(batch)
             and effects.batch.features[event] == batch.features[0]
             and effects.batch.record_ids[event] == batch.record_ids[0]
         ]
-        if own_entries:
-            i = own_entries[0]
+        if entries_of_reading:
+            i = entries_of_reading[0]
             return Update(
                 float(scored.log_likelihood[i]),
                 float(scored.running_log_likelihood[i]),
@@ -224,7 +224,7 @@ class Scorer:
         """Return which reading to take next of open records that are suspicious but have not raised an alert.
 
         The features that a record does not have yet are ranked by what their readings would show if one of the
-        suspicious readings is wrong (module `deformer_stream.engine.next_reading`). The record does not change.
+        suspicious readings is wrong (module `deformer_stream.engine.next_reading_ranking`). The record does not change.
 
         If readings are chosen by this ranking, their order of arrival depends on their values. The false-alarm rate is
         then only guaranteed with a calibration that was made with the same choice: `deformer-stream calibrate --order

@@ -33,7 +33,7 @@ from deformer_stream.model.prefix_lines import compute_line_terms
 from deformer_stream.model.schema import Schema
 
 Floats = NDArray[np.float64]
-Singles = NDArray[np.float32]
+Floats32 = NDArray[np.float32]
 Ints = NDArray[np.int64]
 Codes = NDArray[np.int8]
 
@@ -77,17 +77,17 @@ class AlertDistance:
     """
 
     schema: Schema
-    positions: Singles
-    deviations: Singles
+    positions: Floats32
+    deviations: Floats32
     starts: Floats
     slopes: Floats
     kinds: Codes
-    extents: Singles
+    extents: Floats32
     position_table: Positions
 
     @staticmethod
     def create(
-        schema: Schema, positions: Singles, deviations: Singles, starts: Floats, slopes: Floats
+        schema: Schema, positions: Floats32, deviations: Floats32, starts: Floats, slopes: Floats
     ) -> AlertDistance:
         """Return the distance with the kinds and extents that follow from the schema."""
         kinds = np.full(len(schema), NUMBER, np.int8)
@@ -123,7 +123,7 @@ class AlertDistance:
         """The number K of features that are scored."""
         return len(self.slopes)
 
-    def compute_positions(self, codes: Ints, values: Floats) -> Singles:
+    def compute_positions(self, codes: Ints, values: Floats) -> Floats32:
         """Return the position of each reading, divided by the deviation of its feature; of the shape of `codes`.
 
         It is that of `positions.compute_positions`.
@@ -134,12 +134,12 @@ class AlertDistance:
         """
         return self.compute_positions_of_raw(codes, self.schema.denormalise(np.maximum(codes, 0), values))
 
-    def compute_positions_of_raw(self, codes: Ints, values: Floats) -> Singles:
+    def compute_positions_of_raw(self, codes: Ints, values: Floats) -> Floats32:
         """Return the positions of readings as `compute_positions` does, from raw values or label codes."""
         known = np.maximum(codes, 0)
         return np.asarray(self.position_table.compute(known, values) / self.deviations[known])
 
-    def compute_differences(self, codes: Ints, positions: Singles) -> Singles:
+    def compute_differences(self, codes: Ints, positions: Floats32) -> Floats32:
         """Return the difference of each of M readings to each stored record, (M, E).
 
         Args:
@@ -201,7 +201,7 @@ class AlertDistance:
         bounds = self.starts[np.clip(num_counted, 1, self.num_counted_features) - 1]
         return np.asarray(np.where(num_counted > 0, bounds, np.inf))
 
-    def sum_differences(self, values: Floats) -> tuple[Singles, Ints]:
+    def sum_differences(self, values: Floats) -> tuple[Floats32, Ints]:
         """Return what readings without an order contribute to distances.
 
         Args:
@@ -221,7 +221,7 @@ class AlertDistance:
         return sums, is_counted.sum(1)
 
     def compute_terms_of_further_readings(
-        self, sums: Singles, num_counted: Ints, record: Ints, codes: Ints, values: Floats
+        self, sums: Floats32, num_counted: Ints, record: Ints, codes: Ints, values: Floats
     ) -> Floats:
         """Return the term of the statistic of M records with one further reading each, (M,).
 
@@ -237,7 +237,7 @@ class AlertDistance:
             sums[record] + differences, num_counted[record] + (self.kinds[codes] != IGNORED)
         )
 
-    def compute_terms_of_sums(self, sums: Singles, num_counted: Ints) -> Floats:
+    def compute_terms_of_sums(self, sums: Floats32, num_counted: Ints) -> Floats:
         """Return the term of the statistic of M prefixes, (M,).
 
         Args:
@@ -263,7 +263,7 @@ class Prefixes:
     """
 
     codes: Ints
-    positions: Singles
+    positions: Floats32
     offsets: Ints
     num_before: Ints | None = None
     excluded: Ints | None = None
@@ -294,9 +294,12 @@ def measure_distances(distance: AlertDistance, prefixes: Prefixes) -> Floats:
     return distances
 
 
-def average_nearest(sums: Singles) -> Floats:
-    """Return the mean of the `NUM_NEIGHBORS` smallest entries of each row of (M, E) distances, (M,)."""
+def average_nearest(sums: Floats32) -> Floats:
+    """Return the mean of the `NUM_NEIGHBORS` smallest entries of each row of (M, E) distances, (M,).
+
+    Unlike the mean in `Exemplars.compute_distances`, it is summed in ascending order in float64, so that the compiled
+    kernels give the same bits. All distances are finite.
+    """
     num_neighbors = min(NUM_NEIGHBORS, sums.shape[1])
     nearest = np.sort(np.partition(sums, num_neighbors - 1, 1)[:, :num_neighbors], 1).astype(np.float64)
-    # In this order, so that the compiled kernels give the same bits.
     return np.asarray(nearest.cumsum(1)[:, -1] / num_neighbors)

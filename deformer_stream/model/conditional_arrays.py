@@ -10,7 +10,6 @@ mixtures, K the largest number of labels of any feature.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,12 +17,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from deformer_stream.model.constants import LAYER_NORM_EPSILON, MAX_LOG_SCALE_CHANGE
+from deformer_stream.model.constants import LAYER_NORM_EPSILON, LOG_SQRT_2PI, MAX_LOG_SCALE_CHANGE
 from deformer_stream.model.gamma import log_gamma_sf
 from deformer_stream.model.parameters import ModelParameters, compute_scale_floors
 
 Floats = NDArray[np.float64]
-Singles = NDArray[np.float32]
+Floats32 = NDArray[np.float32]
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
@@ -33,7 +32,6 @@ CODE_TOLERANCE = 1e-6
 """The tolerance of sums and comparisons of the probabilities of labels, which rounding errors must not change."""
 ROWS_PER_PRODUCT = 64
 """The number of rows of the matrix products of the output head."""
-_LOG_SQRT_2PI = 0.5 * math.log(2 * math.pi)
 _without_warnings = np.errstate(all="ignore")
 """A damaged model computes numbers that are not finite. As in PyTorch, this is no reason for warnings."""
 
@@ -51,10 +49,10 @@ class SurprisalArrays:
         variance: The variance of −ln p(V), in nats².
     """
 
-    value: Singles
-    minimum: Singles
-    mean: Singles
-    variance: Singles
+    value: Floats32
+    minimum: Floats32
+    mean: Floats32
+    variance: Floats32
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +83,9 @@ class PriorArrays:
         scales: (*S, G) the standard deviations of the components.
     """
 
-    log_weights: Singles
-    means: Singles
-    scales: Singles
+    log_weights: Floats32
+    means: Floats32
+    scales: Floats32
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +207,7 @@ class ConditionalArrays:
     def _compute_log_density(self, values: Floats) -> Floats:
         """Return ln of the density of each reading's Gaussian mixture at its value; meaningless for discrete ones."""
         z = (values[..., None] - self.means) / self.scales
-        return _log_sum_exp(self.log_weights - np.log(self.scales) - _LOG_SQRT_2PI - 0.5 * z * z)
+        return _log_sum_exp(self.log_weights - np.log(self.scales) - LOG_SQRT_2PI - 0.5 * z * z)
 
     def _compute_label_log_mass(self, codes: Floats) -> Floats:
         """Return ln of the probability of each discrete reading's label; meaningless for continuous readings."""
@@ -279,7 +277,7 @@ class HeadArrays:
         self._norm = _to_double(parameters.get_linear("norm")) if has_norm else None
 
     @_without_warnings
-    def compute_conditional(self, hidden: Singles, features: Ints, prior: PriorArrays | None) -> ConditionalArrays:
+    def compute_conditional(self, hidden: Floats32, features: Ints, prior: PriorArrays | None) -> ConditionalArrays:
         """Return the conditional distributions of M readings.
 
         Args:

@@ -1,10 +1,14 @@
 """Constants of the network that its two implementations share: PyTorch and the compiled kernels.
 
-This module imports nothing, so that models can be read and scored without PyTorch.
+This module does not import PyTorch, so that models can be read and scored without it.
 """
 
 from __future__ import annotations
 
+import math
+
+LOG_SQRT_2PI = 0.5 * math.log(2 * math.pi)
+"""−ln of the density of a standard normal variable at 0."""
 SCALE_FLOOR = 1e-3
 """The smallest standard deviation of a mixture component, in normalised units.
 

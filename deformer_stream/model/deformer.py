@@ -760,8 +760,8 @@ class DEformer(nn.Module):
         identities = self.embed_identities()
         reading_inputs = self._build_reading_inputs(identities, features, values)
         previous = self._select_previous_readings(identities, reading_inputs, cache, earlier_mask)
-        own_identities = nn.functional.embedding(features, identities)
-        single_tokens = self.value_encoder(torch.cat([own_identities, previous], -1))
+        reading_identities = nn.functional.embedding(features, identities)
+        single_tokens = self.value_encoder(torch.cat([reading_identities, previous], -1))
         return [self._add_prior(single_tokens, prior)]
 
     def _add_prior(self, tokens: Tensor, prior: PriorConditional | None) -> Tensor:

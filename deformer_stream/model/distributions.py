@@ -19,7 +19,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from deformer_stream.model.constants import MAX_LOG_SCALE_CHANGE
+from deformer_stream.model.constants import LOG_SQRT_2PI, MAX_LOG_SCALE_CHANGE
 from deformer_stream.model.gaussian_prior import PriorConditional
 from deformer_stream.model.parameters import compute_scale_floors
 from deformer_stream.model.schema import Schema
@@ -44,7 +44,6 @@ _QUADRATURE_WEIGHTS = (1 / 6, 2 / 3, 1 / 6)
 
 _MAX_GAMMA_SHAPE = 50.0
 """The largest shape parameter of the Gamma distributions that approximate the distribution of the surprisal."""
-_LOG_SQRT_2PI = 0.5 * math.log(2 * math.pi)
 _NUM_MEAN_SHIFT_STEPS = 30
 """The number of mean-shift iterations that `Conditional.mode` makes."""
 
@@ -192,7 +191,7 @@ class Conditional:
         # (*S, 1, J), to broadcast against the points (*S, M, 1).
         means, scales, log_weights = (t.unsqueeze(-2) for t in (self.means, self.scales, self.log_weights))
         # The logarithm of each weighted component at its mean: ln(w / (σ √(2π))).
-        log_peaks = log_weights - torch.log(scales) - _LOG_SQRT_2PI
+        log_peaks = log_weights - torch.log(scales) - LOG_SQRT_2PI
         # One point of all readings needs as many component densities as there are means.
         num_points_at_once = max(1, MAX_COMPONENT_DENSITIES // max(1, means.numel()))
         log_densities = [

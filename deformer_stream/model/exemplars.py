@@ -23,7 +23,7 @@ from deformer_stream.model.positions import compute_label_positions, compute_pos
 from deformer_stream.model.schema import Schema
 
 Floats = NDArray[np.float64]
-Singles = NDArray[np.float32]
+Floats32 = NDArray[np.float32]
 Bools = NDArray[np.bool_]
 
 NUM_NEIGHBORS = 3
@@ -60,9 +60,9 @@ class Exemplars:
     """
 
     schema: Schema
-    positions: Singles
+    positions: Floats32
     known: Bools
-    deviations: Singles
+    deviations: Floats32
     typical: Floats
     prior: Mixture | None = None
     prior_weight: float = 0.0
@@ -109,7 +109,7 @@ class Exemplars:
         codes: NDArray[np.int64],
         values: Floats,
         centered_nll: Floats,
-        own_exemplar: NDArray[np.int64] | None = None,
+        excluded_exemplar: NDArray[np.int64] | None = None,
         prior_nll: Floats | None = None,
     ) -> Floats:
         """Return the anomaly score of complete records; larger is more anomalous.
@@ -124,7 +124,7 @@ class Exemplars:
                 order; −1 for padding.
             values: (R, L), the normalised values of continuous features and the label codes of discrete ones.
             centered_nll: (R,), the sum of the centered NLLs of the record's readings.
-            own_exemplar: As in `compute_distances`.
+            excluded_exemplar: As in `compute_distances`.
             prior_nll: (R,), −ln p of the records under the Gaussian prior, for records to which the prior was fitted.
                 By default it is computed with the prior of the model.
 
@@ -140,7 +140,7 @@ class Exemplars:
         np.put_along_axis(known, columns, codes >= 0, 1)
         value_by_feature, known = value_by_feature[:, :num_features], known[:, :num_features]
         positions = compute_positions(self.schema, value_by_feature) / self.deviations
-        distances = self.compute_distances(positions, known, own_exemplar)
+        distances = self.compute_distances(positions, known, excluded_exemplar)
         # A record that shares no feature with an exemplar gets the typical distance.
         distances = np.where(np.isnan(distances), self.typical[0, 0], distances)
         (distance_median, distance_spread), (nll_median, nll_spread) = self.typical[:2]
@@ -161,7 +161,7 @@ class Exemplars:
         return score
 
     def compute_distances(
-        self, positions: Singles, known: Bools, own_exemplar: NDArray[np.int64] | None = None
+        self, positions: Floats32, known: Bools, excluded_exemplar: NDArray[np.int64] | None = None
     ) -> Floats:
         """Return the mean distance of each record to its nearest exemplars, (R,).
 
@@ -174,11 +174,11 @@ class Exemplars:
         Args:
             positions: (R, F) the positions of the readings of R records, divided by the attribute `deviations`.
             known: (R, F) false where the record has no reading of the feature. Its position is then ignored.
-            own_exemplar: (R,) the index of the exemplar that each record is itself, which is left out; −1 if it is
-                none. By default no record is an exemplar.
+            excluded_exemplar: (R,) the index of the exemplar that each record is itself, which is left out; −1 if it
+                is none. By default no record is an exemplar.
         """
         num_records, num_features = positions.shape
-        num_neighbors = min(NUM_NEIGHBORS, len(self.positions) - (own_exemplar is not None))
+        num_neighbors = min(NUM_NEIGHBORS, len(self.positions) - (excluded_exemplar is not None))
         rows_at_once = max(1, MAX_DIFFERENCES // max(1, len(self.positions)))
         distances = np.empty(num_records)
         for start in range(0, num_records, rows_at_once):
@@ -187,10 +187,10 @@ class Exemplars:
             of_exemplars *= np.float32(num_features) / np.maximum(num_shared, 1)
             if not num_shared.all():
                 of_exemplars[np.broadcast_to(num_shared == 0, of_exemplars.shape)] = np.inf
-            if own_exemplar is not None:
-                is_exemplar = np.flatnonzero(own_exemplar[rows] >= 0)
-                of_exemplars[is_exemplar, own_exemplar[rows][is_exemplar]] = np.inf
-            nearest = _take_smallest(of_exemplars, num_neighbors)
+            if excluded_exemplar is not None:
+                is_exemplar = np.flatnonzero(excluded_exemplar[rows] >= 0)
+                of_exemplars[is_exemplar, excluded_exemplar[rows][is_exemplar]] = np.inf
+            nearest = _pop_smallest(of_exemplars, num_neighbors)
             num_finite = np.isfinite(nearest).sum(1)
             if num_neighbors and (num_finite == num_neighbors).all():
                 distances[rows] = nearest.mean(1)
@@ -199,7 +199,7 @@ class Exemplars:
                 distances[rows] = np.where(num_finite > 0, sums / np.maximum(num_finite, 1), np.nan)
         return distances
 
-    def _sum_differences(self, positions: Singles, known: Bools) -> tuple[Singles, Singles]:
+    def _sum_differences(self, positions: Floats32, known: Bools) -> tuple[Floats32, Floats32]:
         """Return the sum of the differences of each record to each exemplar over the features that both have, (R, M).
 
         One feature after the other, so that the sums stay in the processor's cache.
@@ -231,10 +231,11 @@ class Exemplars:
         return sums, num_shared
 
 
-def _take_smallest(distances: Singles, count: int) -> Singles:
-    """Return the `count` smallest entries of each row, ascending, and replace them by infinity.
+def _pop_smallest(distances: Floats32, count: int) -> Floats32:
+    """Return the `count` smallest entries of each row, ascending, and replace them by infinity in `distances`.
 
-    A few searches for the minimum take less time than a partition of the rows.
+    Unlike `alert_distance.average_nearest`, it does not average, because entries can be infinite: those of exemplars
+    without a common feature. A few searches for the minimum take less time than a partition of the rows.
     """
     every_row = np.arange(len(distances))
     smallest = np.empty((len(distances), count), np.float32)
@@ -245,7 +246,7 @@ def _take_smallest(distances: Singles, count: int) -> Singles:
     return smallest
 
 
-def estimate_marginals(schema: Schema, positions: Singles, known: Bools, deviations: Singles) -> MarginalDensity:
+def estimate_marginals(schema: Schema, positions: Floats32, known: Bools, deviations: Floats32) -> MarginalDensity:
     """Return the density of the readings of M exemplars without regard to one another.
 
     Args:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
-Singles = NDArray[np.float32]
+Floats32 = NDArray[np.float32]
 Bools = NDArray[np.bool_]
 
 MAX_CENTERS = 256
@@ -59,7 +59,7 @@ class MarginalDensity:
     expected_nll: Floats
 
     @staticmethod
-    def estimate(positions: Singles, known: Bools, position_by_label: list[Floats | None]) -> MarginalDensity:
+    def estimate(positions: Floats32, known: Bools, position_by_label: list[Floats | None]) -> MarginalDensity:
         """Return the densities of the readings of M exemplars.
 
         Args:
@@ -74,8 +74,8 @@ class MarginalDensity:
         num_centers = min(MAX_CENTERS, len(positions))
         readings = [column[is_known].astype(np.float64) for column, is_known in zip(positions.T, known.T, strict=True)]
         p_by_label = [
-            _estimate_labels(own, labels)
-            for own, labels in zip(readings, position_by_label, strict=True)
+            _estimate_labels(readings_of_feature, labels)
+            for readings_of_feature, labels in zip(readings, position_by_label, strict=True)
             if labels is not None
         ]
         label_nll = [-np.log(np.append(p, np.full(num_codes - len(p), p[-1]))) for p in p_by_label]
@@ -95,7 +95,7 @@ class MarginalDensity:
         density.expected_nll[label_features] = [-(p * np.log(p)).sum() for p in p_by_label]
         return density
 
-    def compute_nll(self, codes: Ints, positions: Singles, known: Bools) -> Floats:
+    def compute_nll(self, codes: Ints, positions: Floats32, known: Bools) -> Floats:
         """Return the sum of −ln p of the readings of each record, (R,). A missing reading counts by its expectation.
 
         Args:

@@ -15,7 +15,7 @@ from deformer_stream.model.schema import Feature, Schema
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
-Singles = NDArray[np.float32]
+Floats32 = NDArray[np.float32]
 
 MAX_POSITION = 1e6
 """The limit to which the positions of readings are clipped, so that sums of their differences are finite in float32."""
@@ -35,7 +35,7 @@ class Positions:
         # (F, P) for P labels at most. The last position of a feature, that of unknown labels, is repeated.
         self._label_positions = _make_label_table(schema)
 
-    def compute(self, codes: Ints, values: Floats) -> Singles:
+    def compute(self, codes: Ints, values: Floats) -> Floats32:
         """Return the positions of readings, of the shape of `codes`.
 
         Args:
@@ -50,7 +50,7 @@ class Positions:
         return np.clip(positions, -MAX_POSITION, MAX_POSITION).astype(np.float32)
 
 
-def compute_positions(schema: Schema, values: Floats) -> Singles:
+def compute_positions(schema: Schema, values: Floats) -> Floats32:
     """Return the positions of the readings of R records, (R, F).
 
     Args:

@@ -150,10 +150,10 @@ def _condition_part(
 ) -> PriorConditional:
     """Return the distribution of each reading given all earlier ones, with the arguments of `ProcessContext`."""
     context = ProcessContext(process, features, values, ages, num_known, covariance)
-    own = context.factor.diagonal(dim1=1, dim2=2)
-    mean = process.means[context.codes] + context.residuals - own * context.solution
+    diagonal = context.factor.diagonal(dim1=1, dim2=2)
+    mean = process.means[context.codes] + context.residuals - diagonal * context.solution
     # The additional noise of a reading is no part of its own distribution.
-    deviation = (own.square() - context.extra_noise).sqrt()
+    deviation = (diagonal.square() - context.extra_noise).sqrt()
     return make_prior_conditional(process, context.codes, context.has_prior, mean, deviation, values.dtype)
 
 
@@ -318,13 +318,13 @@ class ProcessContext:
         """
         num_known = covariance.shape[1] if num_known is None else num_known
         known, later = slice(num_known), slice(num_known, None)
-        own, residuals = covariance[:, known, known], self.residuals[:, known]
-        factor = torch.linalg.cholesky(own)
+        covariance_of_known, residuals = covariance[:, known, known], self.residuals[:, known]
+        factor = torch.linalg.cholesky(covariance_of_known)
         solution = torch.linalg.solve_triangular(factor, residuals.unsqueeze(-1), upper=False)[..., 0]
         extra = self._compute_extra_noise(*_leave_one_out(factor, solution))
         if num_known == covariance.shape[1]:
             return extra
-        factor = torch.linalg.cholesky(own + torch.diag_embed(extra))
+        factor = torch.linalg.cholesky(covariance_of_known + torch.diag_embed(extra))
         joined = torch.cat([residuals.unsqueeze(-1), covariance[:, known, later]], 2)
         solved = torch.linalg.solve_triangular(factor, joined, upper=False)
         distance = self.residuals[:, later] - (solved[..., :1] * solved[..., 1:]).sum(1)
@@ -363,11 +363,11 @@ class ProcessContext:
         v = torch.zeros(len(rows), self.codes.shape[1], dtype=torch.float64, device=rows.device)
         # The targets of one context are solved together, so that its factor is read once.
         for context in torch.unique(rows).tolist():
-            own, one = (rows == context).nonzero()[:, 0], slice(context, context + 1)
+            targets, one = (rows == context).nonzero()[:, 0], slice(context, context + 1)
             columns = self.codes[one], self.ages[one]
-            cross = _compute_covariances(process, codes[own].unsqueeze(0), ages[own].unsqueeze(0), *columns)[0]
+            cross = _compute_covariances(process, codes[targets].unsqueeze(0), ages[targets].unsqueeze(0), *columns)[0]
             cross = cross * self.has_prior[one]
-            v[own] = torch.linalg.solve_triangular(self.factor[context], cross.T, upper=False).T
+            v[targets] = torch.linalg.solve_triangular(self.factor[context], cross.T, upper=False).T
         variance = process.compute_covariances().diagonal(dim1=1, dim2=2).sum(0) + process.compute_noise_variances()
         noise = process.compute_noise_variances()[codes]
         mean = process.means[codes] + (v * self.solution[rows]).sum(-1)

@@ -103,7 +103,6 @@ class LabelCounts:
     """Number of incidents in a span of time by label.
 
     Attributes:
-        num_true: Number of incidents with the label "true", real faults.
         num_false: Number of incidents with the label "false-alarm".
         num_maintenance: Number of incidents that are maintenance, by a label or by a maintenance window.
         num_unlabelled: Number of incidents without a label.
@@ -111,7 +110,6 @@ class LabelCounts:
         num_devices: Number of devices that have incidents.
     """
 
-    num_true: int
     num_false: int
     num_maintenance: int
     num_unlabelled: int
@@ -554,7 +552,6 @@ class IncidentStore:
                 )
                 count_by_label[label] = count_by_label.get(label, 0) + 1
         return LabelCounts(
-            num_true=count_by_label.get("true", 0),
             num_false=count_by_label.get("false-alarm", 0),
             num_maintenance=count_by_label.get("maintenance", 0),
             num_unlabelled=count_by_label.get(None, 0),

@@ -147,7 +147,6 @@ class ProcessState:
         lag: Number of messages that are not processed yet, None if unknown.
         num_partitions: Number of partitions with a lag.
         drift: Largest log10 of the odds that records have drifted, None if unknown.
-        drift_partition: The partition with the largest drift.
         alert_share: Largest share of records that have alerted, None if unknown.
         alert_share_bound: The share that is possible by chance at this alpha, None if unknown.
         num_events: Number of events accepted since the start, None if unknown.
@@ -163,7 +162,6 @@ class ProcessState:
     lag: int | None = None
     num_partitions: int = 0
     drift: float | None = None
-    drift_partition: str = ""
     alert_share: float | None = None
     alert_share_bound: float | None = None
     num_events: int | None = None
@@ -427,7 +425,7 @@ def summarize_process(url: str, values: MetricValues) -> ProcessState:
 
     lag, events, records = add_up("consumer_lag"), add_up("events_total"), add_up("records_open")
     records_read = add_up("evidence_records_total")
-    drift_labels, drift = _find_largest(values, "drift_log10_martingale")
+    _, drift = _find_largest(values, "drift_log10_martingale")
     share_labels, alert_share = _find_largest(values, "alert_share")
     bounds = [value for labels, value in values.get("alert_share_bound", []) if labels == share_labels]
     pending = {labels.get("receiver", ""): value for labels, value in values.get("delivery_pending", [])}
@@ -443,7 +441,6 @@ def summarize_process(url: str, values: MetricValues) -> ProcessState:
         lag=None if lag is None else round(lag),
         num_partitions=len(values.get("consumer_lag", [])),
         drift=drift,
-        drift_partition=drift_labels.get("partition", ""),
         alert_share=alert_share,
         alert_share_bound=bounds[0] if bounds else None,
         num_events=None if events is None else round(events),

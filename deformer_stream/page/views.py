@@ -12,7 +12,6 @@ from typing import Any, get_args
 from urllib.parse import urlencode
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
-from markupsafe import Markup
 
 from deformer_stream.codec.timestamps import EPOCH
 from deformer_stream.incidents.device import extract_device
@@ -20,7 +19,7 @@ from deformer_stream.incidents.events import Incident, IncidentSuspect
 from deformer_stream.page import charts, texts
 from deformer_stream.page.store import IncidentFilter, IncidentStore, LabelFilter, ShownIncident, StateFilter
 from deformer_stream.page.texts import Clock
-from deformer_stream.report.pages import format_number, format_percent, replace_illegal_characters
+from deformer_stream.report.pages import format_number, format_percent, keep_legal
 
 PAGE_SIZE = 50
 """Number of incidents of a page of the history, and largest number on the page of open incidents."""
@@ -81,10 +80,6 @@ class SuspectView:
 @functools.cache
 def make_environment() -> Environment:
     """Return the Jinja2 environment of the page. Texts are escaped, and a misspelt name is an error."""
-
-    def keep_legal(value: Any) -> Any:
-        """Return rendered HTML unchanged, and any other value as text without characters that XML forbids."""
-        return value if isinstance(value, Markup) else replace_illegal_characters(value)
 
     environment = Environment(
         loader=PackageLoader("deformer_stream.page"),

@@ -35,6 +35,13 @@ def replace_illegal_characters(value: object) -> str:
     return _ILLEGAL_IN_XML.sub("\ufffd", str(value))
 
 
+def keep_legal(value: Any) -> Any:
+    """Return rendered HTML unchanged, and any other value as text without characters that XML forbids."""
+    from markupsafe import Markup
+
+    return value if isinstance(value, Markup) else replace_illegal_characters(value)
+
+
 def format_number(value: float, digits: int = 3) -> str:
     """Return a number as text for a report, such as "12,300" or "−0.00123" (with the minus sign U+2212).
 
@@ -197,11 +204,6 @@ def _environment() -> Environment:
     Jinja2 is imported here, so that programs that write no report need not import it.
     """
     from jinja2 import Environment, PackageLoader, StrictUndefined
-    from markupsafe import Markup
-
-    def keep_legal(value: Any) -> Any:
-        """Return rendered HTML unchanged, and any other value as text without characters that XML forbids."""
-        return value if isinstance(value, Markup) else replace_illegal_characters(value)
 
     return Environment(
         loader=PackageLoader("deformer_stream.report"),

@@ -219,30 +219,29 @@ def compare_incidents(
     )
 
 
-def predict_count(count: int, ratio: float = 1.0, confidence: float = PREDICTION_CONFIDENCE) -> tuple[int, int]:
-    """Return an interval that includes the number of events in a further span, if events occur at a constant rate.
+def predict_count(count: int) -> tuple[int, int]:
+    """Return an interval that includes the number of events in a further span of the same length.
 
-    Given the number of events in the past span, the rate has a gamma distribution (with Jeffreys' prior). So the number
-    in the further span has a negative binomial distribution.
+    Events are supposed to occur at a constant rate. Given the number of events in the past span, the rate has a gamma
+    distribution (with Jeffreys' prior). So the number in the further span has a negative binomial distribution. The
+    interval has the probability `PREDICTION_CONFIDENCE`; numbers below and above it are about equally probable.
 
     Args:
         count: Number of events in the past span.
-        ratio: Length of the further span, as a multiple of that of the past one, above 0.
-        confidence: Probability of the interval. Numbers below and above it are equally probable, approximately.
     """
-    shape, probability = count + 0.5, 1.0 / (1.0 + ratio)
-    tail = (1.0 - confidence) / 2.0
+    shape = count + 0.5
+    tail = (1.0 - PREDICTION_CONFIDENCE) / 2.0
     low = high = 0
     cumulative, number = 0.0, 0
-    log_success, log_failure = math.log(probability), math.log1p(-probability)
+    log_half = math.log(0.5)  # the logarithm of both probabilities of the distribution, as the spans are equally long
     while cumulative < 1.0 - tail:
         log_mass = math.lgamma(number + shape) - math.lgamma(shape) - math.lgamma(number + 1)
-        mass = math.exp(log_mass + shape * log_success + number * log_failure)
+        mass = math.exp(log_mass + shape * log_half + number * log_half)
         if cumulative < tail <= cumulative + mass:
             low = number
         cumulative += mass
         high = number
         number += 1
-        if number > 100 * (count + 10) * max(ratio, 1.0):  # rounding has kept the sum below its limit
+        if number > 100 * (count + 10):  # rounding has kept the sum below its limit
             break
     return low, high

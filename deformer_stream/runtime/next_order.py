@@ -1,7 +1,7 @@
 """Scores of complete records whose readings are taken in the order that the ranking of next readings chooses.
 
 `calibrate --order next` uses them. The readings of a log have arrived in some order. If a record becomes suspicious,
-its most informative remaining reading is scored next instead (`engine.next_reading`).
+its most informative remaining reading is scored next instead (`engine.next_reading_ranking`).
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from deformer_stream.calibration.conformal import Calibration
 from deformer_stream.codec.payloads import Payload
 from deformer_stream.engine.events import Effects
+from deformer_stream.engine.next_reading import DEFAULT_SUSPICIOUS
 from deformer_stream.engine.record_scores import compute_record_scores
-from deformer_stream.engine.suggestions import DEFAULT_SUSPICIOUS
 from deformer_stream.kernels.cpu import CpuKernels
 from deformer_stream.model.load_network import load_network
 from deformer_stream.model.parameters import Model
@@ -110,7 +110,7 @@ def score_in_chosen_order(
     """
     network = load_network(model, "choosing the next reading")
     # Imported here, because it imports PyTorch.
-    from deformer_stream.engine.next_reading import arrange_by_next_reading
+    from deformer_stream.engine.next_reading_ranking import arrange_by_next_reading
 
     kernels = CpuKernels.for_model(model)
     scores = [np.empty(0)]

@@ -74,7 +74,8 @@ class _Worker:
     def __init__(self, prepare: Prepare[Any], arguments: Sequence[object], environment: Mapping[str, str]) -> None:
         context = multiprocessing.get_context("spawn")
         self.connection, remote = context.Pipe()
-        # The process is no daemon, so that libraries in it may start processes. It ends with this one (`_end_with`).
+        # The process is no daemon, so that libraries in it may start processes. It ends with this one
+        # (`_end_with_parent`).
         self.process = context.Process(target=_work, args=(remote, prepare, tuple(arguments)))
         with _set_environment(environment):
             self.process.start()

@@ -323,6 +323,7 @@ class Settings(BaseSettings):
 SettingsType = TypeVar("SettingsType", bound=Settings)
 Device = Literal["auto", "cpu", "cuda"]
 Layout = Literal["wide", "long"]
+"""wide: a row is a record and a column is a feature. long: a row is one reading of one feature of a record."""
 
 
 def to_flag(field: str) -> str:

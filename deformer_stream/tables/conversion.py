@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from deformer_stream.codec.columns import encode_distinct, is_text
+from deformer_stream.codec.columns import encode_distinct, is_present, is_text
 from deformer_stream.codec.number_texts import (
     BAD_VALUE_TEXTS,
     Decimal,
@@ -79,7 +79,7 @@ def convert_booleans(column: pa.Array) -> pa.Array:
     In the second case "True" and "TRUE" become "true", as booleans are written, and "False" and "FALSE" become "false".
     """
     is_boolean = pc.is_in(column, pa.array(_BOOLEANS, column.type))
-    if (is_boolean.to_numpy(zero_copy_only=False) | ~_is_valid(column)).all():
+    if (is_boolean.to_numpy(zero_copy_only=False) | ~is_present(column)).all():
         return column.cast(pa.bool_())
     return pc.if_else(is_boolean, pc.ascii_lower(column), column)
 
@@ -212,7 +212,7 @@ def _localize_column(column: pa.Array, timezone: tzinfo | None) -> pa.Array:
     local = micros.cast(pa.int64()).fill_null(0).to_numpy()
     intervals, interval_by_row = np.unique(local // _OFFSET_INTERVAL, return_inverse=True)
     offsets = np.array([_compute_offset(int(interval), timezone) for interval in intervals], np.int64)
-    return pa.array(local - offsets[interval_by_row], mask=~_is_valid(column)).cast(UTC_MICROSECONDS)
+    return pa.array(local - offsets[interval_by_row], mask=~is_present(column)).cast(UTC_MICROSECONDS)
 
 
 @lru_cache(maxsize=65_536)
@@ -305,8 +305,3 @@ def decode_texts(column: pa.Array) -> pa.Array:
     if pa.types.is_dictionary(column.type):
         column = column.dictionary_decode()
     return column if pa.types.is_string(column.type) else column.cast(pa.string())
-
-
-def _is_valid(column: pa.Array) -> NDArray[np.bool_]:
-    """Return for each of the N cells of a column whether it is not null, as an array (N,)."""
-    return np.asarray(column.is_valid().to_numpy(zero_copy_only=False))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from urllib.parse import unquote
 
 from deformer_stream.errors import InputError, summarize_error
-from deformer_stream.extras import is_installed as is_module_installed
 from deformer_stream.tables.data_files import get_s3_server
 
 DELTA_LOG = "_delta_log"
@@ -16,11 +15,6 @@ _UNSUPPORTED = {
     "columnMapping": "its files have other names of columns",
 }
 _REMEDY = "write the current version to plain Parquet files, and give their folder"
-
-
-def is_installed() -> bool:
-    """Return whether the library that reads the log is installed."""
-    return is_module_installed("deltalake")
 
 
 def list_delta_files(table: str) -> list[str]:

@@ -17,7 +17,7 @@ from pathlib import Path, PurePath, PurePosixPath
 from typing import Any, NoReturn
 
 from deformer_stream.errors import ConfigError, InputError
-from deformer_stream.extras import format_remedy
+from deformer_stream.extras import format_remedy, is_installed
 from deformer_stream.tables import delta, iceberg
 from deformer_stream.tables.data_files import (
     DataFile,
@@ -122,7 +122,7 @@ def _find_files_of_input(text: str | Path, endings: Collection[str]) -> Sequence
         return _find_remote_files(url, endings)
     if is_delta_table(text):
         return [entry / path for path in delta.list_delta_files(str(entry))]
-    if _is_iceberg_metadata(entry) or (iceberg.is_installed() and _list_metadata(entry)):
+    if _is_iceberg_metadata(entry) or (is_installed("pyiceberg") and _list_metadata(entry)):
         return _list_iceberg_files(entry)
     if entry.is_dir():
         files = list_data_files(entry, endings)
@@ -154,7 +154,7 @@ def _map_permission_errors() -> Iterator[None]:
 
 def is_delta_table(text: str | Path) -> bool:
     """Return whether an input is the folder of a Delta Lake table whose current version is read."""
-    if not delta.is_installed():
+    if not is_installed("deltalake"):
         return False
     url = parse_url(text)
     if url is None:
@@ -225,10 +225,10 @@ def _find_remote_files(url: str, endings: Collection[str]) -> list[RemoteFile]:
         if not has_ending(found[0], endings) and not _is_parquet(found[0]):
             raise _make_unknown_kind_error(found[0], endings)
         return found
-    if _has_delta_log(found, folder) and delta.is_installed():
+    if _has_delta_log(found, folder) and is_installed("deltalake"):
         return _choose_current_files(url, folder, found)
     metadata = [file.url for file in found if _is_iceberg_metadata(file.path) and file.path.parents[1] == folder]
-    if metadata and iceberg.is_installed():
+    if metadata and is_installed("pyiceberg"):
         return list(iceberg.list_iceberg_files(iceberg.choose_metadata(url, metadata)))
     visible = [file for file in found if not _is_hidden(file.path.relative_to(folder))]
     for file in found:

@@ -22,7 +22,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from deformer_stream.codec.columns import decode_dictionary, encode_distinct, is_text, parse_times
+from deformer_stream.codec.columns import decode_dictionary, encode_distinct, is_present, is_text, parse_times
 from deformer_stream.codec.number_texts import parse_number_texts
 from deformer_stream.engine.events import NO_TIME
 from deformer_stream.errors import ConfigError
@@ -214,17 +214,17 @@ class _Values:
         self._values: Any
         if kind == "text":
             self._indexes, self._values = encode_distinct(column)
-            self.is_present: NDArray[np.bool_] = column.is_valid().to_numpy(zero_copy_only=False)
+            self.is_present: NDArray[np.bool_] = is_present(column)
         elif kind == "time":
             self._values, errors = parse_times(convert_times(column, timezone), "--where")
             self.is_present = self._values != NO_TIME
             self.is_present[list(errors)] = False
         elif kind == "number":
             self._values = _get_numbers(column)
-            self.is_present = column.is_valid().to_numpy(zero_copy_only=False) & ~np.isnan(self._values)
+            self.is_present = is_present(column) & ~np.isnan(self._values)
         else:
             column = column if pa.types.is_boolean(column.type) else _parse_booleans(column)
-            self.is_present = column.is_valid().to_numpy(zero_copy_only=False)
+            self.is_present = is_present(column)
             self._values = column.fill_null(False).to_numpy(zero_copy_only=False)
 
     def compare(self, compare: Callable[[Any, Any], Any], constant: Constant) -> NDArray[np.bool_]:

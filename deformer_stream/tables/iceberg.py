@@ -15,8 +15,7 @@ from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 from deformer_stream.errors import InputError, summarize_error
-from deformer_stream.extras import format_remedy
-from deformer_stream.extras import is_installed as is_module_installed
+from deformer_stream.extras import format_remedy, is_installed
 from deformer_stream.tables.data_files import RemoteFile, get_s3_server
 
 if TYPE_CHECKING:
@@ -30,11 +29,6 @@ METADATA_ENDING = ".metadata.json"
 
 _VERSION = re.compile(r"v?(\d+)(?:-.*)?(?:\.gz)?\.metadata\.json")  # v3.metadata.json, 00003-75821b08.metadata.json
 _REMEDY = "write the current version to plain Parquet files, and give their folder"
-
-
-def is_installed() -> bool:
-    """Return whether the library that reads the tables is installed."""
-    return is_module_installed("pyiceberg")
 
 
 def choose_metadata(table: str, names: Sequence[str]) -> str:
@@ -71,7 +65,7 @@ def list_iceberg_files(metadata: str) -> list[IcebergFile]:
         InputError: The library is missing, or the table cannot be read, has no rows, or has a feature that the library
             cannot read.
     """
-    if not is_installed():
+    if not is_installed("pyiceberg"):
         raise InputError(f"{metadata}: Iceberg tables need a package that is not installed: {format_remedy('iceberg')}")
     from pyiceberg.table import StaticTable
 

@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 from deformer_stream.codec.columns import is_text
 from deformer_stream.codec.number_texts import Decimal, guess_decimal, parse_number_texts, standardize_number_texts
 from deformer_stream.errors import ConfigError, InputError, summarize_error
+from deformer_stream.settings.base import Layout
 from deformer_stream.settings.tables import TableSettings
 from deformer_stream.tables import conversion
 from deformer_stream.tables.csv_dialect import CsvDialect, CsvOptions, guess_dialect, read_sample
@@ -36,9 +37,6 @@ from deformer_stream.tables.discovery import CSV, get_stem, has_ending
 from deformer_stream.tables.filters import BoundFilter, RowFilter, ValueRange, parse_where
 from deformer_stream.tables.iceberg import IcebergFile
 from deformer_stream.tables.partitions import Value, choose_partition_type, convert_partition, read_partitions
-
-Layout = Literal["wide", "long"]
-"""wide: a row is a record and a column is a feature. long: a row is one reading of one feature of a record."""
 
 CellForm = Literal["number", "mixed", "text", "time"]
 """The type to which the cells of a column are converted, if the table holds them as text. Columns of other types stay
@@ -675,8 +673,8 @@ class Table:
                     f"--where: {self.name} has no column {name!r}; choose one of its columns: "
                     f"{self.format_column_names()}"
                 )
-        own_types = dict(zip(self.schema.names, self.schema.types, strict=True))
-        condition = where.bind(own_types | absent, self.options.timezone)
+        type_by_column = dict(zip(self.schema.names, self.schema.types, strict=True))
+        condition = where.bind(type_by_column | absent, self.options.timezone)
         return replace(self, num_rows=None, _condition=condition, _absent_types=absent)
 
     def iterate_cells(self, columns: Sequence[str], max_rows: int) -> Iterator[pa.RecordBatch]:

@@ -12,7 +12,14 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from deformer_stream.codec.columns import convert_times_of_day, decode_dictionary, format_labels, is_numeric, to_float64
+from deformer_stream.codec.columns import (
+    convert_times_of_day,
+    decode_dictionary,
+    format_labels,
+    is_numeric,
+    is_present,
+    to_float64,
+)
 from deformer_stream.codec.tables import ROW_NUMBER_COLUMN
 
 DEVICE, FEATURE, VALUE, LABEL, TIME = "device", "feature", "value", "label", "time"
@@ -55,10 +62,10 @@ def unpivot_rows(
     ]
     if any(not pa.types.is_floating(column.type) for column in values):  # a cell of this batch spells no number
         values = [column.cast(pa.string()) for column in values]
-    is_present = np.empty((num_rows, num_columns), bool)
+    has_reading = np.empty((num_rows, num_columns), bool)
     for i in range(num_columns):
-        is_present[:, i] = _is_valid(values[i]) | _is_valid(labels[i])
-    rows, columns = np.nonzero(is_present)  # row by row
+        has_reading[:, i] = is_present(values[i]) | is_present(labels[i])
+    rows, columns = np.nonzero(has_reading)  # row by row
     # The cells of all columns, one column after the other.
     cell_indexes = pa.array(columns * num_rows + rows)
     row_indexes = pa.array(rows)
@@ -85,8 +92,3 @@ def _convert_values(column: pa.Array) -> pa.Array:
         return decode_dictionary(column).cast(pa.string())
     values = to_float64(column)
     return pa.array(values, mask=np.isnan(values))
-
-
-def _is_valid(column: pa.Array) -> NDArray[np.bool_]:
-    """Return for each of the N cells of a column whether it is not null, as an array (N,)."""
-    return np.asarray(column.is_valid().to_numpy(zero_copy_only=False))

@@ -19,7 +19,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from experiments.binarized_mnist.data import PIXELS, SIDE
 
-Floats = NDArray[np.float32]
+Floats32 = NDArray[np.float32]
 
 LETTERS = "ABCDEFGHIJ"
 
@@ -63,7 +63,7 @@ An arm of the cross ends in two corners, and the third is where it meets the nex
 """
 
 
-def make_letters(num_images: int, seed: int, longer_side: int = LONGER_SIDE) -> Floats:
+def make_letters(num_images: int, seed: int, longer_side: int = LONGER_SIDE) -> Floats32:
     """Return printed letters from A to J, each in a random font and at a random small angle, (N, 784).
 
     Args:
@@ -80,7 +80,7 @@ def make_letters(num_images: int, seed: int, longer_side: int = LONGER_SIDE) -> 
     return np.stack(images)
 
 
-def make_shapes(num_images: int, seed: int) -> Floats:
+def make_shapes(num_images: int, seed: int) -> Floats32:
     """Return outlines of triangles, squares, stars and crosses of random width and angle, (N, 784)."""
     rng = np.random.default_rng([seed, 0x54A9])
     images = []
@@ -110,7 +110,7 @@ def _draw_shape(corners: Sequence[tuple[float, float]], width: int, angle: float
     return canvas
 
 
-def reduce_drawing(canvas: Image.Image, longer_side: int = LONGER_SIDE) -> Floats:
+def reduce_drawing(canvas: Image.Image, longer_side: int = LONGER_SIDE) -> Floats32:
     """Return a drawing in the middle of an image, its gray values cut at one half, (784,).
 
     Args:

@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 from scipy.stats import betabinom, chi2
 
 from benchmarks import early, early_report
-from deformer_stream.calibration.torch_scoring import compute_max_statistics
 from deformer_stream.demo.report import bound_false_alarms
+from tests.engine.max_statistics import compute_max_statistics
 from tests.engine.random_models import draw_records, normalise_values
 from tests.models import make_small_model
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from benchmarks import ties
 from benchmarks.early import Case
-from deformer_stream.calibration.torch_scoring import compute_max_statistics
+from tests.engine.max_statistics import compute_max_statistics
 from tests.engine.random_models import draw_records, normalise_values
 from tests.models import make_small_model
 

@@ -33,7 +33,7 @@ from deformer_stream.calibration.cusum import (
     state_width,
 )
 from deformer_stream.calibration.marginals import Marginals
-from deformer_stream.calibration.steps import Steps
+from deformer_stream.calibration.sensor_steps import Steps
 from deformer_stream.model.schema import Feature, Schema
 
 NUM_SENSORS = 3

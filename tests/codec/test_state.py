@@ -128,8 +128,11 @@ def draw_snapshots(draw: st.DrawFn) -> Snapshot:
     gone = [order[i, counts[i] : counts[i] + absent[i]] for i in range(R)]
     codes = np.concatenate([*features, np.empty(0, np.int16)])
     values = np.where(codes == 1, rng.integers(0, 4, len(codes)), rng.normal(size=len(codes)))
-    sums = {name: rng.normal(size=R) for name in ("log_likelihood", "total", "least", "peak", "excess", "p_value")}
-    prior_sums = {name: rng.normal(size=R) for name in ("prior_total", "prior_least")}
+    sums = {
+        name: rng.normal(size=R)
+        for name in ("log_likelihood", "neg_log_p_sum", "min_log_p", "max_statistic", "centered_nll", "p_value")
+    }
+    prior_sums = {name: rng.normal(size=R) for name in ("prior_neg_log_p_sum", "prior_min_log_p")}
     windowed = np.flatnonzero(rng.random(R) < 0.5).astype(np.int32)
     new = [(i, int(k)) for i in range(R) for k in np.flatnonzero(features[i] == 1)]
     devices = draw(st.lists(texts, unique=True, max_size=4))
@@ -147,7 +150,7 @@ def draw_snapshots(draw: st.DrawFn) -> Snapshot:
         values=values,
         absent_counts=absent,
         absent=np.concatenate([*gone, np.empty(0, np.int16)]),
-        scored=counts,
+        num_scored=counts,
         alert_seq=seq,
         alert_alpha=np.where(seq < 0, 1.0, rng.uniform(0, 0.5, R)),
         unseen_record=make_ints(*(i for i, _ in new)),
@@ -284,13 +287,15 @@ def test_format_version_8_is_written_only_for_event_times(part: dict[str, Any]) 
 
 
 def test_format_version_12_is_written_only_for_p_values_under_the_prior() -> None:
-    snapshot = replace(EXAMPLE, prior_total=np.array([3.5, 0.0, 1.0]), prior_least=np.array([-2.0, 0.0, -1.0]))
+    snapshot = replace(
+        EXAMPLE, prior_neg_log_p_sum=np.array([3.5, 0.0, 1.0]), prior_min_log_p=np.array([-2.0, 0.0, -1.0])
+    )
     data = encode_snapshot(snapshot)
     assert data[10] == 12
     assert_same_snapshot(decode_snapshot(data), snapshot)
     assert_same_snapshot(decode_snapshot((GOLDEN / "snapshot.v12").read_bytes()), snapshot)
     for sums in (np.zeros(2), np.array([0.0, np.nan, 1.0])):
-        assert_rejected(decode_snapshot, encode_snapshot(replace(snapshot, prior_least=sums)), "prior_least")
+        assert_rejected(decode_snapshot, encode_snapshot(replace(snapshot, prior_min_log_p=sums)), "prior_least")
 
 
 def test_event_times_must_fit_the_records() -> None:
@@ -449,7 +454,7 @@ def test_inconsistent_snapshots_are_rejected() -> None:
         {"ids": ["a", "b"]},
         {"age": EXAMPLE.age[:2]},
         {"age": np.array([0, 2**62, 0])},
-        {"excess": EXAMPLE.excess[:2]},
+        {"centered_nll": EXAMPLE.centered_nll[:2]},
         {"model": make_ints(2, 0, 0)},
         {"model": make_ints(-1, 0, 0)},
         {"counts": make_ints(4, 0, 1)},
@@ -465,8 +470,8 @@ def test_inconsistent_snapshots_are_rejected() -> None:
         {"values": np.array([4.0, 0.0, 2.0])},
         {"values": np.array([-1.0, 0.0, 2.0])},
         {"values": np.array([1e300, 0.0, 2.0])},
-        {"peak": np.array([np.inf, 0.0, 0.0])},
-        {"scored": make_ints(-1, 0, 0)},
+        {"max_statistic": np.array([np.inf, 0.0, 0.0])},
+        {"num_scored": make_ints(-1, 0, 0)},
         {"alert_seq": make_ints(-2, 0, 0)},
         {"alert_seq": make_ints(-1, -1, 0)},
         {"alert_alpha": np.array([0.01, 0.01, 0.01])},

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from deformer_stream.calibration.conformal import Calibration
 from deformer_stream.calibration.cusum import CusumScale
 from deformer_stream.calibration.marginals import Marginals
-from deformer_stream.calibration.steps import Steps
+from deformer_stream.calibration.sensor_steps import Steps
 from deformer_stream.engine.engine import Engine, Limits
 from deformer_stream.engine.events import (
     EventBatch,

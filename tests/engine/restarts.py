@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 
 from deformer_stream.calibration.conformal import Calibration, TiePolicy
 from deformer_stream.calibration.drift_state import DriftState
-from deformer_stream.calibration.torch_scoring import compute_max_statistics
 from deformer_stream.engine.engine import Engine, Limits
 from deformer_stream.engine.events import Alert, Decisions, Effects, EventBatch, WindowMembership
 from deformer_stream.engine.snapshot import Snapshot
 from deformer_stream.model.deformer import DEformer, ModelConfig
 from deformer_stream.model.schema import Feature, Schema
+from tests.engine.max_statistics import compute_max_statistics
 from tests.engine.random_models import draw_records, make_model, normalise_values
 
 SCHEMA = Schema(

@@ -9,11 +9,11 @@ import torch
 from numpy.typing import NDArray
 
 from deformer_stream.calibration.conformal import Calibration
-from deformer_stream.calibration.torch_scoring import compute_max_statistics
 from deformer_stream.engine.engine import Engine
 from deformer_stream.engine.events import NO_TIME, Alert, CloseReason, Effects, EventBatch
 from deformer_stream.model.deformer import DEformer, ModelConfig
 from deformer_stream.model.schema import Feature, Schema
+from tests.engine.max_statistics import compute_max_statistics
 from tests.engine.random_models import draw_records, make_model, normalise_values
 
 SCHEMA = Schema(

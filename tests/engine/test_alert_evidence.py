@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from deformer_stream.calibration.conformal import Calibration
 from deformer_stream.calibration.cusum import KINDS, NEVER, TIE_TOLERANCE, CusumScale, find_largest_kinds
 from deformer_stream.calibration.marginals import Marginals
-from deformer_stream.calibration.steps import Steps
+from deformer_stream.calibration.sensor_steps import Steps
 from deformer_stream.codec.alert_text import format_alert_line, summarize_cause
 from deformer_stream.codec.state import decode_snapshot, encode_snapshot
 from deformer_stream.engine import explain
@@ -244,7 +244,7 @@ def test_an_alert_without_a_rise_of_the_score_has_no_evidence(is_compiled: bool)
     batch = make_records("repeated", 1)
     engine = make_engine(is_compiled, alphas=())
     assert not handle_in_parts(engine, batch, len(batch))
-    assert engine.records.running["peak"][0] > 20
+    assert engine.records.running["max_statistic"][0] > 20
     resumed = make_engine(is_compiled, effort="fast")
     resumed.restore(0, decode_snapshot(encode_snapshot(engine.snapshot(0, 0))), 0)
     normal = make_process_batch(

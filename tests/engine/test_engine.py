@@ -16,11 +16,11 @@ import numpy as np
 import pytest
 import torch
 
-from deformer_stream.calibration.torch_scoring import compute_max_statistics
 from deformer_stream.engine.engine import Engine, Limits, compute_alert_id
 from deformer_stream.engine.events import CloseReason, Decisions, EventBatch, RejectionReason
 from deformer_stream.errors import ConfigError, InvariantViolated
 from deformer_stream.model.exemplars import Exemplars
+from tests.engine.max_statistics import compute_max_statistics
 from tests.engine.random_models import draw_records, normalise_values
 from tests.engine.streams import CONFIG, ENOUGH_CACHE_BYTES, SCHEMA, batch_of, build_model, run_stream
 

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from deformer_stream.calibration.conformal import Calibration, PrefixState, advance_prefix_state
-from deformer_stream.calibration.torch_scoring import compute_max_statistics
 from deformer_stream.engine.engine import Engine
 from deformer_stream.engine.events import Contribution, EventBatch, Explanation
 from deformer_stream.engine.explain import (
@@ -29,6 +28,7 @@ from deformer_stream.engine.torch_conditionals import compute_tree_conditionals
 from deformer_stream.model.deformer import DEformer, ModelConfig, to_tensor
 from deformer_stream.model.schema import Feature, Schema
 from tests.effort import num_examples
+from tests.engine.max_statistics import compute_max_statistics
 from tests.engine.random_models import configs, draw_records, make_model, normalise_values, schemas
 from tests.models import draw_linear_records, train_linear_model
 

@@ -348,7 +348,7 @@ def test_ranking_is_the_sum_of_centered_nlls_over_the_root_of_their_number() -> 
     running = engine.records.running[rows]
     closed = engine.finish().closed
     scores = dict(zip(closed.record_ids, closed.anomaly_score.tolist(), strict=True))
-    expected = running["excess"] / np.sqrt(running["scored"])
+    expected = running["centered_nll"] / np.sqrt(running["num_scored"])
     np.testing.assert_allclose([scores["r0"], scores["r1"]], expected)
 
 

@@ -155,7 +155,7 @@ def test_another_model_scores_the_kept_readings_again_in_its_own_contexts(
     )
     row = engine.records.partition(0).record_index_by_id["r"]
     np.testing.assert_allclose(engine.records.running["log_likelihood"][row], expected[:4].sum())
-    assert engine.records.running["scored"][row] == 4
+    assert engine.records.running["num_scored"][row] == 4
     scores = []
     for start, stop in pairwise([25, 26, 33, 45]):
         scores += engine.handle(make_batch(events[start:stop], SCHEMA), 1).scored.log_likelihood.tolist()

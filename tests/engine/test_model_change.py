@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 
 from deformer_stream.calibration.conformal import Calibration, TiePolicy
 from deformer_stream.calibration.false_alarms import bound_false_alarms
-from deformer_stream.calibration.torch_scoring import compute_max_statistics
 from deformer_stream.engine.engine import Engine, Limits, OpenRecordPolicy
 from deformer_stream.engine.events import Alert, CloseReason, Decisions, Effects, EventBatch
 from deformer_stream.errors import ConfigError, InvariantViolated
@@ -26,6 +25,7 @@ from deformer_stream.model.deformer import DEformer
 from deformer_stream.model.schema import Feature, Schema
 from deformer_stream.model.windows import Window
 from tests.effort import num_examples
+from tests.engine.max_statistics import compute_max_statistics
 from tests.engine.random_models import draw_records, make_model, normalise_values
 from tests.engine.restarts import (
     ALPHA,

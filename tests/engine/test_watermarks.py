@@ -13,13 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deformer_stream.calibration.conformal import Calibration
-from deformer_stream.calibration.torch_scoring import compute_max_statistics
 from deformer_stream.engine.engine import Engine, Limits
 from deformer_stream.engine.events import CloseReason, Effects, EventBatch, RejectionReason, WindowMembership
 from deformer_stream.engine.watermarks import Watermarks
 from deformer_stream.model.deformer import ModelConfig
 from deformer_stream.model.schema import Feature, Schema
 from tests.effort import num_examples
+from tests.engine.max_statistics import compute_max_statistics
 from tests.engine.random_models import draw_records, make_model, normalise_values
 
 SCHEMA = Schema(tuple(Feature(f"f{i}", "continuous", location=float(i)) for i in range(4)))

@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 from deformer_stream import model_store
 from deformer_stream.calibration.conformal import Calibration
 from deformer_stream.calibration.false_alarms import bound_false_alarms
-from deformer_stream.calibration.torch_scoring import compute_max_statistics
 from deformer_stream.codec import Codec
 from deformer_stream.demo.simulate import FEATURES, Order, SimulatedFleet, simulate
 from deformer_stream.engine.engine import Engine
@@ -28,6 +27,7 @@ from deformer_stream.runtime.pipeline import Pipeline
 from deformer_stream.runtime.timing import EventClock
 from deformer_stream.testing import MemorySink, MemorySource
 from tests.effort import IS_LONG
+from tests.engine.max_statistics import compute_max_statistics
 from trainer.job import train
 from trainer.settings import TrainConfig
 

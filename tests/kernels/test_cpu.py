@@ -40,7 +40,7 @@ from deformer_stream.calibration.cusum import (
     find_previous_values,
 )
 from deformer_stream.calibration.marginals import Marginals
-from deformer_stream.calibration.steps import Steps
+from deformer_stream.calibration.sensor_steps import Steps
 from deformer_stream.engine.conditionals import compute_conditionals
 from deformer_stream.engine.engine import Engine, Limits
 from deformer_stream.engine.events import Contribution
@@ -274,7 +274,7 @@ def test_running_statistics_follow_their_definition(
             sums = np.stack([log_likelihood[:, -1], compute_running_sums(sums[1], own_terms[2])[:, -1]])
             np.testing.assert_array_equal(columns[0, span], np.where(counts, terms[0], np.nan)[span])
             np.testing.assert_allclose(columns[1:3, span], [log_likelihood[0], score[0]], rtol=1e-10, atol=1e-12)
-        got = [running[name][index] for name in (*PREFIX_FIELDS, "log_likelihood", "excess")]
+        got = [running[name][index] for name in (*PREFIX_FIELDS, "log_likelihood", "centered_nll")]
         np.testing.assert_allclose(got, np.array([*astuple(state), *sums]).ravel(), rtol=1e-10, atol=1e-12)
 
 
@@ -358,7 +358,9 @@ def test_cumulative_sums_equal_those_of_the_reference(
         expected_kinds = np.where(is_raised, find_largest_kinds(by_kind), NO_KIND)
         np.testing.assert_array_equal(arguments.largest_kinds[own], expected_kinds)
         np.testing.assert_allclose(columns[2, own], expected, rtol=1e-5, atol=1e-5)
-        np.testing.assert_allclose(running["peak"][index], expected[0, -1] if own.size else 0.0, rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(
+            running["max_statistic"][index], expected[0, -1] if own.size else 0.0, rtol=1e-5, atol=1e-5
+        )
     np.testing.assert_allclose(states, expected_states, rtol=1e-5, atol=1e-5)
 
 

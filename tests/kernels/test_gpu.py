@@ -16,7 +16,6 @@ import torch
 import deformer_stream
 from deformer_stream import model_store
 from deformer_stream.calibration.conformal import Calibration, TiePolicy
-from deformer_stream.calibration.torch_scoring import compute_max_statistics
 from deformer_stream.engine.engine import Engine, Limits
 from deformer_stream.engine.events import EventBatch
 from deformer_stream.engine.explain import explain_records
@@ -24,6 +23,7 @@ from deformer_stream.kernels import cuda_graphs
 from deformer_stream.model.deformer import DEformer, ModelConfig
 from tests.commands import RunCommand
 from tests.engine.fake_gpu import needs_gpu
+from tests.engine.max_statistics import compute_max_statistics
 from tests.engine.random_models import draw_records, make_model, normalise_values
 from tests.engine.streams import SCHEMA, Collected, run_stream
 from tests.models import write_model

@@ -34,7 +34,7 @@ from tests.model.irregular_models import SCHEMA as STREAM_SCHEMA
 pytestmark = pytest.mark.usefixtures("two_threads")
 
 Ints = NDArray[np.int64]
-Floats = NDArray[np.float32]
+Floats32 = NDArray[np.float32]
 Precision = Literal["float32", "bfloat16"]
 PRECISIONS: tuple[Precision, ...] = ("float32", "bfloat16")
 TOLERANCE: dict[Precision, float] = {"float32": 2e-3, "bfloat16": 5e-2}
@@ -127,7 +127,7 @@ def score_in_parts(
     num_new: Ints,
     is_shuffled: bool = False,
     has_others: bool = False,
-) -> Floats:
+) -> Floats32:
     """Score contexts in several calls of the kernels.
 
     Args:
@@ -309,7 +309,7 @@ def test_rebuilt_cache_equals_the_cache_of_single_steps(memory: Any) -> None:
     N, L = 5, 38
     codes, values, ages = (t.numpy() for t in draw_contexts(SCHEMA, N, L, 4))
 
-    def run(cache: CpuKVCache, start: int, stop: int, num_prefill_only: int) -> Floats:
+    def run(cache: CpuKVCache, start: int, stop: int, num_prefill_only: int) -> Floats32:
         span, counts = np.s_[:, start:stop], np.full(N, stop - start)
         cache.mark_in_use(np.arange(N))
         cache.allocate_all(np.arange(N), counts)

@@ -164,11 +164,11 @@ def test_density_of_the_prior_counts_in_units_of_normal_records() -> None:
 
 def test_own_exemplar_is_left_out_of_the_nearest() -> None:
     exemplars = make_exemplars(np.tile(np.arange(6.0)[:, None], (1, 4)) * [1, 1, 0, 0])
-    without_own = exemplars.compute_distances(exemplars.positions, exemplars.known, own_exemplar=np.arange(6))
+    without_own = exemplars.compute_distances(exemplars.positions, exemplars.known, excluded_exemplar=np.arange(6))
     assert (exemplars.compute_distances(exemplars.positions, exemplars.known) < without_own).all()
     assert without_own[0] == pytest.approx(1.5 * (1 + 2 + 3) / 3)
     alone = make_exemplars(EXEMPLARS[:1])
-    assert np.isnan(alone.compute_distances(alone.positions, alone.known, own_exemplar=np.zeros(1, int))).all()
+    assert np.isnan(alone.compute_distances(alone.positions, alone.known, excluded_exemplar=np.zeros(1, int))).all()
 
 
 def test_buffers_of_the_network_hold_the_exemplars() -> None:

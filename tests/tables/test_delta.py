@@ -13,7 +13,7 @@ from deltalake import DeltaTable, write_deltalake
 from pyarrow import fs
 
 from deformer_stream.errors import InputError
-from deformer_stream.tables import delta
+from deformer_stream.tables import discovery
 from deformer_stream.tables.discovery import find_data_files, is_delta_table
 from deformer_stream.tables.table import Table
 from tests.s3 import BUCKET, run_server, write_object
@@ -52,7 +52,7 @@ def test_table_in_an_object_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     with run_server(monkeypatch) as (store, _):
         upload(store, tmp_path / "t")
         assert read(f"s3://{BUCKET}/t") == ROWS
-        monkeypatch.setattr(delta, "is_installed", lambda: False)
+        monkeypatch.setattr(discovery, "is_installed", lambda module: module != "deltalake")
         with pytest.raises(InputError, match=r"may be those of older versions.*deformer-stream\[delta\]"):
             read(f"s3://{BUCKET}/t")
 
@@ -69,7 +69,7 @@ def test_without_the_library_only_tables_without_older_versions_are_read(
 ) -> None:
     write(tmp_path / "t")
     write_deltalake(tmp_path / "new", pa.table({"x": [1.0], "site": ["A"]}))
-    monkeypatch.setattr(delta, "is_installed", lambda: False)
+    monkeypatch.setattr(discovery, "is_installed", lambda module: module != "deltalake")
     assert read(tmp_path / "new") == [(1.0, "A")]
     with pytest.raises(InputError, match="may hold files of older versions"):
         read(tmp_path / "t")

@@ -14,7 +14,7 @@ from pyiceberg.transforms import IdentityTransform
 
 from deformer_stream.errors import InputError
 from deformer_stream.runtime.shard_job import describe_files
-from deformer_stream.tables import iceberg
+from deformer_stream.tables import discovery, iceberg
 from deformer_stream.tables.discovery import find_data_files
 from deformer_stream.tables.filters import parse_where
 from deformer_stream.tables.table import Table, TableOptions
@@ -79,7 +79,8 @@ def test_table_in_an_object_store(monkeypatch: pytest.MonkeyPatch) -> None:
         metadata = write(f"s3://{BUCKET}/wh", **{"s3.endpoint": os.environ["AWS_ENDPOINT_URL"]}).metadata_location
         assert read(f"s3://{BUCKET}/wh/plant/pumps") == ROWS
         assert read(metadata) == ROWS
-        monkeypatch.setattr(iceberg, "is_installed", lambda: False)
+        for module in (discovery, iceberg):
+            monkeypatch.setattr(module, "is_installed", lambda name: name != "pyiceberg")
         with pytest.raises(InputError, match=r"may be those of older versions.*deformer-stream\[iceberg\]"):
             read(f"s3://{BUCKET}/wh/plant/pumps")
         with pytest.raises(
@@ -90,7 +91,8 @@ def test_table_in_an_object_store(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_without_the_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     metadata = write(f"file://{tmp_path}").metadata_location.removeprefix("file://")
-    monkeypatch.setattr(iceberg, "is_installed", lambda: False)
+    for module in (discovery, iceberg):
+        monkeypatch.setattr(module, "is_installed", lambda name: name != "pyiceberg")
     with pytest.raises(InputError, match=r"may hold files of older versions.*deformer-stream\[iceberg\]"):
         read(tmp_path / "plant" / "pumps")
     with pytest.raises(InputError, match=r"deformer-stream\[iceberg\]"):

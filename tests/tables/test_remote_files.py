@@ -17,7 +17,7 @@ from pyarrow import fs
 from connectors.files.lines import read_lines
 from connectors.files.sources import make_record_prefixes
 from deformer_stream.errors import ConfigError, InputError
-from deformer_stream.tables import delta, iceberg
+from deformer_stream.tables import discovery
 from deformer_stream.tables.data_files import RemoteFile, parse_url
 from deformer_stream.tables.discovery import check_no_overwrite, find_data_files, find_files
 from deformer_stream.tables.table import Table
@@ -91,8 +91,7 @@ def test_inputs_without_files_are_refused(store: fs.S3FileSystem) -> None:
 
 
 def test_a_table_with_a_log_of_versions_is_refused(store: fs.S3FileSystem, monkeypatch: pytest.MonkeyPatch) -> None:
-    for library in (delta, iceberg):
-        monkeypatch.setattr(library, "is_installed", lambda: False)
+    monkeypatch.setattr(discovery, "is_installed", lambda module: False)
     write(store, "delta/part-0.parquet", b"x")
     write(store, "delta/_delta_log/00000000000000000000.json", b"{}")
     write(store, "iceberg/data/part-0.parquet", b"x")

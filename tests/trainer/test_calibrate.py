@@ -12,12 +12,12 @@ import torch
 from numpy.typing import NDArray
 
 from deformer_stream.calibration.conformal import Calibration
-from deformer_stream.calibration.torch_scoring import compute_max_statistics
 from deformer_stream.engine.engine import Engine
 from deformer_stream.engine.events import ClosedRecords, EventBatch
 from deformer_stream.errors import ConfigError
 from deformer_stream.kernels.cpu import attached_kernels
 from deformer_stream.model.deformer import DEformer, ModelConfig
+from tests.engine.max_statistics import compute_max_statistics
 from tests.trainer.tables import mixed, prepared, write
 from trainer.calibrate import calibrate, choose_order, compute_statistics, sample_rows
 from trainer.data import DataOptions, PreparedTable, Split, prepare_table

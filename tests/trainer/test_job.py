@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from deformer_stream import model_store
-from deformer_stream.calibration.score_sums import RecordScores
+from deformer_stream.calibration.calibration_scores import CalibrationScores
 from deformer_stream.model.distributions import Head
 from deformer_stream.settings.commands import ScoringSettings
 from tests.trainer.tables import correlated, mixed, write
@@ -223,7 +223,7 @@ def test_early_end_of_phases_leaves_a_usable_model(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = DEformer(data.schema, ModelConfig(**SMALL)).eval()
     rows = data.select_rows(Split.CALIBRATION)
-    every: RecordScores = score_calibration_records(model, data, rows, "schema", 0)
+    every: CalibrationScores = score_calibration_records(model, data, rows, "schema", 0)
     some = score_calibration_records(
         model, data, rows, "schema", 0, batch_size=10, should_continue=lambda num_done: num_done < 20
     )

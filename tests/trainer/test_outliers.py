@@ -302,10 +302,10 @@ def test_the_work_of_the_search_is_planned(
     num_computed = 0
     iterate = outliers._iterate_distances
 
-    def count(table: PreparedTable, rows: np.ndarray, references: np.ndarray, own_distance: float = np.inf) -> object:
+    def count(table: PreparedTable, rows: np.ndarray, references: np.ndarray, self_distance: float = np.inf) -> object:
         nonlocal num_computed
         num_computed += len(rows) * len(references)
-        return iterate(table, rows, references, own_distance)
+        return iterate(table, rows, references, self_distance)
 
     monkeypatch.setattr(outliers, "_iterate_distances", count)
     num_done: list[int] = []

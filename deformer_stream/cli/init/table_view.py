@@ -9,17 +9,17 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from deformer_stream.codec.columns import parse_times
+from deformer_stream.codec.columns import is_present, parse_times
 from deformer_stream.engine.events import NO_TIME
 from deformer_stream.errors import InputError
 from deformer_stream.model.schema import Feature, format_label
 from deformer_stream.model.windows import Window
+from deformer_stream.settings.base import Layout
 from deformer_stream.tables import conversion
 from deformer_stream.tables.discovery import CSV, PARQUET, find_files, has_ending
 from deformer_stream.tables.table import DEFAULT_RECORD_COLUMN, CellForm, Table, TableOptions, map_read_errors
@@ -38,7 +38,6 @@ MAX_DEVICES = 1000
 SAMPLE_BYTES = 1 << 20
 """Number of bytes at the beginning of a CSV file from which the number of its rows is estimated."""
 
-Layout = Literal["wide", "long"]
 
 _LABEL_NAME = re.compile(
     r"(^|[^a-z])(is_?)?(anomal(y|ies|ous)|faults?|faulty|outliers?|defects?|defective|failures?|attacks?|labels?|"
@@ -476,7 +475,7 @@ def _collect_reading_times(
         all_sources.append(owner_of_row[is_known] * len(names) + sensor_of_row[is_known])
     else:
         for index, name in enumerate(sensors):
-            is_known = (times != NO_TIME) & batch.column(name).is_valid().to_numpy(zero_copy_only=False)
+            is_known = (times != NO_TIME) & is_present(batch.column(name))
             all_times.append(times[is_known])
             all_sources.append(owner_of_row[is_known] * len(sensors) + index)
     empty = np.empty(0, np.int64)

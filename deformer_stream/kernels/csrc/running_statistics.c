@@ -76,7 +76,7 @@ static double log_p_level(const AdvanceTask *task, int64_t code, double value) {
 
 /* Return ln of the p-value of the step from a sensor's previous value, 0 if there is none or no distribution of steps.
  *
- * It is that of the cell with the step (`find_step_log_p` of calibration/steps.py). */
+ * It is that of the cell with the step (`find_step_log_p` of calibration/sensor_steps.py). */
 static double log_p_step(const AdvanceTask *task, int64_t code, double value, double previous) {
     if (!task->step_edges || !isfinite(previous)) return 0;
     int64_t K = task->num_step_cells;

@@ -12,7 +12,7 @@ Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
-class RecordScores:
+class CalibrationScores:
     """Scores of N complete records, and sums over all readings of each of the model's F features.
 
     Attributes:
@@ -34,9 +34,9 @@ class RecordScores:
     centered_nll: Floats = field(default_factory=lambda: np.empty(0))
     complete_terms: Floats = field(default_factory=lambda: np.empty(0))
 
-    def __add__(self, other: RecordScores) -> RecordScores:
+    def __add__(self, other: CalibrationScores) -> CalibrationScores:
         """Return the scores of these records followed by those of `other`, and the sums over the readings of both."""
-        return RecordScores(
+        return CalibrationScores(
             np.concatenate([self.statistics, other.statistics]),
             self.neg_log_p_sums + other.neg_log_p_sums,
             self.num_readings + other.num_readings,

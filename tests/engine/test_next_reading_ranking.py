@@ -12,11 +12,10 @@ import torch
 from numpy.typing import NDArray
 
 from deformer_stream.calibration.conformal import Calibration, PrefixState, advance_prefix_state
-from deformer_stream.calibration.torch_scoring import compute_max_statistics
 from deformer_stream.codec.encode_outputs import encode_alert
 from deformer_stream.engine.engine import Engine
 from deformer_stream.engine.events import Alert, EventBatch
-from deformer_stream.engine.next_reading import (
+from deformer_stream.engine.next_reading_ranking import (
     OpenRecords,
     RankedFeatures,
     arrange_by_next_reading,
@@ -29,6 +28,7 @@ from deformer_stream.model.alert_distance import AlertDistance
 from deformer_stream.model.alert_prior import AlertPrior, PriorPValues
 from deformer_stream.model.deformer import DEformer
 from deformer_stream.model.reading_times import ReadingTimes
+from tests.engine.max_statistics import compute_max_statistics
 from tests.engine.random_models import draw_records, make_model, normalise_values
 from tests.engine.streams import make_events
 from tests.models import CONFIG, SCHEMA, draw_linear_records, make_calibration, train_linear_model
@@ -248,7 +248,7 @@ def test_false_alarms_with_a_chosen_order_need_a_calibration_with_the_same_choic
         rows = draw_linear_records(count, seed)
         orders = np.argsort(generator.random(rows.shape), 1)
         ids = [""] * count
-        chosen = arrange_by_next_reading(linear, calibration, ids, rows, orders, alpha, suspicious, num_draws=8)
+        chosen = arrange_by_next_reading(linear, calibration, ids, rows, orders, alpha, suspicious)
         raw = np.take_along_axis(rows, chosen, 1)
         return compute_max_statistics(linear, chosen, normalise_values(linear.schema, chosen, raw))
 

@@ -105,16 +105,16 @@ class Steps:
         counts = [np.zeros(shape, np.int64) for _ in members]
         num_steps = np.zeros((3, len(schema)), np.int64)
         for code in np.flatnonzero(schema.is_linear).tolist():
-            own = codes == code
-            sizes = [int((own & is_member).sum()) for is_member in members]
+            is_of_sensor = codes == code
+            sizes = [int((is_of_sensor & is_member).sum()) for is_member in members]
             if min(sizes) < MIN_READINGS:
                 continue
-            spread = x[own].var()
+            spread = x[is_of_sensor].var()
             if spread > MIN_VARIANCE:
-                slopes[code] = ((x[own] - x[own].mean()) * y[own]).mean() / spread
+                slopes[code] = ((x[is_of_sensor] - x[is_of_sensor].mean()) * y[is_of_sensor]).mean() / spread
             steps = y - slopes[code] * x + noise
             for part, is_member in enumerate(members):
-                edges[part][code], counts[part][code] = _divide(steps[own & is_member], shape[1])
+                edges[part][code], counts[part][code] = _divide(steps[is_of_sensor & is_member], shape[1])
             num_steps[:, code] = sizes[0] // 2, sizes[1], sizes[2]
         whole, first, second = (Steps(slopes, *part) for part in zip(edges, counts, num_steps, strict=True))
         return whole, first, second
