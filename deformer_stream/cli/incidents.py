@@ -184,30 +184,22 @@ def _connect(
         ConfigError: The budget cannot be kept, or a topic is missing or unsuitable.
         Unavailable: No broker responds, or there is no evidence.
     """
-    import uuid
-
     from connectors.kafka import (
-        Delivery,
         KafkaIncidentHistory,
         KafkaIncidentWriter,
-        KafkaSource,
-        StateTopic,
         count_partitions,
         describe_incident_topics,
-        ensure_topics,
     )
-    from connectors.kafka.delivery import make_transactional_id
     from connectors.kafka.ports import MissingTopic
     from connectors.kafka.state import STATE_TOPIC_SETTINGS
     from deformer_stream import log
-    from deformer_stream.cli.kafka_cluster import connect_with_patience, get_start_patience, make_cluster
+    from deformer_stream.cli.kafka_cluster import connect_with_patience, get_start_patience, join_group, make_cluster
     from deformer_stream.codec.incident_state import check_incident_state
     from deformer_stream.runtime.incident_pipeline import IncidentPipeline
     from deformer_stream.runtime.incident_plan import PlanLoader, describe_plans
 
     cluster = make_cluster(settings)
-    is_transactional = settings.delivery == "exactly-once"
-    loader = PlanLoader(settings, settings.model, settings.models, can_repeat=not is_transactional)
+    loader = PlanLoader(settings, settings.model, settings.models, can_repeat=settings.delivery != "exactly-once")
     plan_by_name = loader.load_all()
     for line in describe_plans(plan_by_name):
         log.get_logger("incidents").info("budget", kept=line)
@@ -218,29 +210,19 @@ def _connect(
             num_partitions = count_partitions(cluster, topics.evidence)
         except MissingTopic as error:
             raise MissingTopic(f"{error}; `deformer-stream consume --evidence on` writes it") from None
-        specs = describe_incident_topics(topics.incidents, topics.feedback)
-        specs[topics.state] = {"num_partitions": num_partitions, "configs": dict(STATE_TOPIC_SETTINGS)}
-        limits = ensure_topics(cluster, specs, settings.missing_topics == "create")
-        group = f"{settings.group}-{topics.events}-incidents"
-        instance = settings.instance or uuid.uuid4().hex[:12]
-        transactional_id = make_transactional_id(group, topics.evidence, instance)
-        delivery = Delivery(cluster, limits, transactional_id if is_transactional else None)
-        attempt.callback(delivery.close)
-        source = KafkaSource(
+        spec_by_topic = describe_incident_topics(topics.incidents, topics.feedback)
+        spec_by_topic[topics.state] = {"num_partitions": num_partitions, "configs": dict(STATE_TOPIC_SETTINGS)}
+        source, delivery = join_group(
             cluster,
+            settings,
             topics.evidence,
-            group,
-            settings.from_,
-            MAX_POLL_MESSAGES,
-            session_seconds=settings.session_timeout,
-            delivery=delivery,
-            state=StateTopic(cluster, topics.state, limits[topics.state], check_incident_state),
-            on_lost_state=settings.lost_state,
-            instance=settings.instance,
-            patience=settings.patience,
-            creates_partitions=settings.missing_topics == "create",
+            f"{settings.group}-{topics.events}-incidents",
+            spec_by_topic=spec_by_topic,
+            state_topic=topics.state,
+            verify_state=check_incident_state,
+            max_poll_messages=MAX_POLL_MESSAGES,
+            attempt=attempt,
         )
-        attempt.callback(source.close)
         return IncidentPipeline(
             source,
             KafkaIncidentWriter(topics.incidents, delivery, topics.events, output_format),

@@ -380,36 +380,31 @@ def _connect_to_kafka(
         ConfigError: Two of the topics are the same, or the schema registry refuses a schema.
         Unavailable: No broker responds, or the schema registry does not.
     """
-    import uuid
     from functools import partial
 
-    from connectors.kafka import (
-        Delivery,
-        KafkaEvidenceSink,
-        KafkaNextReadingSink,
-        KafkaSink,
-        KafkaSource,
-        StateTopic,
-        count_partitions,
-        ensure_topics,
-    )
-    from connectors.kafka.delivery import make_transactional_id
-    from deformer_stream.cli.kafka_cluster import connect_with_patience, get_start_patience, make_cluster
+    from connectors.kafka import KafkaEvidenceSink, KafkaNextReadingSink, KafkaSink, count_partitions
+    from deformer_stream.cli.kafka_cluster import connect_with_patience, get_start_patience, join_group, make_cluster
     from deformer_stream.codec.state import check_state
 
     cluster = make_cluster(settings, servers)
     topics = ConsumeTopics.from_settings(settings, topic)
     format_by_schema = factory.register_output_schemas(settings, registry, topics.topic_by_schema)
-    verify = partial(check_state, has_one_model=settings.models is None)
 
     def connect(attempt: ExitStack) -> tuple[EventSource, list[Sink]]:
         """Connect to the brokers; the connections are closed if that fails."""
-        specs = topics.describe(count_partitions(cluster, topic))
-        # `limits` has the size of the largest message that each topic accepts.
-        limits = ensure_topics(cluster, specs, settings.missing_topics == "create")
-        transactional_id = make_transactional_id(settings.group, topic, settings.instance or uuid.uuid4().hex[:12])
-        is_transactional = settings.delivery == "exactly-once"
-        delivery = Delivery(cluster, limits, transactional_id if is_transactional else None)
+        source, delivery = join_group(
+            cluster,
+            settings,
+            topic,
+            settings.group,
+            spec_by_topic=topics.describe(count_partitions(cluster, topic)),
+            state_topic=topics.state,
+            verify_state=partial(check_state, has_one_model=settings.models is None),
+            max_poll_messages=settings.poll_messages,
+            attempt=attempt,
+            model=model,
+        )
+        # The sinks have no connection of their own, so only the producer must be closed.
         sinks: list[Sink] = [
             KafkaSink(topics.alerts, topics.dead_letters, codec, delivery, topic, format_by_schema["alerts"])
         ]
@@ -417,24 +412,6 @@ def _connect_to_kafka(
             sinks.append(KafkaEvidenceSink(topics.evidence, delivery, topic, format_by_schema["evidence"]))
         if topics.next_readings is not None:
             sinks.append(KafkaNextReadingSink(topics.next_readings, delivery, topic, format_by_schema["next-readings"]))
-        for sink in sinks:
-            attempt.callback(sink.close)
-        source = KafkaSource(
-            cluster,
-            topic,
-            settings.group,
-            settings.from_,
-            max_poll_records=settings.poll_messages,
-            session_seconds=settings.session_timeout,
-            delivery=delivery,
-            state=StateTopic(cluster, topics.state, limits[topics.state], verify),
-            on_lost_state=settings.lost_state,
-            model=model,
-            instance=settings.instance,
-            patience=settings.patience,
-            creates_partitions=settings.missing_topics == "create",
-        )
-        attempt.callback(source.close)
         return source, sinks
 
     return connect_with_patience(connect, get_start_patience(settings), stop, metrics.record_progress, cleanup)
