@@ -7,12 +7,13 @@ from collections import Counter as CountByKey
 from collections.abc import Callable, Mapping
 
 from deformer_stream.engine.events import NO_TIME, ONLY_MODEL, CloseReason, Effects, RejectionReason
-from deformer_stream.runtime.process_metrics import SECONDS_BUCKETS, ProcessMetrics
+from deformer_stream.runtime.group_metrics import GroupMemberMetrics
+from deformer_stream.runtime.process_metrics import SECONDS_BUCKETS
 
 _BATCH_BUCKETS = (1, 4, 16, 64, 256, 1024, 4096, 16384)
 
 
-class Metrics(ProcessMetrics):
+class Metrics(GroupMemberMetrics):
     """The metrics of one consumer, in a registry of its own, so that several consumers can exist in one process.
 
     Args:
@@ -64,13 +65,6 @@ class Metrics(ProcessMetrics):
             "scores_not_finite_total",
             "Number of readings whose score was not finite and was ignored; the model is damaged or its precision is "
             "too low.",
-        )
-        self.lag = self.add_gauge(
-            "consumer_lag", "Number of messages of the partition that are not yet processed.", ["topic", "partition"]
-        )
-        self.commit = self.add_histogram("commit_seconds", "Seconds to commit offsets.", SECONDS_BUCKETS)
-        self.snapshot_bytes = self.add_gauge(
-            "snapshot_bytes", "Size in bytes of the partition's latest snapshot.", ["partition"]
         )
         self.snapshot_age = self.add_gauge(
             "snapshot_age_seconds",
@@ -128,7 +122,6 @@ class Metrics(ProcessMetrics):
             self.closed.labels(close_reason.value)
         self._last_poll: float | None = None
         self.num_misrouted = 0
-        self._partitions_with_lag: set[tuple[str, int]] = set()
         self._partitions_with_drift: set[int] = set()
 
     def observe_poll(self) -> None:
@@ -173,18 +166,6 @@ class Metrics(ProcessMetrics):
         for alert in effects.alerts:
             if alert.time != NO_TIME:
                 self.delay.observe(max(0.0, now - alert.time / 1e6))
-
-    def set_lag(self, lag: Mapping[tuple[str, int], int]) -> None:
-        """Set the number of unprocessed messages of the assigned partitions, and remove the series of all others.
-
-        Args:
-            lag: Number of messages by topic and partition.
-        """
-        for topic, partition in self._partitions_with_lag - set(lag):
-            self.lag.remove(topic, str(partition))
-        self._partitions_with_lag = set(lag)
-        for (topic, partition), num_messages in lag.items():
-            self.lag.labels(topic, str(partition)).set(num_messages)
 
     def set_drift(self, log10_evidence: Mapping[int, float]) -> None:
         """Set the evidence of drift of the assigned partitions, and remove the series of all others.

@@ -46,7 +46,6 @@ from deformer_stream.runtime.metrics import Metrics
 from deformer_stream.runtime.ports import (
     AsyncCommitSource,
     Clock,
-    ConnectedSource,
     EventSource,
     GroupSource,
     PartitionedSource,
@@ -59,6 +58,7 @@ from deformer_stream.runtime.ports import (
 )
 from deformer_stream.runtime.recovery import Recovery
 from deformer_stream.runtime.repeated_readings import RepeatedReadingsMonitor, RepeatedReadingsReport
+from deformer_stream.runtime.source_status import is_behind, is_ready
 from deformer_stream.runtime.timing import CommitSchedule
 
 SUMMARY_SECONDS = 60.0
@@ -606,9 +606,8 @@ class Pipeline:
         return fingerprint_by_name[ONLY_MODEL]
 
     def _is_behind(self) -> bool:
-        """Return whether more than `BEHIND_MESSAGES` messages (about as many as a usual poll returns) are unread."""
-        source = self._partitioned_source
-        return source is not None and sum(source.get_lag().values()) > BEHIND_MESSAGES
+        """Return whether more messages are unread than a usual poll returns."""
+        return is_behind(self._partitioned_source, BEHIND_MESSAGES)
 
     def _now(self) -> int:
         """Return the present time of the pipeline's clock, microseconds since 1970."""
@@ -644,23 +643,7 @@ class Pipeline:
         metrics.set_drift(engines.measure_drift())
         self._report_unscorable()
         self._report_misrouted()
-        metrics.is_ready = self._is_ready()
-
-    def _is_ready(self) -> bool:
-        """Return whether all assigned partitions are restored, and the source is connected.
-
-        A source without partitions, such as a file, is ready at once. A member of a group that has no partitions,
-        because the others have them all, is ready to take over.
-        """
-        source = self._partitioned_source
-        if source is None:
-            return True
-        if isinstance(source, ConnectedSource) and not source.is_connected:
-            return False
-        assigned = source.assigned_partitions
-        if not assigned:
-            return self._group_source is not None and self._group_source.has_joined
-        return assigned <= self.recovery.restored_partitions
+        metrics.is_ready = is_ready(self._partitioned_source, self.recovery.restored_partitions)
 
     def _log_effects(self, effects: Effects) -> None:
         """Log the alerts that are sent (only of a live stream, and if `log_alerts` is true) and all notices.
