@@ -42,10 +42,10 @@ def score_records(
 ) -> ScoredRecords | None:
     """Return the records of the input, scored in this process; None if the run was interrupted."""
     (loaded,) = models.artifact_by_name.values()
-    engine = models.make_engines()
+    engines = models.make_engines()
     codec, source = factory.open_inputs(inputs, models, settings)
     collector = RecordCollector(loaded, settings)
-    totals = file_runs.run_on_files("calibrate", source, codec, engine, collector.sinks, stop)
+    totals = file_runs.run_on_files("calibrate", source, codec, engines, collector.sinks, stop)
     source.close()
     if stop.is_set():
         return None

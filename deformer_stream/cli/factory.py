@@ -106,8 +106,8 @@ class ServedModels:
     make_engine: Callable[[Artifact], Engine]
     limits: Limits | None = None
 
-    def make_engines(self) -> Engine | EngineSet:
-        """Return a new engine of the only model, or the new engines of several ones.
+    def make_engines(self) -> EngineSet:
+        """Return a new engine of each model.
 
         Raises:
             ConfigError: As `make_engine`.
@@ -115,7 +115,7 @@ class ServedModels:
         from deformer_stream.engine.engine_set import EngineSet
 
         engine_by_name = {name: self.make_engine(artifact) for name, artifact in self.artifact_by_name.items()}
-        return next(iter(engine_by_name.values())) if self.choice is None else EngineSet(engine_by_name, self.limits)
+        return EngineSet(engine_by_name, self.limits)
 
     @property
     def schema_by_name(self) -> dict[str, Schema]:

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     )
     from deformer_stream.codec import Codec
     from deformer_stream.codec.model_choice import ModelCodecs
-    from deformer_stream.engine.engine import Engine
     from deformer_stream.engine.engine_set import EngineSet
     from deformer_stream.model.schema import Schema
     from deformer_stream.runtime.pipeline import Totals
@@ -123,7 +122,7 @@ def run_on_files(
     title: str,
     source: FileSource | StandardInput,
     codec: Codec | ModelCodecs,
-    engine: Engine | EngineSet,
+    engines: EngineSet,
     sinks: Sequence[Sink],
     stop: threading.Event,
     send_drift_notices: bool = False,
@@ -136,7 +135,7 @@ def run_on_files(
         title: Title of the progress bar.
         source: The input files.
         codec: Decodes the events.
-        engine: Scores the events.
+        engines: Score the events.
         sinks: Receive the results.
         stop: An event that a signal handler sets; the run then ends early.
         send_drift_notices: Whether sinks receive notices that records no longer resemble the calibration records.
@@ -148,7 +147,7 @@ def run_on_files(
         return run_pipeline(
             source,
             codec,
-            engine,
+            engines,
             sinks=sinks,
             clock=EventClock(),
             stop=stop,
@@ -160,7 +159,7 @@ def run_on_files(
 def run_pipeline(
     source: EventSource,
     codec: Codec | ModelCodecs,
-    engine: Engine | EngineSet,
+    engines: EngineSet,
     sinks: Sequence[Sink],
     clock: Clock,
     stop: threading.Event,
@@ -172,7 +171,7 @@ def run_pipeline(
     Args:
         source: The input.
         codec: Decodes the events.
-        engine: Scores the events.
+        engines: Score the events.
         sinks: Receive the results.
         clock: Shows the time by which records time out.
         stop: An event that is set from outside; the run then ends early.
@@ -185,7 +184,7 @@ def run_pipeline(
     pipeline = Pipeline(
         source,
         codec,
-        engine,
+        engines,
         sinks,
         clock,
         Metrics(),

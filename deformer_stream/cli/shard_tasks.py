@@ -211,9 +211,9 @@ class _Shard:
             payloads = _read_partitioned(job, number, batch_events)
         else:
             payloads, clock = _repeat_polls(job, number, batch_events)
-        codec, engine = factory.make_row_codecs(self.models, job.settings), self.models.make_engines()
+        codec, engines = factory.make_row_codecs(self.models, job.settings), self.models.make_engines()
         never = threading.Event()  # a process that must stop is ended
-        return file_runs.run_pipeline(PayloadSource(payloads), codec, engine, sinks, clock, never, self._count_rows)
+        return file_runs.run_pipeline(PayloadSource(payloads), codec, engines, sinks, clock, never, self._count_rows)
 
     def _count_rows(self, num_scored: int) -> None:
         """Count rows that were scored."""

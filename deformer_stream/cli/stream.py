@@ -83,7 +83,6 @@ def build_consume() -> click.Command:
         from deformer_stream.runtime.http_server import start_http_server
         from deformer_stream.runtime.metrics import Metrics
         from deformer_stream.runtime.pipeline import Pipeline
-        from deformer_stream.runtime.reload import ModelSetReloader
         from deformer_stream.runtime.timing import WallClock
 
         log.configure(is_debugging())
@@ -92,7 +91,7 @@ def build_consume() -> click.Command:
         drift_odds = math.inf if settings.drift == "off" else settings.drift or factory.DEFAULT_DRIFT_ODDS
         decoding = mqtt.separate_field_names(settings) if is_mqtt else settings
         models = factory.load_models(decoding, drift_odds, states_suspicious=has_kafka)
-        engine, choice = models.make_engines(), models.choice
+        engines, choice = models.make_engines(), models.choice
         metrics = Metrics()
         reloader = factory.make_reloader(models, settings, reload_requested)
         with ExitStack() as cleanup:
@@ -125,7 +124,7 @@ def build_consume() -> click.Command:
             pipeline = Pipeline(
                 source,
                 codec,
-                engine,
+                engines,
                 sinks=sinks,
                 clock=WallClock(),
                 metrics=metrics,
@@ -134,9 +133,8 @@ def build_consume() -> click.Command:
                 commit_interval=settings.commit_interval,
                 snapshot_interval=settings.snapshot_interval,
                 open_records=settings.open_records,
-                take_new_model=None if isinstance(reloader, ModelSetReloader) else reloader.take_new_model,
+                take_new_model=reloader.take_new_model,
                 make_codec=make_codec,
-                take_named_model=reloader.take_named_model if isinstance(reloader, ModelSetReloader) else None,
                 make_engine=models.make_engine,
                 # The terminal shows each alert once: as a line of `TerminalAlerts`.
                 log_alerts=not (_is_terminal(settings.alerts) and sys.stderr.isatty()),
@@ -451,7 +449,7 @@ def build_replay() -> click.Command:
             return replay_in_shards(inputs, settings, settings.output_dir, stop)
         drift_odds = None if settings.drift == "off" else settings.drift or factory.DEFAULT_DRIFT_ODDS
         models = factory.load_models(settings, drift_odds, settings.suspicious_records is not None)
-        engine = models.make_engines()
+        engines = models.make_engines()
         codec, source = factory.open_inputs(inputs, models, settings)
         with ExitStack() as cleanup:
             sinks = file_runs.open_replay_sinks(settings, models.schema_by_name, cleanup, models.has_faults)
@@ -459,7 +457,7 @@ def build_replay() -> click.Command:
             if incident_sink is not None:
                 sinks.append(incident_sink)
             file_runs.log_columns(source.ignored_columns, source.missing_columns)
-            totals = file_runs.run_on_files("replay", source, codec, engine, sinks, stop, settings.drift is not None)
+            totals = file_runs.run_on_files("replay", source, codec, engines, sinks, stop, settings.drift is not None)
             # Closing a sink completes its output file. After an error, `cleanup` calls `discard` of each sink instead.
             for connector in (*sinks, source):
                 connector.close()
