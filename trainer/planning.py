@@ -359,7 +359,7 @@ class RunPlanner:
             priors = finetune.adapt_priors(old_model.gaussians, data, num_old_features, seed)
             return FittedPrior(priors, gaussian_prior.MAX_ROWS)
         max_gaussians, deadline = choose_gaussians(self.settings), math.inf
-        if max_gaussians and int(data.schema.is_linear.sum()) > gaussian_prior.MAX_FEATURES:
+        if max_gaussians and int(data.schema.is_linear.sum()) > gaussian_prior.MAX_MIXTURE_FEATURES:
             return self._fit_factors(data, max_records)
         if self.state is not None:
             # A run that is continued must get the same prior again, so it must not depend on the time.

@@ -8,6 +8,7 @@ from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
+from deformer_stream.record_limits import MAX_SLOTS
 from deformer_stream.settings.base import (
     DEFAULT_MAX_AHEAD,
     Device,
@@ -784,7 +785,7 @@ class InitSettings(WindowedTableSettings, KafkaSettings):
         None, description="Length of a time window, if records are windows, such as 60s. Default: asked."
     )
     slots: int | None = Field(
-        None, ge=1, le=1000, description="Number of readings of a sensor in a window. Default: asked."
+        None, ge=1, le=MAX_SLOTS, description="Number of readings of a sensor in a window. Default: asked."
     )
     per_slot: Literal["first", "last", "mean", "min", "max"] | None = Field(
         None,
