@@ -22,7 +22,7 @@ from deformer_stream.model.deformer import DEformer, ModelConfig
 from trainer import factor_analysis, finetune, gaussian_prior
 from trainer.budget import (
     MIN_CLEAR_RATIO,
-    PROGRESS_SECONDS,
+    MessageLimiter,
     PhaseCosts,
     RecordCounts,
     StepCost,
@@ -379,16 +379,14 @@ class RunPlanner:
                     return FittedPrior(probe, PROBE_RECORDS)
         max_records = max_records or gaussian_prior.MAX_ROWS
         previous = self.budget.elapsed
-        last_message_at = previous
+        messages = MessageLimiter(self.on_message, previous)
 
         def is_time_short() -> bool:
             """Return whether a larger number of Gaussians probably takes longer than the prior may take."""
-            nonlocal previous, last_message_at
+            nonlocal previous
             now = self.budget.elapsed
             last_seconds, previous = now - previous, now
-            if now - last_message_at > PROGRESS_SECONDS:
-                last_message_at = now
-                self.on_message("fitting the Gaussian prior with more Gaussians")
+            messages.pass_on(now, lambda: "fitting the Gaussian prior with more Gaussians")
             return now + 1.5 * last_seconds > deadline
 
         return FittedPrior(

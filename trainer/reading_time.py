@@ -11,8 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-PROGRESS_SECONDS = 5.0
-"""Seconds between two messages about the progress of reading."""
+from trainer.budget import MessageLimiter
 
 READING_SHARE = 0.2
 """Share of a time limit that the statistics and the conversion of the table may take. A sample is used otherwise."""
@@ -61,9 +60,12 @@ class ReadingMonitor:
     _num_limited_passes: int = field(default=0, init=False)  # passes that must fit into the time, 0 for no limit
     _num_done: int = field(default=0, init=False)  # rows of this pass that are processed
     _started_at: float = field(default=0.0, init=False)
-    _last_message_at: float = field(default=0.0, init=False)
+    _messages: MessageLimiter = field(init=False)
     _batch_started_at: float = field(default=0.0, init=False)
     _processing_seconds: float = field(default=0.0, init=False)  # of this pass, without decoding of the file
+
+    def __post_init__(self) -> None:
+        self._messages = MessageLimiter(self.on_message, started_at=0.0)
 
     def start_pass(self, name: str, num_limited_passes: int = 0) -> None:
         """Begin to count the rows of another pass over the table.
@@ -74,7 +76,8 @@ class ReadingMonitor:
                 pass is never stopped.
         """
         self._name, self._num_limited_passes, self._num_done = name, num_limited_passes, 0
-        self._started_at = self._last_message_at = self.clock()
+        self._started_at = self.clock()
+        self._messages = MessageLimiter(self.on_message, self._started_at)
         self._processing_seconds = 0.0
 
     def begin_batch(self) -> None:
@@ -95,9 +98,8 @@ class ReadingMonitor:
         self._processing_seconds += now - self._batch_started_at
         if self.num_rows <= 0:
             return
-        if now - self._last_message_at > PROGRESS_SECONDS and self._num_done < self.num_rows:
-            self._last_message_at = now
-            self.on_message(f"{self._name}: {self._num_done:,} of {self.num_rows:,} rows")
+        if self._num_done < self.num_rows:
+            self._messages.pass_on(now, lambda: f"{self._name}: {self._num_done:,} of {self.num_rows:,} rows")
         if self._num_limited_passes:
             self._check_time(now)
 
