@@ -330,6 +330,63 @@ class Phase:
         return num_done < self.min_records or now < self._deadline
 
 
+class PhaseBudget:
+    """The time of the phases after training, from which follow their numbers of records and their deadlines.
+
+    Args:
+        budget: The time that the job may take.
+        costs: Measured costs of the phases. None without a time limit; all records are then used.
+        on_message: Called with a line of text at the beginning of each phase, and for its progress.
+    """
+
+    def __init__(self, budget: TimeBudget, costs: PhaseCosts | None, on_message: Callable[[str], None]) -> None:
+        self._budget, self._costs, self._on_message = budget, costs, on_message
+
+    def plan_counts(self, maximum: RecordCounts) -> RecordCounts:
+        """Return how many records the phases can use in the time that is left.
+
+        Args:
+            maximum: The numbers of records without a time limit, 0 for phases that are finished.
+        """
+        if self._costs is None:
+            return maximum
+        # Time that does not depend on the number of records: report, model files, end of the process.
+        fixed_seconds = self._costs.fixed
+        return plan_record_counts(self._costs, self._budget.remaining - fixed_seconds, maximum)
+
+    def start_phase(
+        self,
+        name: str,
+        num_records: int,
+        min_records: int,
+        later_seconds: float,
+        num_available: int | None = None,
+        noun: str = "record",
+    ) -> Phase:
+        """Send a message that a phase begins, and return the object that ends the phase at its deadline.
+
+        Args:
+            name: What the phase does, such as "calibrating".
+            num_records: Number of records that it uses.
+            min_records: Number of records that it uses even if the time is over.
+            later_seconds: Seconds that must be left at its end for the phases after it.
+            num_available: Number of records that it would use without a time limit. None if there is no limit.
+            noun: What is counted, for the message.
+        """
+        num_available = num_records if num_available is None else num_available
+        used = "" if num_available == num_records else f"{num_records:,} of "
+        self._on_message(f"{name}: {used}{format_count(num_available, noun)}")
+        return self.create_phase(name, num_records, min_records, later_seconds)
+
+    def create_phase(self, name: str, num_records: int, min_records: int, later_seconds: float) -> Phase:
+        """Return the object that ends a phase at its deadline, as `start_phase` does, without a message."""
+        deadline, clock = math.inf, self._budget.clock
+        if self._costs is not None:
+            limit_at = clock() + self._budget.remaining
+            deadline = limit_at - self._costs.fixed - later_seconds  # fixed: report, model files, end of the process
+        return Phase(name, num_records, min_records, deadline, clock, self._on_message)
+
+
 def measure_seconds_per_record(
     process: Callable[[int], object],
     clock: Callable[[], float],

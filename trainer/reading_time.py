@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from trainer.budget import MessageLimiter
+from trainer.budget import MessageLimiter, TimeBudget
 
 READING_SHARE = 0.2
 """Share of a time limit that the statistics and the conversion of the table may take. A sample is used otherwise."""
@@ -63,6 +63,18 @@ class ReadingMonitor:
     _messages: MessageLimiter = field(init=False)
     _batch_started_at: float = field(default=0.0, init=False)
     _processing_seconds: float = field(default=0.0, init=False)  # of this pass, without decoding of the file
+
+    @staticmethod
+    def for_job(budget: TimeBudget, on_message: Callable[[str], None], max_records: int | None) -> ReadingMonitor:
+        """Return the monitor of a training job, whose passes may take `READING_SHARE` of the remaining time.
+
+        Args:
+            budget: The time that the job may take.
+            on_message: Called with a line of text about the progress.
+            max_records: Largest number of records to use, None if only the time limits it.
+        """
+        seconds = float("inf") if budget.limit is None else READING_SHARE * budget.remaining
+        return ReadingMonitor(seconds, budget.clock, on_message, max_records=max_records)
 
     def __post_init__(self) -> None:
         self._messages = MessageLimiter(self.on_message, started_at=0.0)
