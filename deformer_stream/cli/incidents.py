@@ -193,7 +193,7 @@ def _connect(
     from connectors.kafka.ports import MissingTopic
     from connectors.kafka.state import STATE_TOPIC_SETTINGS
     from deformer_stream import log
-    from deformer_stream.cli.kafka_cluster import connect_with_patience, get_start_patience, join_group, make_cluster
+    from deformer_stream.cli.kafka_cluster import connect_with_retries, get_start_patience, join_group, make_cluster
     from deformer_stream.codec.incident_state import check_incident_state
     from deformer_stream.runtime.incident_pipeline import IncidentPipeline
     from deformer_stream.runtime.incident_plan import PlanLoader, describe_plans
@@ -235,4 +235,4 @@ def _connect(
             read_value=read_value,
         )
 
-    return connect_with_patience(connect, get_start_patience(settings), stop, metrics.record_progress, cleanup)
+    return connect_with_retries(connect, get_start_patience(settings), stop, metrics.record_progress, cleanup)

@@ -130,7 +130,7 @@ def get_start_patience(settings: StartSettings) -> float | None:
     return settings.patience if settings.http else None
 
 
-def connect_with_patience(
+def connect_with_retries(
     connect: Callable[[ExitStack], Result],
     patience: float | None,
     stop: threading.Event,
@@ -157,14 +157,14 @@ def connect_with_patience(
         Unavailable: The brokers have not responded for so long, or a topic does not exist.
         ConfigError: A setting is wrong, or the brokers refuse the connection.
     """
-    from connectors.kafka.background import call_meanwhile
+    from connectors.kafka.blocking_calls import call_meanwhile
     from connectors.kafka.client import RETRY_SECONDS
-    from connectors.kafka.patience import Patience
+    from connectors.kafka.failure_limit import FailureLimit
     from connectors.kafka.ports import MissingTopic
     from deformer_stream import log
     from deformer_stream.errors import Unavailable
 
-    failures = None if patience is None else Patience(patience, "connection_failed_retrying")
+    failures = None if patience is None else FailureLimit(patience, "connection_failed_retrying")
     while True:
         with ExitStack() as attempt:
             try:

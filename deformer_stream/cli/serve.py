@@ -170,7 +170,7 @@ def _connect(settings: ServeSettings, page: Page, stop: threading.Event, cleanup
         describe_incident_topics,
         ensure_topics,
     )
-    from deformer_stream.cli.kafka_cluster import connect_with_patience, make_cluster
+    from deformer_stream.cli.kafka_cluster import connect_with_retries, make_cluster
     from deformer_stream.page.followers import follow_logs
     from deformer_stream.page.security import is_loopback
 
@@ -192,7 +192,7 @@ def _connect(settings: ServeSettings, page: Page, stop: threading.Event, cleanup
 
     # A page that other machines can reach is supervised. A person at a terminal sees an error at once.
     patience = None if is_loopback(page.options.host) else settings.patience
-    incident_log, feedback_log = connect_with_patience(connect, patience, stop, lambda: None, cleanup)
+    incident_log, feedback_log = connect_with_retries(connect, patience, stop, lambda: None, cleanup)
     next_reading_log = KafkaNextReadingLog(cluster, next_readings_topic, reader)
     cleanup.callback(next_reading_log.close)
     page.followers = follow_logs(page.store, incident_log, feedback_log, next_reading_log)

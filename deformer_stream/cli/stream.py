@@ -381,7 +381,7 @@ def _connect_to_kafka(
     from functools import partial
 
     from connectors.kafka import KafkaEvidenceSink, KafkaNextReadingSink, KafkaSink, count_partitions
-    from deformer_stream.cli.kafka_cluster import connect_with_patience, get_start_patience, join_group, make_cluster
+    from deformer_stream.cli.kafka_cluster import connect_with_retries, get_start_patience, join_group, make_cluster
     from deformer_stream.codec.state import check_state
 
     cluster = make_cluster(settings, servers)
@@ -412,7 +412,7 @@ def _connect_to_kafka(
             sinks.append(KafkaNextReadingSink(topics.next_readings, delivery, topic, format_by_schema["next-readings"]))
         return source, sinks
 
-    return connect_with_patience(connect, get_start_patience(settings), stop, metrics.record_progress, cleanup)
+    return connect_with_retries(connect, get_start_patience(settings), stop, metrics.record_progress, cleanup)
 
 
 def build_replay() -> click.Command:
