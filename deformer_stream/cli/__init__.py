@@ -6,7 +6,7 @@ config. Each of `bridge`, `calibrate`, `completion`, `dead_letters`, `feedback`,
 
     factory              engines, codecs and sources from settings
     file_runs            runs of the pipeline on files
-    shard_run, shard_tasks, sharded_replay   runs in shards
+    shards   runs in shards
     calibration_records, record_collector, seen_records, calibration_review, recalibration_report   parts of calibrate
     incident_files, incident_delivery, proposal_report   parts of replay, incidents and propose
     kafka_cluster, mqtt  connections

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from deformer_stream.cli import factory, file_runs, shard_run
+from deformer_stream.cli import factory, file_runs
 from deformer_stream.cli.record_collector import RecordCollector
-from deformer_stream.cli.shard_tasks import prepare_calibration
+from deformer_stream.cli.shards import run as shard_run
+from deformer_stream.cli.shards.tasks import prepare_calibration
 from deformer_stream.errors import ConfigError, Unavailable
 from deformer_stream.runtime.calibration_sink import CollectedRecords
 from deformer_stream.runtime.shard_job import delete_folder, delete_leftover, lock_folder

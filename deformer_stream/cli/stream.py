@@ -444,7 +444,7 @@ def build_replay() -> click.Command:
             given_flags = {to_flag(field) for field, value in flags.items() if value is not None}
             return incident_files.replay_evidence(inputs, settings, given_flags, stop)
         if settings.output_dir is not None:
-            from deformer_stream.cli.sharded_replay import replay_in_shards
+            from deformer_stream.cli.shards.replay import replay_in_shards
 
             return replay_in_shards(inputs, settings, settings.output_dir, stop)
         drift_odds = None if settings.drift == "off" else settings.drift or factory.DEFAULT_DRIFT_ODDS
