@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from deformer_stream.cli import factory, incident_files
+from deformer_stream.cli import codecs, incident_files, input_files, served_models
 from deformer_stream.cli.examples import EXAMPLES_BY_COMMAND
 from deformer_stream.cli_utils import (
     HELP,
@@ -61,7 +61,7 @@ def build_calibrate() -> click.Command:
         run that was interrupted.
         """
         settings = load_settings(CalibrateSettings, flags, config, "calibrate")
-        factory.check_paths([*inputs, *settings.incidents], settings.model)
+        input_files.check_paths([*inputs, *settings.incidents], settings.model)
         if inputs:
             return _calibrate_on_records(inputs, settings)
         for flag in settings.list_shard_flags():
@@ -103,7 +103,7 @@ def _calibrate_on_records(inputs: Sequence[str], settings: CalibrateSettings) ->
     target = settings.out or settings.model
     model_store.check_output_directory(target)
     stop = stop_on_signals()
-    models = factory.load_model_to_calibrate(settings)
+    models = served_models.load_model_to_calibrate(settings)
     (loaded,) = models.artifact_by_name.values()
     seen_records = model_store.read_seen_records(loaded.directory, loaded.manifest)
     incidents_before = read_incident_calibration(loaded.directory)
@@ -128,7 +128,7 @@ def _calibrate_on_records(inputs: Sequence[str], settings: CalibrateSettings) ->
     if settings.order == "next":
         arrival_order = "next"
     else:
-        arrival_order = records.find_arrival_order(factory.choose_order_of_rows(loaded, settings), settings.input_order)
+        arrival_order = records.find_arrival_order(codecs.choose_order_of_rows(loaded, settings), settings.input_order)
     statistics = CalibrationStatistics(
         max_statistics=max_statistics,
         record_ids=record_ids,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from deformer_stream.cli import factory, file_runs
+from deformer_stream.cli import file_runs, input_files
 from deformer_stream.cli.record_collector import RecordCollector
 from deformer_stream.cli.shards import run as shard_run
 from deformer_stream.cli.shards.tasks import prepare_calibration
@@ -19,7 +19,7 @@ from deformer_stream.runtime.shard_job import delete_folder, delete_leftover, lo
 if TYPE_CHECKING:
     import threading
 
-    from deformer_stream.cli.factory import ServedModels
+    from deformer_stream.cli.served_models import ServedModels
     from deformer_stream.settings import CalibrateSettings
 
 
@@ -44,7 +44,7 @@ def score_records(
     """Return the records of the input, scored in this process; None if the run was interrupted."""
     (loaded,) = models.artifact_by_name.values()
     engines = models.make_engines()
-    codec, source = factory.open_inputs(inputs, models, settings)
+    codec, source = input_files.open_inputs(inputs, models, settings)
     collector = RecordCollector(loaded, settings)
     totals = file_runs.run_on_files("calibrate", source, codec, engines, collector.sinks, stop)
     source.close()

@@ -9,8 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, TypeVar
 
-from deformer_stream.cli import factory
-
 if TYPE_CHECKING:
     import threading
 
@@ -196,6 +194,11 @@ def run_pipeline(
     return pipeline.run(stop)
 
 
+def format_alphas(alphas: Sequence[float]) -> str:
+    """Return alphas (false-alarm rates) as a comma-separated text, such as "0.05, 0.01"."""
+    return ", ".join(f"{alpha:g}" for alpha in alphas)
+
+
 def summarize_totals(totals: Totals, alphas: Sequence[float], is_interrupted: bool) -> str:
     """Return the last line that `replay` prints: numbers of events, records and alerts.
 
@@ -210,7 +213,7 @@ def summarize_totals(totals: Totals, alphas: Sequence[float], is_interrupted: bo
         warnings.append("the input has no readings")
     return (
         f"{totals.events} events accepted, {totals.rejected.total()} refused{f' ({reasons})' if reasons else ''}, "
-        f"{totals.closed} records, {totals.alerts} alerts at alpha {factory.format_alphas(alphas)}"
+        f"{totals.closed} records, {totals.alerts} alerts at alpha {format_alphas(alphas)}"
         + (f", {totals.combined} readings combined with others of their time slot" if totals.combined else "")
         + (", interrupted" if is_interrupted else "")
         + "".join(f"; {warning}" for warning in warnings)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from deformer_stream.cli import factory, incident_delivery
+from deformer_stream.cli import incident_delivery, input_files, registry_clients
 from deformer_stream.cli.examples import EXAMPLES_BY_COMMAND
 from deformer_stream.cli_utils import HELP, HelpCommand, add_debug_option, is_debugging, stop_on_signals
 
@@ -110,9 +110,11 @@ def build_incidents() -> click.Command:
         with ExitStack() as cleanup:
             if settings.http:  # before a connection is made, which can wait for the end of an outage
                 cleanup.callback(start_http_server(settings.http, metrics))
-            registry = factory.open_registry(settings, settings.patience, cleanup, metrics.record_progress, stop)
-            reader = factory.make_output_reader(registry)
-            formats = factory.register_output_schemas(
+            registry = registry_clients.open_registry(
+                settings, settings.patience, cleanup, metrics.record_progress, stop
+            )
+            reader = registry_clients.make_output_reader(registry)
+            formats = registry_clients.register_output_schemas(
                 settings, registry, {} if settings.deliver_only else {"incidents": topics.incidents}
             )
             pipeline = None
@@ -157,7 +159,7 @@ def _check_models(settings: IncidentsSettings) -> None:
         )
     if settings.model is not None and settings.models is not None:
         raise ConfigError("--model and --models exclude each other: give the one that consume uses")
-    factory.check_paths([], settings.model, models=settings.models)
+    input_files.check_paths([], settings.model, models=settings.models)
 
 
 def _connect(

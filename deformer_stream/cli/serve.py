@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from deformer_stream.cli import factory
+from deformer_stream.cli import registry_clients
 from deformer_stream.cli.examples import EXAMPLES_BY_COMMAND
 from deformer_stream.cli_utils import HELP, HelpCommand, add_debug_option, is_debugging, stop_on_signals
 from deformer_stream.extras import format_remedy, is_installed
@@ -175,8 +175,8 @@ def _connect(settings: ServeSettings, page: Page, stop: threading.Event, cleanup
     from deformer_stream.page.security import is_loopback
 
     cluster = make_cluster(settings)
-    registry = factory.open_registry(settings, factory.REGISTRY_PATIENCE, cleanup, stop=stop)
-    reader = factory.make_output_reader(registry)
+    registry = registry_clients.open_registry(settings, registry_clients.REGISTRY_PATIENCE, cleanup, stop=stop)
+    reader = registry_clients.make_output_reader(registry)
     incidents_topic = settings.incidents_topic or f"{settings.topic}-incidents"
     feedback_topic = settings.feedback_topic or f"{settings.topic}-feedback"
     next_readings_topic = settings.next_readings_topic or f"{settings.topic}-next-readings"

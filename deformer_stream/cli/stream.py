@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from deformer_stream.cli import factory, file_runs, incident_files, mqtt
+from deformer_stream.cli import codecs, file_runs, incident_files, input_files, mqtt, registry_clients, served_models
 from deformer_stream.cli.examples import EXAMPLES_BY_COMMAND
 from deformer_stream.cli_utils import (
     HELP,
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from connectors.kafka.topics import TopicSpec
     from connectors.schema_registry import SchemaRegistry
-    from deformer_stream.cli.factory import ServedModels
+    from deformer_stream.cli.served_models import ServedModels
     from deformer_stream.codec import Codec
     from deformer_stream.codec.model_choice import ModelCodecs
     from deformer_stream.codec.output_formats import OutputSchema
@@ -77,7 +77,7 @@ def build_consume() -> click.Command:
         for flag, value in (("--format", settings.format), ("--output-format", settings.output_format)):
             if is_file and value != "json":
                 raise ConfigError(f"{flag} {value} is for a Kafka topic, but --source is a file: leave it out")
-        factory.check_paths([str(settings.source)] if is_file else [], settings.model, models=settings.models)
+        input_files.check_paths([str(settings.source)] if is_file else [], settings.model, models=settings.models)
         # These imports take seconds.
         from deformer_stream import log
         from deformer_stream.runtime.http_server import start_http_server
@@ -88,26 +88,28 @@ def build_consume() -> click.Command:
         log.configure(is_debugging())
         logger = log.get_logger("consume")
         # With --drift off, drift is tracked for its metric, but not reported.
-        drift_odds = math.inf if settings.drift == "off" else settings.drift or factory.DEFAULT_DRIFT_ODDS
+        drift_odds = math.inf if settings.drift == "off" else settings.drift or served_models.DEFAULT_DRIFT_ODDS
         decoding = mqtt.separate_field_names(settings) if is_mqtt else settings
-        models = factory.load_models(decoding, drift_odds, states_suspicious=has_kafka)
+        models = served_models.load_models(decoding, drift_odds, states_suspicious=has_kafka)
         engines, choice = models.make_engines(), models.choice
         metrics = Metrics()
-        reloader = factory.make_reloader(models, settings, reload_requested)
+        reloader = served_models.make_reloader(models, settings, reload_requested)
         with ExitStack() as cleanup:
             if settings.http:  # before a connection is made, which can wait for the end of an outage
                 cleanup.callback(start_http_server(settings.http, metrics))
-            registry = factory.open_registry(settings, settings.patience, cleanup, metrics.record_progress, stop)
-            translator = factory.make_translator(settings, registry, settings.max_message_bytes)
+            registry = registry_clients.open_registry(
+                settings, settings.patience, cleanup, metrics.record_progress, stop
+            )
+            translator = registry_clients.make_translator(settings, registry, settings.max_message_bytes)
 
             def make_codec(model: Artifact) -> Codec:
                 """Return the codec for a model, whose units of features are replaced first."""
-                factory.replace_units(model, settings)
+                served_models.replace_units(model, settings)
                 if is_mqtt:  # also of a model that replaces another one
                     mqtt.check_windows(settings, model.schema)
                 if choice is not None:  # the codecs of several models share the translator
-                    return factory.make_codec(model, decoding, order="arrival", model_field=choice.field)
-                return factory.make_codec(model, decoding, order="arrival", translator=translator)
+                    return codecs.make_codec(model, decoding, order="arrival", model_field=choice.field)
+                return codecs.make_codec(model, decoding, order="arrival", translator=translator)
 
             codec = models.combine_codecs(make_codec, decoding, translator)
             source, sinks = _connect(settings, models, codec, registry, metrics, stop, cleanup)
@@ -115,7 +117,7 @@ def build_consume() -> click.Command:
                 "ready",
                 model=models.fingerprint,
                 **({} if choice is None else {"models": len(models.artifact_by_name), "model_by": choice.field}),
-                alpha=factory.format_alphas(settings.alpha),
+                alpha=file_runs.format_alphas(settings.alpha),
                 source=settings.topic or settings.source,
             )
             # A file is read as fast as possible, so the number of alerts per second says nothing.
@@ -195,10 +197,10 @@ def _connect(
         check_no_overwrite([str(settings.source)], {"--alerts": settings.alerts, "--rejected": settings.rejected})
         models.check_same_form(settings)
         options = ReadOptions(
-            field_names=factory.get_field_names(settings),
+            field_names=codecs.get_field_names(settings),
             batch_events=settings.poll_messages,
             max_message_bytes=settings.max_message_bytes,
-            window_assigner=factory.make_window_assigner(next(iter(models.schema_by_name.values())), settings),
+            window_assigner=codecs.make_window_assigner(next(iter(models.schema_by_name.values())), settings),
             model_column=None if models.choice is None else models.choice.field,
         )
         try:
@@ -386,7 +388,7 @@ def _connect_to_kafka(
 
     cluster = make_cluster(settings, servers)
     topics = ConsumeTopics.from_settings(settings, topic)
-    format_by_schema = factory.register_output_schemas(settings, registry, topics.topic_by_schema)
+    format_by_schema = registry_clients.register_output_schemas(settings, registry, topics.topic_by_schema)
 
     def connect(attempt: ExitStack) -> tuple[EventSource, list[Sink]]:
         """Connect to the brokers; the connections are closed if that fails."""
@@ -435,7 +437,7 @@ def build_replay() -> click.Command:
         """
         settings = load_settings(ReplaySettings, flags, config, "replay")
         outputs = settings.get_output_by_flag() if settings.output_dir is None else {}
-        factory.check_paths(inputs, settings.model, outputs, settings.models)
+        input_files.check_paths(inputs, settings.model, outputs, settings.models)
         stop = stop_on_signals()  # before the imports below, because these take seconds
         from deformer_stream import log
 
@@ -447,10 +449,10 @@ def build_replay() -> click.Command:
             from deformer_stream.cli.shards.replay import replay_in_shards
 
             return replay_in_shards(inputs, settings, settings.output_dir, stop)
-        drift_odds = None if settings.drift == "off" else settings.drift or factory.DEFAULT_DRIFT_ODDS
-        models = factory.load_models(settings, drift_odds, settings.suspicious_records is not None)
+        drift_odds = None if settings.drift == "off" else settings.drift or served_models.DEFAULT_DRIFT_ODDS
+        models = served_models.load_models(settings, drift_odds, settings.suspicious_records is not None)
         engines = models.make_engines()
-        codec, source = factory.open_inputs(inputs, models, settings)
+        codec, source = input_files.open_inputs(inputs, models, settings)
         with ExitStack() as cleanup:
             sinks = file_runs.open_replay_sinks(settings, models.schema_by_name, cleanup, models.has_faults)
             incident_sink = incident_files.open_incident_sink(settings, cleanup) if settings.incidents else None

@@ -22,7 +22,7 @@ import deformer_stream
 from deformer_stream import model_store
 from deformer_stream.calibration.conformal import Calibration
 from deformer_stream.calibration.false_alarms import bound_false_alarms
-from deformer_stream.cli.factory import make_engine
+from deformer_stream.cli.served_models import make_engine
 from deformer_stream.codec import Codec
 from deformer_stream.codec.payloads import Messages
 from deformer_stream.engine.engine import Engine, Limits

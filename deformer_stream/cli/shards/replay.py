@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from deformer_stream import __version__
-from deformer_stream.cli import factory, incident_files
-from deformer_stream.cli.file_runs import log_columns
+from deformer_stream.cli import incident_files
+from deformer_stream.cli.file_runs import format_alphas, log_columns
 from deformer_stream.cli.shards import run as shard_run
 from deformer_stream.cli.shards.tasks import load_job_models, prepare_scoring
 from deformer_stream.cli_utils import INTERRUPTED_EXIT_CODE
@@ -102,7 +102,7 @@ def _describe_summary(summary: dict[str, Any], rate: float | None) -> str:
     warnings = [(entry["shard"], entry["warning"]) for entry in summary["warnings"]]
     return (
         f"{summary['readings']} events accepted, {rejected.total()} refused{f' ({reasons})' if reasons else ''}, "
-        f"{summary['records']} records, {summary['alerts']} alerts at alpha {factory.format_alphas(summary['alpha'])} "
+        f"{summary['records']} records, {summary['alerts']} alerts at alpha {format_alphas(summary['alpha'])} "
         f"in {summary['shards']} shards"
         + (f", {summary['combined']} readings combined with others of their time slot" if summary["combined"] else "")
         + (f", {rate:,.0f} events per second in this run" if rate is not None else "")

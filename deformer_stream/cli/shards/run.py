@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from deformer_stream import log
-from deformer_stream.cli import factory
+from deformer_stream.cli import input_files
 from deformer_stream.cli.shards.tasks import Receipt, prepare_partitioning, read_receipt
 from deformer_stream.cli_utils import is_debugging
 from deformer_stream.counts import format_count
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     import threading
 
     from connectors.files import InputFiles
-    from deformer_stream.cli.factory import ServedModels
+    from deformer_stream.cli.served_models import ServedModels
     from deformer_stream.runtime.worker_pool import Prepare
 
 
@@ -99,7 +99,7 @@ def open_job(
     Raises:
         ConfigError: The folder holds shards of another run, or readings were to be put in another order.
     """
-    opened = factory.open_input_files(inputs, models, settings)
+    opened = input_files.open_inputs_for_shards(inputs, models, settings)
     if settings.input_order not in (None, "arrival") and opened.needs_reordering:
         raise ConfigError(
             f"--order {settings.input_order} changes the order of rows that are single readings, for which all of them "

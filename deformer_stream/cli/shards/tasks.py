@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Generic
 import numpy as np
 
 from deformer_stream import log
-from deformer_stream.cli import factory, file_runs
+from deformer_stream.cli import codecs, file_runs, input_files, served_models
 from deformer_stream.durable_file import replace_file
 from deformer_stream.errors import ArtifactError, InputError
 from deformer_stream.runtime.shard_job import (
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from connectors.files import InputFiles
-    from deformer_stream.cli.factory import ServedModels
+    from deformer_stream.cli.served_models import ServedModels
     from deformer_stream.codec.payloads import Payload
     from deformer_stream.runtime.pipeline import Totals
     from deformer_stream.runtime.ports import Clock, Sink
@@ -53,7 +53,7 @@ def prepare_partitioning(job: AnyShardJob) -> Callable[[int, Report], Receipt]:
     files = _open_files(job, models)
     # All models have windows or none has.
     schema = next(iter(models.schema_by_name.values()))
-    has_windows = factory.make_window_assigner(schema, job.settings) is not None
+    has_windows = codecs.make_window_assigner(schema, job.settings) is not None
 
     def partition(part: int, report: Report) -> Receipt:
         """Write the rows of a part of the input to a file for each shard; return the number of rows of each."""
@@ -65,7 +65,7 @@ def prepare_partitioning(job: AnyShardJob) -> Callable[[int, Report], Receipt]:
                 files.iterate(start, stop),
                 temporary,
                 job.plan.num_shards,
-                factory.make_row_codecs(models, job.settings),
+                input_files.make_row_codecs(models, job.settings),
                 has_windows,
                 job.settings.record_timeout is not None,
                 report,
@@ -136,13 +136,13 @@ def load_job_models(settings: ReplaySettings | CalibrateSettings, warns: bool = 
 
     Args:
         settings: Options of the command.
-        warns: Whether warnings are logged, as by `factory.load_model`.
+        warns: Whether warnings are logged, as by `served_models.load_model`.
     """
     from deformer_stream.settings import CalibrateSettings
 
     if isinstance(settings, CalibrateSettings):
-        return factory.load_model_to_calibrate(settings)
-    return factory.load_models(settings, None, settings.suspicious_records is not None, warns=warns)
+        return served_models.load_model_to_calibrate(settings)
+    return served_models.load_models(settings, None, settings.suspicious_records is not None, warns=warns)
 
 
 def _prepare_process(job: AnyShardJob) -> ServedModels:
@@ -186,7 +186,7 @@ def _open_files(job: AnyShardJob, models: ServedModels) -> InputFiles:
             raise InputError(f"{changed}: the input has changed while it was read; delete {job.folder} and start again")
         return files
 
-    return factory.open_input_files(job.inputs, models, job.settings, choose)
+    return input_files.open_inputs_for_shards(job.inputs, models, job.settings, choose)
 
 
 class _Shard(Generic[JobSettings]):
@@ -217,14 +217,14 @@ class _Shard(Generic[JobSettings]):
         job, number = self.job, self._number
         clock: Clock = EventClock()
         payloads: Iterator[Payload | None]
-        batch_events = factory.choose_batch_events(self.models)
+        batch_events = input_files.choose_batch_events(self.models)
         if self._files is not None:
             payloads = self._files.iterate(*job.plan.ranges[number])
         elif job.settings.record_timeout is None:
             payloads = _read_partitioned(job, number, batch_events)
         else:
             payloads, clock = _repeat_polls(job, number, batch_events)
-        codec, engines = factory.make_row_codecs(self.models, job.settings), self.models.make_engines()
+        codec, engines = input_files.make_row_codecs(self.models, job.settings), self.models.make_engines()
         never = threading.Event()  # a process that must stop is ended
         return file_runs.run_pipeline(PayloadSource(payloads), codec, engines, sinks, clock, never, self._count_rows)
 
