@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,8 +40,11 @@ if TYPE_CHECKING:
     from deformer_stream.codec import Codec
     from deformer_stream.codec.model_choice import ModelCodecs
     from deformer_stream.codec.output_formats import OutputSchema
+    from deformer_stream.engine.engine import Engine
+    from deformer_stream.engine.engine_set import EngineSet
     from deformer_stream.model_store import Artifact
     from deformer_stream.runtime.metrics import Metrics
+    from deformer_stream.runtime.pipeline import Pipeline
     from deformer_stream.runtime.ports import EventSource, Sink
     from deformer_stream.settings import ConsumeSettings
 
@@ -70,86 +74,130 @@ def build_consume() -> click.Command:
         process.shorten_switch_interval()
         process.limit_malloc_arenas()
         settings = load_settings(ConsumeSettings, flags, config, "consume")
-        is_mqtt = settings.mqtt_address is not None
-        mqtt.refuse_flags(flags, is_mqtt)
-        has_kafka = _find_kafka_topic(settings)[1] is not None
-        is_file = not (is_mqtt or has_kafka)
+        mqtt.refuse_flags(flags, settings.mqtt_address is not None)
+        is_file = _reads_file(settings)
         for flag, value in (("--format", settings.format), ("--output-format", settings.output_format)):
             if is_file and value != "json":
                 raise ConfigError(f"{flag} {value} is for a Kafka topic, but --source is a file: leave it out")
         input_files.check_paths([str(settings.source)] if is_file else [], settings.model, models=settings.models)
-        # These imports take seconds.
-        from deformer_stream import log
-        from deformer_stream.runtime.http_server import start_http_server
-        from deformer_stream.runtime.metrics import Metrics
-        from deformer_stream.runtime.pipeline import Pipeline
-        from deformer_stream.runtime.timing import WallClock
-
-        log.configure(is_debugging())
-        logger = log.get_logger("consume")
-        # With --drift off, drift is tracked for its metric, but not reported.
-        drift_odds = math.inf if settings.drift == "off" else settings.drift or served_models.DEFAULT_DRIFT_ODDS
-        decoding = mqtt.separate_field_names(settings) if is_mqtt else settings
-        models = served_models.load_models(decoding, drift_odds, states_suspicious=has_kafka)
-        engines, choice = models.make_engines(), models.choice
-        metrics = Metrics()
-        reloader = served_models.make_reloader(models, settings, reload_requested)
-        with ExitStack() as cleanup:
-            if settings.http:  # before a connection is made, which can wait for the end of an outage
-                cleanup.callback(start_http_server(settings.http, metrics))
-            registry = registry_clients.open_registry(
-                settings, settings.patience, cleanup, metrics.record_progress, stop
-            )
-            translator = registry_clients.make_translator(settings, registry, settings.max_message_bytes)
-
-            def make_codec(model: Artifact) -> Codec:
-                """Return the codec for a model, whose units of features are replaced first."""
-                served_models.replace_units(model, settings)
-                if is_mqtt:  # also of a model that replaces another one
-                    mqtt.check_windows(settings, model.schema)
-                if choice is not None:  # the codecs of several models share the translator
-                    return codecs.make_codec(model, decoding, order="arrival", model_field=choice.field)
-                return codecs.make_codec(model, decoding, order="arrival", translator=translator)
-
-            codec = models.combine_codecs(make_codec, decoding, translator)
-            source, sinks = _connect(settings, models, codec, registry, metrics, stop, cleanup)
-            logger.info(
-                "ready",
-                model=models.fingerprint,
-                **({} if choice is None else {"models": len(models.artifact_by_name), "model_by": choice.field}),
-                alpha=file_runs.format_alphas(settings.alpha),
-                source=settings.topic or settings.source,
-            )
-            # A file is read as fast as possible, so the number of alerts per second says nothing.
-            is_unlimited = is_file or settings.max_alert_rate in ("off", 0)
-            max_alert_rate = None if is_unlimited else float(settings.max_alert_rate)
-            pipeline = Pipeline(
-                source,
-                codec,
-                engines,
-                sinks=sinks,
-                clock=WallClock(),
-                metrics=metrics,
-                is_finite=is_file,
-                max_wait=settings.max_wait,
-                commit_interval=settings.commit_interval,
-                snapshot_interval=settings.snapshot_interval,
-                open_records=settings.open_records,
-                take_new_model=reloader.take_new_model,
-                make_codec=make_codec,
-                make_engine=models.make_engine,
-                # The terminal shows each alert once: as a line of `TerminalAlerts`.
-                log_alerts=not (_is_terminal(settings.alerts) and sys.stderr.isatty()),
-                send_drift_notices=settings.drift is not None,
-                max_alert_rate=max_alert_rate,
-                saves_event_times=settings.evidence == "on",
-            )
-            # Garbage collection of the loaded modules and the model would only delay alerts.
-            with process.frozen_gc():
-                totals = pipeline.run(stop)
-        logger.info("stopped", **totals.to_log_fields(), open=pipeline.num_open_records)
+        _score_stream(settings, stop, reload_requested)
 
     return consume
+
+
+def _reads_file(settings: ConsumeSettings) -> bool:
+    """Return whether `consume` reads a file or standard input, and not a broker."""
+    return settings.mqtt_address is None and _find_kafka_topic(settings)[1] is None
+
+
+def _score_stream(settings: ConsumeSettings, stop: threading.Event, reload_requested: threading.Event) -> None:
+    """Connect the source, the engines and the sinks of `consume`, and score events until `stop` is set.
+
+    Args:
+        settings: Options of `consume`.
+        stop: Set when the command must end.
+        reload_requested: Set when the model directory must be read again.
+
+    Raises:
+        DeformerError: An option, the model or the source cannot be used.
+    """
+    # These imports take seconds.
+    from deformer_stream import log
+    from deformer_stream.runtime.http_server import start_http_server
+    from deformer_stream.runtime.metrics import Metrics
+
+    log.configure(is_debugging())
+    logger = log.get_logger("consume")
+    is_mqtt = settings.mqtt_address is not None
+    has_kafka = _find_kafka_topic(settings)[1] is not None
+    # With --drift off, drift is tracked for its metric, but not reported.
+    drift_odds = math.inf if settings.drift == "off" else settings.drift or served_models.DEFAULT_DRIFT_ODDS
+    decoding = mqtt.separate_field_names(settings) if is_mqtt else settings
+    models = served_models.load_models(decoding, drift_odds, states_suspicious=has_kafka)
+    engines, choice = models.make_engines(), models.choice
+    metrics = Metrics()
+    reloader = served_models.make_reloader(models, settings, reload_requested)
+    with ExitStack() as cleanup:
+        if settings.http:  # before a connection is made, which can wait for the end of an outage
+            cleanup.callback(start_http_server(settings.http, metrics))
+        registry = registry_clients.open_registry(settings, settings.patience, cleanup, metrics.record_progress, stop)
+        translator = registry_clients.make_translator(settings, registry, settings.max_message_bytes)
+
+        def make_codec(model: Artifact) -> Codec:
+            """Return the codec for a model, whose units of features are replaced first."""
+            served_models.replace_units(model, settings)
+            if is_mqtt:  # also of a model that replaces another one
+                mqtt.check_windows(settings, model.schema)
+            if choice is not None:  # the codecs of several models share the translator
+                return codecs.make_codec(model, decoding, order="arrival", model_field=choice.field)
+            return codecs.make_codec(model, decoding, order="arrival", translator=translator)
+
+        codec = models.combine_codecs(make_codec, decoding, translator)
+        source, sinks = _connect(settings, models, codec, registry, metrics, stop, cleanup)
+        logger.info(
+            "ready",
+            model=models.fingerprint,
+            **({} if choice is None else {"models": len(models.artifact_by_name), "model_by": choice.field}),
+            alpha=file_runs.format_alphas(settings.alpha),
+            source=settings.topic or settings.source,
+        )
+        pipeline = _make_pipeline(
+            settings,
+            source,
+            codec,
+            engines,
+            sinks,
+            metrics,
+            take_new_model=reloader.take_new_model,
+            make_codec=make_codec,
+            make_engine=models.make_engine,
+        )
+        # Garbage collection of the loaded modules and the model would only delay alerts.
+        with process.frozen_gc():
+            totals = pipeline.run(stop)
+    logger.info("stopped", **totals.to_log_fields(), open=pipeline.num_open_records)
+
+
+def _make_pipeline(
+    settings: ConsumeSettings,
+    source: EventSource,
+    codec: Codec | ModelCodecs,
+    engines: EngineSet,
+    sinks: Sequence[Sink],
+    metrics: Metrics,
+    *,
+    take_new_model: Callable[[], tuple[str, Artifact] | None],
+    make_codec: Callable[[Artifact], Codec],
+    make_engine: Callable[[Artifact], Engine],
+) -> Pipeline:
+    """Return the pipeline of `consume`. The arguments are those of `Pipeline`, which the options complete."""
+    from deformer_stream.runtime.pipeline import Pipeline
+    from deformer_stream.runtime.timing import WallClock
+
+    is_file = _reads_file(settings)
+    # A file is read as fast as possible, so the number of alerts per second says nothing.
+    is_unlimited = is_file or settings.max_alert_rate in ("off", 0)
+    return Pipeline(
+        source,
+        codec,
+        engines,
+        sinks=sinks,
+        clock=WallClock(),
+        metrics=metrics,
+        is_finite=is_file,
+        max_wait=settings.max_wait,
+        commit_interval=settings.commit_interval,
+        snapshot_interval=settings.snapshot_interval,
+        open_records=settings.open_records,
+        take_new_model=take_new_model,
+        make_codec=make_codec,
+        make_engine=make_engine,
+        # The terminal shows each alert once: as a line of `TerminalAlerts`.
+        log_alerts=not (_is_terminal(settings.alerts) and sys.stderr.isatty()),
+        send_drift_notices=settings.drift is not None,
+        max_alert_rate=None if is_unlimited else float(settings.max_alert_rate),
+        saves_event_times=settings.evidence == "on",
+    )
 
 
 def _connect(
