@@ -28,7 +28,8 @@ from deformer_stream.codec import Codec
 from deformer_stream.codec.payloads import Messages
 from deformer_stream.codec.state import encode_snapshot
 from deformer_stream.engine.engine import Engine, Limits
-from deformer_stream.engine.events import NO_TIME
+from deformer_stream.engine.engine_set import EngineSet
+from deformer_stream.engine.events import NO_TIME, ONLY_MODEL
 from deformer_stream.runtime import pipeline as pipeline_module
 from deformer_stream.runtime.metrics import Metrics
 from deformer_stream.runtime.pipeline import Pipeline
@@ -139,7 +140,17 @@ def make_pipeline(version: Any, source: MemoryGroup, **others: Any) -> Pipeline:
     limits = Limits(max_open_records=2**40, max_record_bytes=2**40)
     engine = Engine(version.scoring_model, version.calibration, version.fingerprint, 0.01, limits)
     codec, clock, metrics = Codec(version.schema), WallClock(), Metrics()
-    return Pipeline(source, codec, engine, [], clock, metrics, is_finite=False, open_records="rescore", **others)
+    return Pipeline(
+        source,
+        codec,
+        EngineSet.of_only_model(engine),
+        [],
+        clock,
+        metrics,
+        is_finite=False,
+        open_records="rescore",
+        **others,
+    )
 
 
 def make_lines(options: argparse.Namespace) -> dict[int, list[bytes]]:
@@ -165,11 +176,16 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
         if not source.is_sent or pipeline.totals.events < options.records * options.readings:
             return None
         if changed_at == math.inf:
-            snapshots.update({p: encode_snapshot(pipeline.engine.snapshot(p, 0)) for p in source.assigned_partitions})
+            snapshots.update(
+                {
+                    p: encode_snapshot(pipeline.engines.engine_by_name[ONLY_MODEL].snapshot(p, 0))
+                    for p in source.assigned_partitions
+                }
+            )
             source.poll_times.append((time.monotonic(), time.monotonic()))
             changed_at = time.monotonic()
-            return new
-        if not source.waiting_partitions and not pipeline.engine.partitions_to_rescore:
+            return ONLY_MODEL, new
+        if not source.waiting_partitions and not pipeline.engines.partitions_to_rescore:
             done_at = min(done_at, time.monotonic())
             if time.monotonic() - done_at > 1.0:
                 stop.set()

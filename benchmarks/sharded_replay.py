@@ -72,7 +72,7 @@ from benchmarks.command import (
 from benchmarks.feed import OUTLIER_VALUE, make_model, make_quiet_calibration
 from benchmarks.stream import format_table
 from deformer_stream import model_store
-from deformer_stream.cli.shard_tasks import read_receipt
+from deformer_stream.cli.shards.tasks import read_receipt
 from deformer_stream.codec.columns import encode_distinct
 from deformer_stream.codec.tables import mix_bits
 from tests.conftest import ROOT

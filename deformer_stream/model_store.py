@@ -560,7 +560,9 @@ def resolve_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise ConfigError(f"--device {name}: PyTorch knows no such device; use --device cpu, cuda or auto") from None
+        raise ConfigError(
+            f"--device {name}: PyTorch has no device of this name; use --device cpu, cuda or auto"
+        ) from None
     num_gpus = torch.cuda.device_count() if device.type == "cuda" and torch.cuda.is_available() else 0
     if device.type == "cuda" and (device.index or 0) >= num_gpus:
         found = f"there is only {format_count(num_gpus, 'usable GPU')}" if num_gpus else "there is no usable GPU"

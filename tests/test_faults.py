@@ -6,6 +6,7 @@ import json
 import pickle
 import shutil
 import threading
+import time
 from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -329,9 +330,9 @@ def test_a_new_classifier_is_reloaded_without_a_new_model(taught: Path, tmp_path
     reloader = ModelReloader(model_store.read(directory), "cpu", requested)
     learn(directory, write_labelled(tmp_path / "faults.parquet", {LABEL: 9}))
     requested.set()
-    artifact = None
-    while artifact is None:
-        artifact = reloader.take_new_model()
+    while (found := reloader.take_new_model()) is None:
+        time.sleep(0.01)
+    _, artifact = found
     assert artifact.fault_classifier is not None
     assert artifact.fault_classifier.names == (LABEL,)
 

@@ -243,7 +243,7 @@ def test_new_calibration_replaces_the_model_and_is_reloaded(cli: Run, tmp_path: 
     reload_requested.set()  # like SIGHUP
     while (found := reloader.take_new_model()) is None:
         time.sleep(0.01)
-    assert found.fingerprint == after.fingerprint
+    assert found[1].fingerprint == after.fingerprint
     assert sorted(p.name for p in tmp_path.iterdir()) == ["model", "new.jsonl"]
 
 

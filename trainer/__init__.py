@@ -21,7 +21,7 @@ A job prepares the table, fits the prior, trains the network, calibrates, evalua
     alert_prior, prefix_tails  the term of the Gaussian prior in the alert; lines of the terms by length of prefix
     alert_distance             training records that are stored for the alert, and whether the order of rows matters
     evaluate, irregular_evaluation, report, irregular_report, training_warnings   held-out figures, report and warnings
-    finetune, fleet, fleet_tables   adapting a model (`--init-from`); a model for each type of machine (`--per`)
+    finetune, per_value, per_value_tables   adapting a model (`--init-from`); a model for each type of machine (`--per`)
     faults, fault_training     names of faults from labelled records
     event_sets, equal_time, sequence_classifier   a classifier of partially ordered sequences, apart from the density
 """

@@ -42,7 +42,7 @@ Ints = NDArray[np.int64]
 
 MAX_ALERT_EXEMPLARS = 1024
 """Largest number of stored records by default. Twice as many detect no more (docs/experiments/32-…)."""
-MAX_FEATURES = 200
+MAX_DISTANCE_FEATURES = 200
 """Largest number of features with which the distance is used by default. Among more, all records are equally far."""
 MIN_EXCESS = 0.1
 """Smallest mean excess of the tail, in typical differences of one feature. If most records equal each other, a small
@@ -81,13 +81,13 @@ def add_alert_distance(
         order: The arrival-order distribution (`calibrate.choose_order`).
         seed: Seed of the random choices.
         max_exemplars: Largest number of stored records, 0 or 1 for none. None for the default, which is 0 if the table
-            is not suited (`MIN_RECORDS`, `MAX_FEATURES`, `MAX_ROW_ORDER_RATIO`).
+            is not suited (`MIN_RECORDS`, `MAX_DISTANCE_FEATURES`, `MAX_ROW_ORDER_RATIO`).
     """
     rows = np.flatnonzero((data.split == Split.TRAIN) | (data.split == Split.VALIDATION))
     model.alert_distance = None
     model.config = replace(model.config, alert_exemplars=0)
     num_counted = int((~data.schema.is_context).sum())
-    is_suited = len(rows) >= MIN_RECORDS and 0 < num_counted <= MAX_FEATURES
+    is_suited = len(rows) >= MIN_RECORDS and 0 < num_counted <= MAX_DISTANCE_FEATURES
     limit = MAX_ALERT_EXEMPLARS if max_exemplars is None else max_exemplars
     # A record that is stored itself needs another one to be compared with.
     if min(limit, len(rows)) < 2 or not num_counted or (max_exemplars is None and not is_suited):

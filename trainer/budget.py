@@ -20,7 +20,7 @@ from deformer_stream.calibration.conformal import DEFAULT_ALPHAS, Calibration
 from deformer_stream.counts import format_count
 
 PROGRESS_SECONDS = 5.0
-"""Seconds between two messages about the progress of a phase (a step of the work after training)."""
+"""Seconds between two messages about the progress of one piece of work."""
 
 MIN_MEASURED_SECONDS = 0.05
 """A time measurement is accepted if it took at least this many seconds. Shorter ones are repeated with more records."""
@@ -266,6 +266,29 @@ def plan_record_counts(costs: PhaseCosts, seconds: float, maximum: RecordCounts)
     )
 
 
+class MessageLimiter:
+    """Passes on a message at most every `PROGRESS_SECONDS`.
+
+    Args:
+        on_message: Called with a line of text.
+        started_at: Value of the clock when the work began; the first message is passed on `PROGRESS_SECONDS` later.
+    """
+
+    def __init__(self, on_message: Callable[[str], None], started_at: float) -> None:
+        self._on_message, self._last_message_at = on_message, started_at
+
+    def pass_on(self, now: float, make_message: Callable[[], str]) -> None:
+        """Pass on a message, unless the last one was less than `PROGRESS_SECONDS` ago.
+
+        Args:
+            now: The current value of the clock.
+            make_message: Returns the message; it is called only if the message is passed on.
+        """
+        if now - self._last_message_at > PROGRESS_SECONDS:
+            self._last_message_at = now
+            self._on_message(make_message())
+
+
 class Phase:
     """The progress and the deadline of one phase after training, such as calibration, that processes many records.
 
@@ -290,8 +313,8 @@ class Phase:
         on_message: Callable[[str], None] = lambda line: None,
     ) -> None:
         self.name, self.num_records, self.min_records = name, num_records, min_records
-        self._deadline, self._clock, self._on_message = deadline, clock, on_message
-        self._last_message_at = clock()  # progress messages are limited to one every PROGRESS_SECONDS
+        self._deadline, self._clock = deadline, clock
+        self._messages = MessageLimiter(on_message, clock())
 
     def should_continue(self, num_done: int) -> bool:
         """Return whether to process more records, and send a progress message every `PROGRESS_SECONDS`.
@@ -300,10 +323,68 @@ class Phase:
             num_done: Number of records that are processed. Below `min_records` the result is always True.
         """
         now = self._clock()
-        if num_done and now - self._last_message_at > PROGRESS_SECONDS:
-            self._last_message_at = now
-            self._on_message(f"{self.name}: {num_done:,} of {format_count(self.num_records, 'record')}")
+        if num_done:
+            self._messages.pass_on(
+                now, lambda: f"{self.name}: {num_done:,} of {format_count(self.num_records, 'record')}"
+            )
         return num_done < self.min_records or now < self._deadline
+
+
+class PhaseBudget:
+    """The time of the phases after training, from which follow their numbers of records and their deadlines.
+
+    Args:
+        budget: The time that the job may take.
+        costs: Measured costs of the phases. None without a time limit; all records are then used.
+        on_message: Called with a line of text at the beginning of each phase, and for its progress.
+    """
+
+    def __init__(self, budget: TimeBudget, costs: PhaseCosts | None, on_message: Callable[[str], None]) -> None:
+        self._budget, self._costs, self._on_message = budget, costs, on_message
+
+    def plan_counts(self, maximum: RecordCounts) -> RecordCounts:
+        """Return how many records the phases can use in the time that is left.
+
+        Args:
+            maximum: The numbers of records without a time limit, 0 for phases that are finished.
+        """
+        if self._costs is None:
+            return maximum
+        # Time that does not depend on the number of records: report, model files, end of the process.
+        fixed_seconds = self._costs.fixed
+        return plan_record_counts(self._costs, self._budget.remaining - fixed_seconds, maximum)
+
+    def start_phase(
+        self,
+        name: str,
+        num_records: int,
+        min_records: int,
+        later_seconds: float,
+        num_available: int | None = None,
+        noun: str = "record",
+    ) -> Phase:
+        """Send a message that a phase begins, and return the object that ends the phase at its deadline.
+
+        Args:
+            name: What the phase does, such as "calibrating".
+            num_records: Number of records that it uses.
+            min_records: Number of records that it uses even if the time is over.
+            later_seconds: Seconds that must be left at its end for the phases after it.
+            num_available: Number of records that it would use without a time limit. None if there is no limit.
+            noun: What is counted, for the message.
+        """
+        num_available = num_records if num_available is None else num_available
+        used = "" if num_available == num_records else f"{num_records:,} of "
+        self._on_message(f"{name}: {used}{format_count(num_available, noun)}")
+        return self.create_phase(name, num_records, min_records, later_seconds)
+
+    def create_phase(self, name: str, num_records: int, min_records: int, later_seconds: float) -> Phase:
+        """Return the object that ends a phase at its deadline, as `start_phase` does, without a message."""
+        deadline, clock = math.inf, self._budget.clock
+        if self._costs is not None:
+            limit_at = clock() + self._budget.remaining
+            deadline = limit_at - self._costs.fixed - later_seconds  # fixed: report, model files, end of the process
+        return Phase(name, num_records, min_records, deadline, clock, self._on_message)
 
 
 def measure_seconds_per_record(

@@ -102,9 +102,9 @@ def command(tables: tuple[Path, ...], config: Path | None, **flags: Any) -> int:
         budget = TimeBudget(settings.max_time, ranks.read_clock, spent=ranks.broadcast(seconds_so_far))
         try:
             if settings.per is not None:
-                from trainer.fleet import train_per_value
+                from trainer.per_value import train_per_value
 
-                fleet = train_per_value(
+                trained = train_per_value(
                     tables,
                     settings,
                     on_status=display,
@@ -113,7 +113,7 @@ def command(tables: tuple[Path, ...], config: Path | None, **flags: Any) -> int:
                     budget=budget,
                     ranks=ranks,
                 )
-                click.echo(console.format_fleet(fleet, settings.per))
+                click.echo(console.format_models_per_value(trained, settings.per))
                 return 0
             if not ranks.is_first and not settings.irregular:
                 run_worker_rank(tables, settings, stop_signals, budget, ranks)

@@ -14,9 +14,9 @@ from deformer_stream import log
 from deformer_stream.calibration.conformal import DEFAULT_ALPHAS
 from deformer_stream.counts import format_count
 from trainer.fit import TrainingStatus
-from trainer.fleet import FleetOutput
 from trainer.irregular_job import IrregularOutput
 from trainer.job import TrainingOutput
+from trainer.per_value import PerValueOutput
 from trainer.report import describe_expected_alerts
 
 SECONDS_BETWEEN_LINES = 5.0
@@ -177,21 +177,21 @@ def format_summary(result: TrainingOutput | IrregularOutput) -> str:
     )
 
 
-def format_fleet(fleet: FleetOutput, column: str) -> str:
+def format_models_per_value(result: PerValueOutput, column: str) -> str:
     """Return the lines that are printed after the training of one model for each value of a column (`--per`).
 
     Args:
-        fleet: The models.
+        result: The models.
         column: The column.
     """
-    width = max(len(member.value) for member in fleet.members)
+    width = max(len(model.value) for model in result.models)
     lines = []
-    for member in fleet.members:
-        start = "adapted from the fleet model" if member.entry.adapted else "trained on its own records"
+    for model in result.models:
+        start = "adapted from the fleet model" if model.entry.adapted else "trained on its own records"
         held_out = "finished in an earlier run"
-        if isinstance(member.output, TrainingOutput | IrregularOutput):
-            held_out = _describe_held_out(member.output)
-        records = format_count(member.entry.records, "record")
-        lines.append(f"{member.value:<{width}}  {records}, {start}; {held_out}")
-    lines += [f"warning: {column} {value!r} has no new model: {why}" for value, why in fleet.reason_by_value.items()]
-    return "\n".join([*lines, f"written: {format_count(len(fleet.members), 'model')} in {fleet.directory}"])
+        if isinstance(model.output, TrainingOutput | IrregularOutput):
+            held_out = _describe_held_out(model.output)
+        records = format_count(model.entry.records, "record")
+        lines.append(f"{model.value:<{width}}  {records}, {start}; {held_out}")
+    lines += [f"warning: {column} {value!r} has no new model: {why}" for value, why in result.reason_by_value.items()]
+    return "\n".join([*lines, f"written: {format_count(len(result.models), 'model')} in {result.directory}"])

@@ -28,6 +28,7 @@ from deformer_stream.errors import ConfigError, InputError, map_write_errors
 from deformer_stream.model.schema import SECONDS_PER_DAY, Feature, FeatureKind, Schema
 from deformer_stream.model.time_slots import collapse_time_slots, expand_time_slots
 from deformer_stream.model.windows import Window, format_duration
+from deformer_stream.record_limits import MAX_FEATURES
 from deformer_stream.runtime.repeated_readings import compute_max_slots
 from deformer_stream.settings.base import Layout
 from deformer_stream.tables.table import TableOptions, describe_bad_rows, join_names
@@ -96,9 +97,6 @@ MIN_VALIDATION = 4
 
 MIN_RECORDS = 20
 """Smallest number of normal records that a training table must have."""
-
-MAX_FEATURES = 4096
-"""Largest number of features of a record. The time to score a record grows with the square of their number."""
 
 CHUNK_ROWS = 16_384
 """Rows of a matrix on disk that are processed at once, so that a large matrix need not fit into memory."""

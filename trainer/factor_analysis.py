@@ -1,9 +1,9 @@
 """Fit the Gaussian prior of wide records: a factor analysis, whose conditionals are given to the network as input.
 
 A mixture of Gaussians with full covariances (`trainer.gaussian_prior`) costs time that grows with the square of the
-number of earlier readings. For records with more features than `gaussian_prior.MAX_FEATURES`, the covariance is that of
-a factor analysis in its place: A = B Bᵀ + diag(ψ), where the R columns of B say how each feature follows R common
-factors. It needs few records, because it has few parameters. It is fitted by expectation-maximisation (Rubin and
+number of earlier readings. For records with more features than `gaussian_prior.MAX_MIXTURE_FEATURES`, the covariance is
+that of a factor analysis in its place: A = B Bᵀ + diag(ψ), where the R columns of B say how each feature follows R
+common factors. It needs few records, because it has few parameters. It is fitted by expectation-maximisation (Rubin and
 Thayer, "EM algorithms for ML factor analysis", 1982), and the likelihood of held-out records chooses R.
 
 Scoring conditions a reading on the `NEIGHBORS` earlier readings that are most correlated with it. This is the Gaussian

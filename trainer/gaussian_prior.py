@@ -32,7 +32,7 @@ NUM_FOLDS = 5
 MAX_ROWS = 6000
 """Largest number of training records to which the mixture is fitted. More records improve it little."""
 
-MAX_FEATURES = 64
+MAX_MIXTURE_FEATURES = 64
 """Largest number of continuous features for which a prior is fitted.
 
 With more features, its Cholesky factors would take longer to compute than the network.
@@ -188,7 +188,7 @@ def fit_priors(
     Returns:
         The prior and its variants. The records are divided at random into `NUM_FOLDS` folds, and each variant is fitted
         without the records of one fold. None if `max_components` is 0, or if there are no continuous features or more
-        than `MAX_FEATURES`.
+        than `MAX_MIXTURE_FEATURES`.
     """
     linear_codes = np.flatnonzero(data.schema.is_linear)
     rng = np.random.default_rng([seed, FIT_SEED])
@@ -196,7 +196,7 @@ def fit_priors(
     rows = data.select_rows(Split.TRAIN)
     if len(rows) > max_rows:
         rows = np.sort(rng.choice(rows, max_rows, replace=False))
-    if max_components < 1 or not 0 < len(linear_codes) <= MAX_FEATURES:
+    if max_components < 1 or not 0 < len(linear_codes) <= MAX_MIXTURE_FEATURES:
         return None
     values, _ = read_rows(data, rows)
     # Readings of a sensor with a limited resolution get uniform noise of the width of its step, as in training.

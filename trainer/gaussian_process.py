@@ -29,7 +29,7 @@ from deformer_stream.model.gaussian_process import GaussianProcessPrior, Neighbo
 from deformer_stream.model.process_conditionals import condition_in_order, is_exact, predict_from_others
 from deformer_stream.model.schema import Schema
 from deformer_stream.model.time_inputs import find_previous_of_sensor
-from trainer.budget import PROGRESS_SECONDS
+from trainer.budget import MessageLimiter
 from trainer.examples import BlockExamples
 from trainer.sampling import create_generator
 
@@ -218,7 +218,8 @@ def _run_rounds(
     if is_exact_imputation:
         learning_rate, betas, max_rounds = EXACT_LEARNING_RATE, EXACT_BETAS, MAX_EXACT_ROUNDS
     optimizer = torch.optim.Adam(parameters.parameters(), lr=learning_rate, betas=betas)
-    started = last_message_at = clock()
+    started = clock()
+    messages = MessageLimiter(on_message, started)
     num_rounds, step = 0, 0
     compute_loss: Callable[[], Tensor] | None = None
     total_steps = max_rounds * STEPS_PER_ROUND
@@ -239,9 +240,8 @@ def _run_rounds(
             progress = max(step / total_steps, (now - started) / max(seconds, 1e-9)) if step else 0.0
             if progress >= 1.0:
                 break
-            if losses and now - last_message_at > PROGRESS_SECONDS:
-                last_message_at = now
-                on_message(f"fitting the Gaussian process prior: {progress:.0%} done, −ln p is {losses[-1]:.3f} nats")
+            if losses:
+                messages.pass_on(now, partial(_describe_progress, progress, losses[-1]))
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate * (1.0 - progress)
             parameters.fill(process)
@@ -296,6 +296,11 @@ def _compute_gradient(parameters: nn.Module, compute_loss: Callable[[], Tensor])
     gradients = [parameter.grad for parameter in parameters.parameters() if parameter.grad is not None]
     is_finite = all(bool(torch.isfinite(tensor).all()) for tensor in (loss, *gradients))
     return float(loss.detach()) if is_finite else None
+
+
+def _describe_progress(progress: float, loss: float) -> str:
+    """Return a message about the progress of the fit, from 0 to 1, and the last loss."""
+    return f"fitting the Gaussian process prior: {progress:.0%} done, −ln p is {loss:.3f} nats"
 
 
 def _prepare_loss(

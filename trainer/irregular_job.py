@@ -33,7 +33,7 @@ from deformer_stream.model.deformer import DEformer
 from trainer.budget import (
     MIN_HELD_OUT_PASSES,
     Costs,
-    Phase,
+    PhaseBudget,
     PhaseCosts,
     RecordCounts,
     StepCost,
@@ -42,8 +42,6 @@ from trainer.budget import (
     combine_costs,
     compute_min_counts,
     measure_seconds_per_record,
-    measure_step_cost,
-    plan_record_counts,
 )
 from trainer.calibrate import build_calibration
 from trainer.cusum_scale import (
@@ -73,13 +71,16 @@ from trainer.job_output import JobOutput, summarize_job
 from trainer.planning import (
     PRIOR_SHARE,
     SAFETY_FACTOR,
+    PresetPlanner,
     compute_reserve,
+    convert_identity,
     estimate_fixed_seconds,
-    estimate_least_seconds,
+    is_limit_too_short,
     is_time_too_short,
     reduce_batch,
+    restore_run,
 )
-from trainer.reading_time import READING_SHARE, ReadingMonitor
+from trainer.reading_time import ReadingMonitor
 from trainer.recipes import (
     AUTO_PRESETS,
     MIN_STEPS_OF_LARGER_PRESET,
@@ -93,9 +94,8 @@ from trainer.tables import TableSource
 from trainer.training_warnings import (
     TrainingWarning,
     WarningList,
-    check_best_step,
     check_calibration,
-    check_steps,
+    check_training,
 )
 from trainer.working_folder import get_working_folder, load_previous_run, lock_working_folder
 
@@ -184,8 +184,8 @@ def train_irregular(
         seen_records = _collect_seen_records(data)
         result = run.run(should_stop, on_status, job.compute_costs, job.measure_costs_again)
         budget.mark_phase("training")
-        warnings.add(*check_steps(result, budget.limit))
-        warnings.add(*check_best_step(result, run.model.process is not None, has_old_model=False))
+        has_prior = run.model.process is not None
+        warnings.add(*check_training(result, budget.limit, has_prior, has_old_model=False))
         model = result.model
         calibration = job.calibrate(model)
         budget.mark_phase("calibration")
@@ -243,7 +243,7 @@ def train_irregular(
     )
 
 
-class _Job:
+class _Job(PresetPlanner):
     """The phases of a training job for irregular readings, which fit into a time limit.
 
     Args:
@@ -281,20 +281,13 @@ class _Job:
         self.state = load_previous_run(get_working_folder(settings.out), settings)
         self.start_seconds = budget.elapsed
         budget.mark_phase("start")
-        least_seconds = estimate_least_seconds(self.start_seconds)
-        self.is_rushed = budget.limit is not None and budget.limit < least_seconds
-        if self.is_rushed:
-            on_message(
-                f"--max-time {budget.limit:g}s is too short: this machine needs at least about {least_seconds:.0f} s "
-                "for any table at present; training for one step and finishing as early as possible"
-            )
+        self.is_rushed = is_limit_too_short(budget, self.start_seconds, on_message)
 
     def prepare(self, tables: Sequence[TableSource]) -> IrregularTable:
         """Read the tables, and divide their records into blocks."""
         budget = self.budget
         previous = self.state["identity"] if self.state is not None else {}
-        seconds = math.inf if budget.limit is None else READING_SHARE * budget.remaining
-        monitor = ReadingMonitor(seconds, budget.clock, self.on_message, max_records=previous.get("records"))
+        monitor = ReadingMonitor.for_job(budget, self.on_message, previous.get("records"))
         self.data = prepare_irregular_table(tables, create_data_options(self.settings), self.folder, monitor)
         self.on_message(self.data.order.describe())
         config = irregular_model_config(self.settings, len(self.data.schema))
@@ -346,11 +339,7 @@ class _Job:
             if batch != run.recipe.batch:
                 run = self._create_run(self.settings, process, batch)
         budget.mark_phase("planning")
-        if self.state is not None:
-            run.restore(self.state)
-            self.on_message(f"continuing at step {run.step} of {run.steps}")
-        elif self.settings.resume:
-            self.on_message(f"there is nothing to resume in {self.folder}: starting from the beginning")
+        restore_run(run, self.state, self.settings, self.folder, self.on_message)
         return run
 
     def _create_examples(self, settings: TrainConfig) -> BlockExamples:
@@ -418,10 +407,8 @@ class _Job:
             **asdict(model.config),
             **asdict(recipe),
         }
-        # JSON has lists, but no tuples. The values must be as JSON returns them, to be compared with a checkpoint.
-        identity = {name: list(value) if isinstance(value, tuple) else value for name, value in identity.items()}
         folder = get_working_folder(settings.out)
-        return TrainingRun(examples, model, recipe, settings.seed, folder, self.budget, identity)
+        return TrainingRun(examples, model, recipe, settings.seed, folder, self.budget, convert_identity(identity))
 
     def _choose_preset(self, process: dict[str, torch.Tensor] | None) -> tuple[TrainingRun, StepCost]:
         """Create the run with the preset that suits the time, and measure its costs.
@@ -469,10 +456,6 @@ class _Job:
         self.settings = small_settings
         return small_run, small_cost
 
-    def _set_preset(self, preset: str) -> TrainConfig:
-        """Return the settings with another preset."""
-        return self.settings.model_copy(update={"preset": preset})
-
     def _measure_run(
         self, settings: TrainConfig, process: dict[str, torch.Tensor] | None
     ) -> tuple[TrainingRun, StepCost]:
@@ -488,16 +471,9 @@ class _Job:
         is_measured = not self.is_rushed and self.state is None
         return run, self._measure_step(run) if is_measured else StepCost(0.0, 0.0)
 
-    def _measure_step(self, run: TrainingRun) -> StepCost:
-        """Return the measured cost of a training step with a single batch."""
-        max_blocks = min(run.recipe.batch, len(run.train_rows))
-        return measure_step_cost(run.measure_step_seconds, max_blocks, self.budget.remaining)
-
     def _estimate_steps(self, run: TrainingRun, cost: StepCost) -> int:
         """Return about how many training steps of a run fit into the time before the work after training."""
-        num_batches = run.recipe.accumulate
-        step_seconds = num_batches * cost.estimate_seconds(run.batch_size / num_batches)
-        return int(STEPS_SHARE * max(0.0, self._estimate_training_seconds()) / max(step_seconds, 1e-9))
+        return self._count_steps(run, cost, STEPS_SHARE * max(0.0, self._estimate_training_seconds()))
 
     def _estimate_training_seconds(self) -> float:
         """Return the seconds that are left for training, if the first and the last validation are short."""
@@ -640,35 +616,19 @@ class _Job:
         blocks = examples.select(Split.CALIBRATION)
         return np.random.default_rng([self.settings.seed, 0xB10]).permutation(blocks)[:HELD_OUT_BLOCKS]
 
-    def _start_phase(
-        self, name: str, noun: str, num_used: int, num_available: int, min_used: int, later_seconds: float
-    ) -> Phase:
-        """Send a message that a phase begins, and return the object that ends it at its deadline."""
-        of = "" if num_used == num_available else f"{num_used:,} of "
-        self.on_message(f"{name}: {of}{format_count(num_available, noun)}")
-        return self._create_phase(name, num_used, min_used, later_seconds)
-
-    def _create_phase(self, name: str, num_used: int, min_used: int, later_seconds: float) -> Phase:
-        """Return the object that ends a phase at its deadline, `later_seconds` before that of all phases."""
-        deadline = math.inf
-        if self.costs is not None:
-            deadline = self.budget.clock() + self.budget.remaining - self.costs.fixed - later_seconds
-        return Phase(name, num_used, min_used, deadline, self.budget.clock, self.on_message)
-
-    def _plan_counts(self, maximum: RecordCounts) -> RecordCounts:
-        """Return how many records and blocks the phases after training can use in the time that is left."""
-        if self.costs is None:
-            return maximum
-        return plan_record_counts(self.costs, self.budget.remaining - self.costs.fixed, maximum)
+    @property
+    def _phases(self) -> PhaseBudget:
+        """The time of the phases after training, with the costs of the last measurements."""
+        return PhaseBudget(self.budget, self.costs, self.on_message)
 
     def calibrate(self, model: DEformer) -> Calibration:
         """Score as many calibration records as the time permits, and return the calibration of the alert rule."""
         rows = self._sample_calibration_records()
         cusum_scale = self._fit_cusum_scale(model)
-        num_records = self._plan_counts(replace(self.maximum, ranking=0)).calibration
+        num_records = self._phases.plan_counts(replace(self.maximum, ranking=0)).calibration
         minimum = min(len(rows), Calibration.count_required_records(0.01))
         held_out_seconds = 0.0 if self.costs is None else MIN_HELD_OUT_PASSES * self.costs.held_out
-        phase = self._start_phase("calibrating", "record", num_records, len(rows), minimum, held_out_seconds)
+        phase = self._phases.start_phase("calibrating", num_records, minimum, held_out_seconds, len(rows))
         batch_size = CALIBRATION_BATCH
         if self.costs is not None:
             batch_size = choose_batch_size(self.costs.calibration, CALIBRATION_BATCH)
@@ -687,7 +647,7 @@ class _Job:
         num_blocks = min(max(num_blocks, 1), MAX_FEATURE_BLOCKS)
         minimum = min(num_blocks, int(FEATURE_BLOCKS_SHARE * MIN_HELD_OUT_PASSES * BLOCKS_PER_PASS))
         held_out_seconds = 0.0 if self.costs is None else MIN_HELD_OUT_PASSES * self.costs.held_out
-        phase = self._create_phase("typical readings of each feature", num_blocks, minimum, held_out_seconds)
+        phase = self._phases.create_phase("typical readings of each feature", num_blocks, minimum, held_out_seconds)
         return average_neg_log_p(
             model, examples, blocks[:num_blocks], self._choose_block_batch(), phase.should_continue
         )
@@ -697,11 +657,11 @@ class _Job:
         if not self.maximum.ranking:
             return None
         rows = self._select_scale_records()
-        num_records = self._plan_counts(self.maximum).ranking
+        num_records = self._phases.plan_counts(self.maximum).ranking
         minimum = compute_min_counts(self.maximum)
         later_seconds = 0.0 if self.costs is None else replace(minimum, ranking=0).estimate_seconds(self.costs)
-        phase = self._start_phase(
-            "fitting the scale of the sums", "record", num_records, len(rows), minimum.ranking, later_seconds
+        phase = self._phases.start_phase(
+            "fitting the scale of the sums", num_records, minimum.ranking, later_seconds, len(rows)
         )
         examples = self._create_examples(self.settings)
         training_rows = self.data.select_rows(Split.TRAIN)
@@ -719,7 +679,7 @@ class _Job:
 
     def _count_held_out_blocks(self) -> int:
         """Return the number of blocks of the held-out figures in the time that is left, if nothing else is done."""
-        counts = self._plan_counts(replace(self.maximum, calibration=0, ranking=0))
+        counts = self._phases.plan_counts(replace(self.maximum, calibration=0, ranking=0))
         return max(1, counts.held_out_passes * BLOCKS_PER_PASS)
 
     def evaluate_held_out(self, model: DEformer) -> IrregularLikelihood:
@@ -728,7 +688,7 @@ class _Job:
         blocks = self._sample_held_out_blocks(examples)
         # This is the last phase, so it takes the time that is left, whatever the costs were expected to be.
         minimum = min(len(blocks), MIN_HELD_OUT_PASSES * BLOCKS_PER_PASS)
-        phase = self._start_phase("held-out figures", "block", len(blocks), len(blocks), minimum, 0.0)
+        phase = self._phases.start_phase("held-out figures", len(blocks), minimum, later_seconds=0.0, noun="block")
         seed = self.settings.seed + 1  # for other noise than in validation
         return evaluate_blocks(
             model,

@@ -6,7 +6,6 @@ this time and reduces the batch and the numbers of records as needed.
 
 from __future__ import annotations
 
-import math
 import shlex
 import shutil
 import signal
@@ -24,8 +23,7 @@ from numpy.typing import NDArray
 from deformer_stream import model_store
 from deformer_stream.calibration.calibration_scores import CalibrationScores
 from deformer_stream.calibration.conformal import MAX_CALIBRATION_RECORDS, Calibration
-from deformer_stream.calibration.seen_records import RecordSet, find_seen_records
-from deformer_stream.counts import format_count
+from deformer_stream.calibration.seen_records import RecordSet, SeenRecords, find_seen_records
 from deformer_stream.errors import ConfigError, DeformerError
 from deformer_stream.model.deformer import DEformer
 from trainer.alert_distance import AlertDistanceResult, add_alert_distance
@@ -33,8 +31,8 @@ from trainer.alert_prior import add_alert_prior
 from trainer.budget import (
     Costs,
     Phase,
+    PhaseBudget,
     PhaseCosts,
-    RecordCounts,
     TimeBudget,
     choose_batch_size,
     compute_min_counts,
@@ -77,9 +75,10 @@ from trainer.planning import (
     compute_reserve,
     count_all_records,
     create_first_part,
-    estimate_least_seconds,
+    is_limit_too_short,
+    restore_run,
 )
-from trainer.reading_time import READING_SHARE, ReadingMonitor
+from trainer.reading_time import ReadingMonitor
 from trainer.recipes import SHAPE_HYPERPARAMETERS, choose_exemplars
 from trainer.settings import TrainConfig
 from trainer.tables import TableSource
@@ -87,11 +86,10 @@ from trainer.training_warnings import (
     MIN_COMPARED_RECORDS,
     TrainingWarning,
     WarningList,
-    check_best_step,
     check_calibration,
     check_independence,
     check_row_order,
-    check_steps,
+    check_training,
 )
 from trainer.working_folder import get_working_folder, load_previous_run, lock_working_folder
 
@@ -207,22 +205,14 @@ def train(
         warnings.add(*(TrainingWarning(code, message) for code, message in data.warnings))
         order = choose_order(settings.order_of_features, data)
         # Before the training, because the old directory may be damaged, and because this time is then known.
-        seen_records = find_seen_records(
-            data.schema,
-            data.values,
-            # Suspected anomalies are no new records: training left them out because of their values.
-            is_training=np.isin(data.split, (Split.TRAIN, Split.VALIDATION, Split.LEFT_OUT)),
-            is_calibration=data.split == Split.CALIBRATION,
-            earlier=_read_earlier_records(settings),
-        )
+        seen_records = _collect_seen_records(data, settings)
         result = _train_model(planned, should_stop, on_status)
         if ranks.world_size > 1:
             # The other processes have finished, so their shared clock (a collective operation) can no longer be read.
             budget.clock = run.budget.clock = time.monotonic
         budget.mark_phase("training")
-        warnings.add(*check_steps(result, budget.limit))
         has_prior, has_old_model = run.model.num_prior_components > 0, settings.init_from is not None
-        warnings.add(*check_best_step(result, has_prior, has_old_model))
+        warnings.add(*check_training(result, budget.limit, has_prior, has_old_model))
         final_costs = planned.costs and replace(planned.costs, fixed=planned.fixed_seconds)
         final_phases = _FinalPhases(settings, budget, final_costs, on_message)
         part = run.budget if settings.folds else None  # with --folds, each model has a part of the time
@@ -235,17 +225,20 @@ def train(
         # All records calibrate, also those that one model has left out as suspects (--contamination).
         calibrated_data = restore_left_out(data) if settings.folds or data.left_out is not None else data
         fold_tables = split_folds(calibrated_data, settings.folds, settings.seed) if settings.folds else ()
-        search = _get_search_size(run.identity)
         for number, fold_data in enumerate(fold_tables, 2):
             on_message(f"fold {number} of {settings.folds}")
-            if settings.contamination:
-                fold_data, _ = _leave_out_outliers(fold_data, settings, budget, search, on_message)
-            fold_run = _plan_fold(fold_data, settings, planned, number, folder, budget, final_phases)
-            fold_model = _train_model(fold_run, should_stop, on_status).model
-            fold_seed = settings.seed + number
-            add_alert_prior(fold_model, fold_data, fold_run.run.priors, order, fold_seed, settings.alert_prior)
-            part = fold_run.run.budget
-            scores += final_phases.score_calibration_records(fold_model, fold_data, order, fold_seed, part)
+            scores += _score_fold(
+                fold_data,
+                settings,
+                planned,
+                number,
+                order,
+                folder=folder,
+                budget=budget,
+                final_phases=final_phases,
+                should_stop=should_stop,
+                on_message=on_message,
+            )
             budget.mark_phase("folds")
         model = final_phases.add_ranking(result.model, data, run.priors)
         record_scores = final_phases.score_complete_records(model, data, scores, run.priors)
@@ -270,23 +263,7 @@ def train(
             budget=budget,
             warnings=warnings.warnings,
         )
-        summary["records_used"] = {
-            "train": result.num_train_records,
-            "validation": result.num_validation_records,
-            "prior": planned.num_prior_records,
-            "calibration": len(calibration.scores),
-            "calibration_trimmed": len(scores.statistics) - len(calibration.scores),
-            "exemplars": model.config.exemplars,
-            "alert_exemplars": model.config.alert_exemplars,
-            "ranking": final_phases.num_ranking_records,
-            "held_out": len(held_out.nll_by_record),
-        }
-        summary["records_available"] = {
-            "train": len(run.train_rows),
-            "validation": len(data.select_rows(Split.VALIDATION)),
-            "calibration": count_calibration_records(calibrated_data, settings.folds),
-            "table": data.num_input_records,
-        }
+        summary |= _count_records(planned, result, final_phases, calibrated_data, scores, calibration, held_out)
         if row_order.row_order_ratio is not None:
             summary["row_order_ratio"] = round(row_order.row_order_ratio, 4)
         if data.left_out is not None:
@@ -306,6 +283,60 @@ def train(
         data=data,
         held_out=held_out,
     )
+
+
+def _collect_seen_records(data: PreparedTable, settings: TrainConfig) -> SeenRecords:
+    """Return the fingerprints of the records for training and calibration, and of those of the old model."""
+    return find_seen_records(
+        data.schema,
+        data.values,
+        # Suspected anomalies are no new records: training left them out because of their values.
+        is_training=np.isin(data.split, (Split.TRAIN, Split.VALIDATION, Split.LEFT_OUT)),
+        is_calibration=data.split == Split.CALIBRATION,
+        earlier=_read_earlier_records(settings),
+    )
+
+
+def _count_records(
+    planned: PlannedRun,
+    result: TrainingResult,
+    final_phases: _FinalPhases,
+    calibrated_data: PreparedTable,
+    scores: CalibrationScores,
+    calibration: Calibration,
+    held_out: HeldOutLikelihood,
+) -> dict[str, Any]:
+    """Return how many records the job has used and how many there were, for the model's manifest.
+
+    Args:
+        planned: The training run of the first model.
+        result: Its result.
+        final_phases: The phases after training.
+        calibrated_data: The table whose records calibrate.
+        scores: The scores of the calibration records.
+        calibration: The calibration of the alert rule.
+        held_out: The likelihood of held-out records.
+    """
+    run, config = planned.run, result.model.config
+    return {
+        "records_used": {
+            "train": result.num_train_records,
+            "validation": result.num_validation_records,
+            "prior": planned.num_prior_records,
+            "calibration": len(calibration.scores),
+            "calibration_trimmed": len(scores.statistics) - len(calibration.scores),
+            "exemplars": config.exemplars,
+            "alert_exemplars": config.alert_exemplars,
+            "ranking": final_phases.num_ranking_records,
+            "held_out": len(held_out.nll_by_record),
+        },
+        "records_available": {
+            "train": len(run.train_rows),
+            "validation": len(run.data.select_rows(Split.VALIDATION)),
+            "calibration": count_calibration_records(calibrated_data, planned.settings.folds),
+            "table": run.data.num_input_records,
+        },
+    }
 
 
 def _learn_faults(tables: Sequence[TableSource], settings: TrainConfig, on_message: Callable[[str], None]) -> None:
@@ -399,7 +430,8 @@ class _FinalPhases:
     def __init__(
         self, settings: TrainConfig, budget: TimeBudget, costs: PhaseCosts | None, on_message: Callable[[str], None]
     ) -> None:
-        self.settings, self.budget, self.costs, self.on_message = settings, budget, costs, on_message
+        self.settings, self.budget, self.costs = settings, budget, costs
+        self._phases = PhaseBudget(budget, costs, on_message)
         self.num_ranking_records = 0
         self.calibration_rows: list[NDArray[np.int64]] = []  # the scored records of each call
         self.held_out_rows: NDArray[np.int64] = np.empty(0, np.int64)
@@ -421,7 +453,7 @@ class _FinalPhases:
         rows = data.select_rows(Split.CALIBRATION)
         if self.costs is None:  # there is no time limit
             rows = sample_rows(rows, seed)
-            phase = self._start_phase("calibrating", len(rows), min_records=0, later_seconds=0.0)
+            phase = self._phases.start_phase("calibrating", len(rows), min_records=0, later_seconds=0.0)
             scores = score_calibration_records(model, data, rows, order, seed, should_continue=phase.should_continue)
             self.calibration_rows.append(rows[: len(scores.statistics)])
             return scores
@@ -432,14 +464,16 @@ class _FinalPhases:
         # Time is kept for ranking and held-out figures, which follow, with their smallest numbers of records.
         later_seconds = replace(minimum, calibration=0).estimate_seconds(self.costs)
         if part is None:
-            num_records = self._plan(maximum).calibration
+            num_records = self._phases.plan_counts(maximum).calibration
         else:
             # Training may end a little late. The calibration then uses time of the later models, which share the rest.
             seconds = max(part.remaining, MIN_CALIBRATION_SHARE * (part.limit or 0.0))
             num_records = plan_record_counts(self.costs, seconds, maximum).calibration
             later_seconds = max(0.0, self.budget.remaining - self.costs.fixed - seconds)
         rows = _shuffle(rows, seed)[:num_records]
-        phase = self._start_phase("calibrating", num_records, minimum.calibration, later_seconds, maximum.calibration)
+        phase = self._phases.start_phase(
+            "calibrating", num_records, minimum.calibration, later_seconds, maximum.calibration
+        )
         batch_size = choose_batch_size(self.costs.calibration, CALIBRATION_BATCH_SIZE)
         scores = score_calibration_records(model, data, rows, order, seed, batch_size, phase.should_continue)
         self.calibration_rows.append(rows[: len(scores.statistics)])
@@ -464,7 +498,7 @@ class _FinalPhases:
         maximum = replace(count_all_records(data), calibration=0)  # calibration is finished
         self.num_ranking_records = maximum.ranking if max_exemplars else 0
         if self.costs is None:  # there is no time limit
-            phase = self._start_phase("ranking", maximum.ranking, min_records=0, later_seconds=0.0)
+            phase = self._phases.start_phase("ranking", maximum.ranking, min_records=0, later_seconds=0.0)
             return add_ranking(
                 model,
                 data,
@@ -478,10 +512,10 @@ class _FinalPhases:
                 trim=self.settings.calibration_trim,
             )
         minimum = compute_min_counts(maximum)
-        num_records = self._plan(maximum).ranking
+        num_records = self._phases.plan_counts(maximum).ranking
         # Time is kept for the held-out figures, which follow, with their smallest number of records.
         later_seconds = replace(minimum, ranking=0).estimate_seconds(self.costs)
-        phase = self._start_phase("ranking", num_records, minimum.ranking, later_seconds, maximum.ranking)
+        phase = self._phases.start_phase("ranking", num_records, minimum.ranking, later_seconds, maximum.ranking)
         self.num_ranking_records = min(self.num_ranking_records, num_records)
         # A record is compared with the exemplars, and also scored like a calibration record.
         seconds_per_record = self.costs.ranking
@@ -530,7 +564,7 @@ class _FinalPhases:
         )
         maximum = replace(count_all_records(data), calibration=0, ranking=0)
         later_seconds = 0.0 if self.costs is None else compute_min_counts(maximum).estimate_seconds(self.costs)
-        phase = self._start_phase("scoring complete calibration records", len(rows), 1, later_seconds)
+        phase = self._phases.start_phase("scoring complete calibration records", len(rows), 1, later_seconds)
         scores = score_complete_records(
             model,
             data,
@@ -552,20 +586,20 @@ class _FinalPhases:
         order_seed = seed + 1  # for other random orders than in validation
         if self.costs is None:  # there is no time limit
             sampled = self.held_out_rows = sample_rows(rows, seed, HELD_OUT_ROWS)
-            phase = self._start_phase("held-out figures", len(sampled), min_records=0, later_seconds=0.0)
+            phase = self._phases.start_phase("held-out figures", len(sampled), min_records=0, later_seconds=0.0)
             phase.num_records *= HELD_OUT_ORDERS
             return evaluate_held_out(
                 model, data, sampled, HELD_OUT_ORDERS, order_seed, should_continue=phase.should_continue
             )
         maximum = replace(count_all_records(data), calibration=0, ranking=0)
-        num_passes = self._plan(maximum).held_out_passes
+        num_passes = self._phases.plan_counts(maximum).held_out_passes
         # A pass is one record in one order. With few passes, one order of many records gives a more precise mean than
         # several orders of few records.
         has_many_passes = num_passes >= 100 * HELD_OUT_ORDERS or num_passes == maximum.held_out_passes
         num_orders = HELD_OUT_ORDERS if has_many_passes else 1
         num_records = max(1, num_passes // num_orders)
         num_available = min(len(rows), HELD_OUT_ROWS)
-        phase = self._start_phase(
+        phase = self._phases.start_phase(
             "held-out figures", num_records, min_records=0, later_seconds=0.0, num_available=num_available
         )
         phase.num_records *= num_orders  # its progress counts each record once in each order
@@ -574,43 +608,6 @@ class _FinalPhases:
         return evaluate_held_out(
             model, data, sampled, num_orders, order_seed, batch_size=batch_size, should_continue=phase.should_continue
         )
-
-    def _plan(self, maximum: RecordCounts) -> RecordCounts:
-        """Return how many records the phases after training can use in the time that is left.
-
-        The phases are calibration, ranking and held-out figures.
-
-        Args:
-            maximum: The numbers of records without a time limit, 0 for phases that are finished.
-        """
-        if self.costs is None:  # there is no time limit
-            return maximum
-        # Time that does not depend on the number of records: report, model files, end of the process.
-        fixed_seconds = self.costs.fixed
-        return plan_record_counts(self.costs, self.budget.remaining - fixed_seconds, maximum)
-
-    def _start_phase(
-        self, name: str, num_records: int, min_records: int, later_seconds: float, num_available: int | None = None
-    ) -> Phase:
-        """Send a message that a phase begins, and return the object that ends the phase at its deadline.
-
-        Args:
-            name: What the phase does, such as "calibrating".
-            num_records: Number of records that it uses.
-            min_records: Number of records that it uses even if the time is over.
-            later_seconds: Seconds that must be left at its end for the phases after it.
-            num_available: Number of records that it would use without a time limit. None if there is no limit.
-        """
-        is_complete = num_available is None or num_available == num_records
-        used = "" if is_complete else f"{num_records:,} of "
-        self.on_message(
-            f"{name}: {used}{format_count(num_records if num_available is None else num_available, 'record')}"
-        )
-        deadline, clock = math.inf, self.budget.clock
-        if self.costs is not None:
-            limit_at = clock() + self.budget.remaining
-            deadline = limit_at - self.costs.fixed - later_seconds  # fixed: report, model files, end of the process
-        return Phase(name, num_records, min_records, deadline, clock, self.on_message)
 
 
 def count_calibration_records(data: PreparedTable, num_folds: int | None) -> int:
@@ -722,19 +719,12 @@ def _prepare_run(
     """
     budget.mark_phase("start")
     start_seconds = budget.elapsed
-    least_seconds = estimate_least_seconds(start_seconds)
-    is_rushed = budget.limit is not None and budget.limit < least_seconds
-    if is_rushed:
-        on_message(
-            f"--max-time {budget.limit:g}s is too short: this machine needs at least about {least_seconds:.0f} s for "
-            "any table at present; training for one step and finishing as early as possible"
-        )
+    is_rushed = is_limit_too_short(budget, start_seconds, on_message)
     checkpoint_folder = get_working_folder(settings.out)
     state = load_previous_run(checkpoint_folder, settings)  # None if no interrupted run is to be continued
     previous = state["identity"] if state is not None else {}
     old_model = _read_old_model(settings)  # None without --init-from
-    reading_seconds = math.inf if budget.limit is None else READING_SHARE * budget.remaining
-    monitor = ReadingMonitor(reading_seconds, budget.clock, on_message, max_records=previous.get("records"))
+    monitor = ReadingMonitor.for_job(budget, on_message, previous.get("records"))
     old_schema = old_model.schema if old_model is not None else None
     options = replace(create_data_options(settings, old_schema), part_sizes=tuple(part_sizes))
     data = prepare_table(tables, options, folder, monitor)
@@ -763,11 +753,7 @@ def _prepare_run(
     planned = planner.plan(data, old_model)
     if first_budget is not budget:
         budget.mark_phase("planning")
-    if state is not None:
-        planned.run.restore(state)
-        on_message(f"continuing at step {planned.run.step} of {planned.run.steps}")
-    elif settings.resume:
-        on_message(f"there is nothing to resume in {checkpoint_folder}: starting from the beginning")
+    restore_run(planned.run, state, settings, checkpoint_folder, on_message)
     return planned
 
 
@@ -817,6 +803,45 @@ def _leave_out_outliers(
     phase = Phase(name, len(data.split), clock=budget.clock, on_message=on_message)
     data = drop_outliers(data, settings.contamination, settings.seed, num_references, phase.should_continue)
     return data, SearchSize(num_references)
+
+
+def _score_fold(
+    fold_data: PreparedTable,
+    settings: TrainConfig,
+    first: PlannedRun,
+    number: int,
+    order: Order,
+    *,
+    folder: Path,
+    budget: TimeBudget,
+    final_phases: _FinalPhases,
+    should_stop: Callable[[], bool],
+    on_message: Callable[[str], None],
+) -> CalibrationScores:
+    """Train one further model for cross-conformal calibration (`--folds`), and score the records of its fold.
+
+    Args:
+        fold_data: The table, with the fold as its calibration records.
+        settings: All options of `deformer-train`.
+        first: The run of the first model.
+        number: Number of the model, from 2 to `settings.folds`.
+        order: The arrival-order distribution of the calibration.
+        folder: The working folder of the job.
+        budget: The time that the job may take.
+        final_phases: The phases after training.
+        should_stop: Called after every training step. If it returns True, training stops.
+        on_message: Called with a line of text about the progress.
+
+    Raises:
+        Interrupted: `should_stop` returned True.
+    """
+    if settings.contamination:
+        search = _get_search_size(first.run.identity)
+        fold_data, _ = _leave_out_outliers(fold_data, settings, budget, search, on_message)
+    planned = _plan_fold(fold_data, settings, first, number, folder, budget, final_phases)
+    model, seed = _train_model(planned, should_stop).model, settings.seed + number
+    add_alert_prior(model, fold_data, planned.run.priors, order, seed, settings.alert_prior)
+    return final_phases.score_calibration_records(model, fold_data, order, seed, planned.run.budget)
 
 
 def _plan_fold(

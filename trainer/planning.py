@@ -22,7 +22,7 @@ from deformer_stream.model.deformer import DEformer, ModelConfig
 from trainer import factor_analysis, finetune, gaussian_prior
 from trainer.budget import (
     MIN_CLEAR_RATIO,
-    PROGRESS_SECONDS,
+    MessageLimiter,
     PhaseCosts,
     RecordCounts,
     StepCost,
@@ -192,7 +192,87 @@ def compute_reserve(costs: PhaseCosts, maximum: RecordCounts, limit: float) -> f
     return costs.fixed + max(min(max_seconds, allowed_seconds), min_seconds)
 
 
-class RunPlanner:
+def is_limit_too_short(budget: TimeBudget, start_seconds: float, on_message: Callable[[str], None]) -> bool:
+    """Return whether the time limit is too short for any job on this machine, and send a message if so.
+
+    Args:
+        budget: The time that the job may take.
+        start_seconds: Seconds that the start of the command took.
+        on_message: Called with the message.
+    """
+    least_seconds = estimate_least_seconds(start_seconds)
+    if budget.limit is None or budget.limit >= least_seconds:
+        return False
+    on_message(
+        f"--max-time {budget.limit:g}s is too short: this machine needs at least about {least_seconds:.0f} s for "
+        "any table at present; training for one step and finishing as early as possible"
+    )
+    return True
+
+
+def restore_run(
+    run: TrainingRun,
+    state: dict[str, Any] | None,
+    settings: TrainConfig,
+    folder: Path,
+    on_message: Callable[[str], None],
+) -> None:
+    """Restore the state of an interrupted run, if it is continued, and send a message about it.
+
+    Args:
+        run: The run that continues it.
+        state: JSON state of the interrupted run; None if there is none.
+        settings: All options of `deformer-train`.
+        folder: The folder for checkpoints.
+        on_message: Called with the message.
+    """
+    if state is not None:
+        run.restore(state)
+        on_message(f"continuing at step {run.step} of {run.steps}")
+    elif settings.resume:
+        on_message(f"there is nothing to resume in {folder}: starting from the beginning")
+
+
+def convert_identity(identity: dict[str, Any]) -> dict[str, Any]:
+    """Return the identity of a run as JSON returns it, to be compared with a checkpoint. JSON has no tuples."""
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in identity.items()}
+
+
+class PresetPlanner:
+    """The part of the planning that all training jobs share: presets, and the cost of their training steps.
+
+    Attributes:
+        settings: All options of `deformer-train`.
+        budget: The time that the job may take.
+    """
+
+    settings: TrainConfig
+    budget: TimeBudget
+
+    def _set_preset(self, preset: str) -> TrainConfig:
+        """Return the settings with another preset."""
+        return self.settings.model_copy(update={"preset": preset})
+
+    def _measure_step(self, run: TrainingRun) -> StepCost:
+        """Return the measured cost of a training step with a single batch."""
+        max_examples = min(run.recipe.batch, len(run.train_rows))
+        return measure_step_cost(run.measure_step_seconds, max_examples, self.budget.remaining)
+
+    def _count_steps(self, run: TrainingRun, cost: StepCost, seconds: float) -> int:
+        """Return about how many training steps of a run fit into a time.
+
+        Args:
+            run: The run.
+            cost: The cost of a training step with a single batch.
+            seconds: The time.
+        """
+        num_batches = run.recipe.accumulate  # in each process
+        num_examples = run.batch_size / (num_batches * run.ranks.world_size)
+        step_seconds = num_batches * cost.estimate_seconds(num_examples)
+        return int(seconds / max(step_seconds, 1e-9))
+
+
+class RunPlanner(PresetPlanner):
     """Creates training runs that fit into a time limit.
 
     Args:
@@ -322,8 +402,7 @@ class RunPlanner:
         recipe = recipe if batch is None else replace(recipe, batch=batch)
         identity = _describe_identity(settings, data, model.config) | asdict(recipe)
         identity |= {"processes": self.ranks.world_size, "prior_records": prior.max_records} | self.data_identity
-        # JSON has lists, but no tuples. The values must be as JSON returns them, to be compared with a checkpoint.
-        identity = {name: list(value) if isinstance(value, tuple) else value for name, value in identity.items()}
+        identity = convert_identity(identity)
         return TrainingRun(
             data,
             model,
@@ -359,7 +438,7 @@ class RunPlanner:
             priors = finetune.adapt_priors(old_model.gaussians, data, num_old_features, seed)
             return FittedPrior(priors, gaussian_prior.MAX_ROWS)
         max_gaussians, deadline = choose_gaussians(self.settings), math.inf
-        if max_gaussians and int(data.schema.is_linear.sum()) > gaussian_prior.MAX_FEATURES:
+        if max_gaussians and int(data.schema.is_linear.sum()) > gaussian_prior.MAX_MIXTURE_FEATURES:
             return self._fit_factors(data, max_records)
         if self.state is not None:
             # A run that is continued must get the same prior again, so it must not depend on the time.
@@ -379,16 +458,14 @@ class RunPlanner:
                     return FittedPrior(probe, PROBE_RECORDS)
         max_records = max_records or gaussian_prior.MAX_ROWS
         previous = self.budget.elapsed
-        last_message_at = previous
+        messages = MessageLimiter(self.on_message, previous)
 
         def is_time_short() -> bool:
             """Return whether a larger number of Gaussians probably takes longer than the prior may take."""
-            nonlocal previous, last_message_at
+            nonlocal previous
             now = self.budget.elapsed
             last_seconds, previous = now - previous, now
-            if now - last_message_at > PROGRESS_SECONDS:
-                last_message_at = now
-                self.on_message("fitting the Gaussian prior with more Gaussians")
+            messages.pass_on(now, lambda: "fitting the Gaussian prior with more Gaussians")
             return now + 1.5 * last_seconds > deadline
 
         return FittedPrior(
@@ -480,19 +557,7 @@ class RunPlanner:
             run: The run.
             cost: The cost of a training step with a single batch.
         """
-        num_batches = run.recipe.accumulate  # in each process
-        num_records = run.batch_size / (num_batches * self.ranks.world_size)
-        step_seconds = num_batches * cost.estimate_seconds(num_records)
-        return int(TRAINING_SHARE * self.budget.remaining / max(step_seconds, 1e-9))
-
-    def _set_preset(self, preset: str) -> TrainConfig:
-        """Return the settings with another preset."""
-        return self.settings.model_copy(update={"preset": preset})
-
-    def _measure_step(self, run: TrainingRun) -> StepCost:
-        """Return the measured cost of a training step with a single batch."""
-        max_records = min(run.recipe.batch, len(run.train_rows))
-        return measure_step_cost(run.measure_step_seconds, max_records, self.budget.remaining)
+        return self._count_steps(run, cost, TRAINING_SHARE * self.budget.remaining)
 
     def _measure_phase_costs(
         self, model: DEformer, data: PreparedTable, priors: CrossFittedPriors | None

@@ -11,8 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-PROGRESS_SECONDS = 5.0
-"""Seconds between two messages about the progress of reading."""
+from trainer.budget import MessageLimiter, TimeBudget
 
 READING_SHARE = 0.2
 """Share of a time limit that the statistics and the conversion of the table may take. A sample is used otherwise."""
@@ -61,9 +60,24 @@ class ReadingMonitor:
     _num_limited_passes: int = field(default=0, init=False)  # passes that must fit into the time, 0 for no limit
     _num_done: int = field(default=0, init=False)  # rows of this pass that are processed
     _started_at: float = field(default=0.0, init=False)
-    _last_message_at: float = field(default=0.0, init=False)
+    _messages: MessageLimiter = field(init=False)
     _batch_started_at: float = field(default=0.0, init=False)
     _processing_seconds: float = field(default=0.0, init=False)  # of this pass, without decoding of the file
+
+    @staticmethod
+    def for_job(budget: TimeBudget, on_message: Callable[[str], None], max_records: int | None) -> ReadingMonitor:
+        """Return the monitor of a training job, whose passes may take `READING_SHARE` of the remaining time.
+
+        Args:
+            budget: The time that the job may take.
+            on_message: Called with a line of text about the progress.
+            max_records: Largest number of records to use, None if only the time limits it.
+        """
+        seconds = float("inf") if budget.limit is None else READING_SHARE * budget.remaining
+        return ReadingMonitor(seconds, budget.clock, on_message, max_records=max_records)
+
+    def __post_init__(self) -> None:
+        self._messages = MessageLimiter(self.on_message, started_at=0.0)
 
     def start_pass(self, name: str, num_limited_passes: int = 0) -> None:
         """Begin to count the rows of another pass over the table.
@@ -74,7 +88,8 @@ class ReadingMonitor:
                 pass is never stopped.
         """
         self._name, self._num_limited_passes, self._num_done = name, num_limited_passes, 0
-        self._started_at = self._last_message_at = self.clock()
+        self._started_at = self.clock()
+        self._messages = MessageLimiter(self.on_message, self._started_at)
         self._processing_seconds = 0.0
 
     def begin_batch(self) -> None:
@@ -95,9 +110,8 @@ class ReadingMonitor:
         self._processing_seconds += now - self._batch_started_at
         if self.num_rows <= 0:
             return
-        if now - self._last_message_at > PROGRESS_SECONDS and self._num_done < self.num_rows:
-            self._last_message_at = now
-            self.on_message(f"{self._name}: {self._num_done:,} of {self.num_rows:,} rows")
+        if self._num_done < self.num_rows:
+            self._messages.pass_on(now, lambda: f"{self._name}: {self._num_done:,} of {self.num_rows:,} rows")
         if self._num_limited_passes:
             self._check_time(now)
 

@@ -14,6 +14,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from deformer_stream.model.config import IRREGULAR
+from deformer_stream.record_limits import MAX_SLOTS
 from deformer_stream.settings import (
     Device,
     Duration,
@@ -182,7 +183,7 @@ class TrainSettings(WindowedTableSettings):
     slots: int | None = Field(
         None,
         ge=1,
-        le=1000,
+        le=MAX_SLOTS,
         description="Number of equal time slots into which each --window is divided. A feature may report once in each "
         "time slot. By default it may report once in a window.",
     )

@@ -84,6 +84,13 @@ def check_row_order(ratio: float | None) -> list[TrainingWarning]:
     return [TrainingWarning("row_order", message)]
 
 
+def check_training(
+    result: TrainingResult, limit: float | None, has_prior: bool, has_old_model: bool
+) -> list[TrainingWarning]:
+    """Return the warnings about the training loop. The arguments are those of `check_steps` and `check_best_step`."""
+    return [*check_steps(result, limit), *check_best_step(result, has_prior, has_old_model)]
+
+
 def check_steps(result: TrainingResult, limit: float | None) -> list[TrainingWarning]:
     """Return a warning if a time limit ended the training before enough steps were done to matter.
 

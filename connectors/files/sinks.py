@@ -23,7 +23,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from connectors.files.background import BackgroundWriter
+from connectors.files.file_threads import BackgroundWriter
 from deformer_stream.codec import encode_alert, encode_drift, encode_rejected, encode_storm
 from deformer_stream.codec.encode_evidence import encode_evidence_parts
 from deformer_stream.codec.encode_incidents import encode_incident

@@ -20,7 +20,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from connectors.files.background import Prefetcher
+from connectors.files.file_threads import Prefetcher
 from connectors.files.lines import BLOCK_BYTES, LineSplitter, read_lines
 from connectors.files.reorder import reorder_lines, reorder_rows
 from deformer_stream import log

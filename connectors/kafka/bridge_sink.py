@@ -12,7 +12,7 @@ import uuid
 import msgspec
 
 from connectors.kafka.client import DELIVERY_SECONDS, RETRY_SECONDS, estimate_size, load_client
-from connectors.kafka.patience import Patience
+from connectors.kafka.failure_limit import FailureLimit
 from connectors.kafka.ports import MAX_BATCH_BYTES, Header, KafkaCluster, OutgoingMessage, Producer
 from connectors.kafka.sink import MAX_DEAD_LETTER_BYTES
 from connectors.kafka.state import STATE_TOPIC_SETTINGS
@@ -116,7 +116,7 @@ class KafkaBridgeSink:
             ConfigError: The brokers refuse a message.
         """
         messages = self._make_messages(translation)
-        failures = Patience(self._patience, "write_failed")
+        failures = FailureLimit(self._patience, "write_failed")
         while messages:
             try:
                 if self._producer is None:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 from connectors.kafka import client
-from connectors.kafka.background import BackgroundCall, do_nothing
+from connectors.kafka.blocking_calls import BackgroundCall, do_nothing
 from connectors.kafka.client import MESSAGE_TOO_LARGE, estimate_size, load_client, make_error
 from connectors.kafka.ports import MAX_BATCH_BYTES, KafkaCluster, Offsets, OutgoingMessage, Producer, ProducerFenced
 from deformer_stream.errors import DeformerError, Unavailable

@@ -29,7 +29,7 @@ from deformer_stream.codec.encode_incidents import decode_incident
 from deformer_stream.codec.output_formats import JSON_READER, OutputReader
 from deformer_stream.errors import DeformerError, InputError
 from deformer_stream.incidents.events import Incident
-from deformer_stream.runtime.incident_ports import DeliveryProgress, Knowledge, LoggedIncident
+from deformer_stream.runtime.incident_ports import DeliveryProgress, LoggedIncident, ReceiverState
 
 MAX_POLL_SECONDS = 600.0
 """A process whose worker has not polled for this long, because of a slow receiver, gives its partitions to others."""
@@ -37,8 +37,8 @@ MAX_POLL_SECONDS = 600.0
 MAX_METADATA_BYTES = 4096
 """Kafka's default limit of the metadata of an offset, `offset.metadata.max.bytes`."""
 
-_CODE_BY_KNOWLEDGE: dict[Knowledge, str] = {"hidden": "h", "opening": "o", "shown": "s", "resolving": "r"}
-_KNOWLEDGE_BY_CODE = {code: knowledge for knowledge, code in _CODE_BY_KNOWLEDGE.items()}
+_CODE_BY_STATE: dict[ReceiverState, str] = {"hidden": "h", "opening": "o", "shown": "s", "resolving": "r"}
+_STATE_BY_CODE = {code: state for state, code in _CODE_BY_STATE.items()}
 
 
 class _Metadata(msgspec.Struct, frozen=True):
@@ -54,8 +54,8 @@ class _Metadata(msgspec.Struct, frozen=True):
 def encode_progress(progress: DeliveryProgress) -> str:
     """Return the metadata of the committed offset of a progress. It has at most `MAX_METADATA_BYTES` bytes."""
     ids_by_code: dict[str, list[str]] = {}
-    for identifier, knowledge in progress.knowledge_by_id.items():
-        ids_by_code.setdefault(_CODE_BY_KNOWLEDGE[knowledge], []).append(identifier)
+    for identifier, state in progress.state_by_id.items():
+        ids_by_code.setdefault(_CODE_BY_STATE[state], []).append(identifier)
     return msgspec.json.encode({"first": progress.first_position, **ids_by_code}).decode()
 
 
@@ -77,11 +77,7 @@ def decode_progress(offset: int, metadata: str) -> DeliveryProgress:
         return DeliveryProgress(offset)
     return DeliveryProgress(
         offset,
-        {
-            identifier: knowledge
-            for code, knowledge in _KNOWLEDGE_BY_CODE.items()
-            for identifier in getattr(parsed, code)
-        },
+        {identifier: state for code, state in _STATE_BY_CODE.items() for identifier in getattr(parsed, code)},
         parsed.first,
     )
 

@@ -24,7 +24,7 @@ from kafka.coordinator.assignors.cooperative_sticky import CooperativeStickyAssi
 from kafka.structs import MemberState, OffsetAndMetadata
 
 from connectors.kafka import client, compat
-from connectors.kafka.background import WAIT_SECONDS, BackgroundCall
+from connectors.kafka.blocking_calls import WAIT_SECONDS, BackgroundCall
 from connectors.kafka.client import make_error
 from connectors.kafka.kafka_python_admin import KafkaPythonAdmin
 from connectors.kafka.kafka_python_connection import (

@@ -15,7 +15,7 @@ from confluent_kafka import KafkaError, KafkaException
 from confluent_kafka.admin import OffsetSpec
 
 from connectors.kafka import client
-from connectors.kafka.background import BackgroundCall, call_meanwhile
+from connectors.kafka.blocking_calls import BackgroundCall, call_meanwhile
 from connectors.kafka.librdkafka_admin import LibrdkafkaAdmin
 from connectors.kafka.librdkafka_connection import (
     DROPPED_CODES,

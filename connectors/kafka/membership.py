@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 
 from connectors.kafka import client
-from connectors.kafka.background import BackgroundCall
+from connectors.kafka.blocking_calls import BackgroundCall
 from connectors.kafka.client import INSTANCE_FENCED, load_client, make_error
 from connectors.kafka.commits import CommitManager
 from connectors.kafka.ports import (
@@ -159,8 +159,8 @@ class GroupMembership:
         a long pause of this process, or a long loss of its connection, that would be the producer of its successor.
 
         After an outage, the brokers and the client library can disagree about the id of a member that joins again. So
-        another id counts as another process only if it remains for two heartbeats. A process that has lost its name is
-        told so by then.
+        another id counts as another process only if it remains for two heartbeats. By then, the broker has returned an
+        error to a process that has lost its name.
 
         Raises:
             RebalanceInProgress: This process is no member of the group now, or the brokers list its instance name with

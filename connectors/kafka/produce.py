@@ -17,7 +17,7 @@ from deformer_stream.runtime.timing import limit_rate
 FLUSH_INTERVAL_SECONDS = 1.0
 """Seconds after which acknowledgements are awaited, so that a message that the broker refuses is noticed."""
 
-PROGRESS_SECONDS = 0.1
+REPORT_SECONDS = 0.1
 """Seconds between two calls of `progress`."""
 
 
@@ -97,7 +97,7 @@ def produce(
             send(OutgoingMessage(0, topic, message.key, message.value, (), partition, timestamp))
             num_sent += message.num_readings
             now = time.monotonic()
-            if progress is not None and now - reported_at >= PROGRESS_SECONDS:
+            if progress is not None and now - reported_at >= REPORT_SECONDS:
                 reported_at = now
                 progress(num_sent)
     if progress is not None:

@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal, NoReturn
 
 from connectors.kafka import client
-from connectors.kafka.background import BackgroundCall
+from connectors.kafka.blocking_calls import BackgroundCall
 from connectors.kafka.client import load_client
 from connectors.kafka.commits import CommitManager
+from connectors.kafka.failure_limit import FailureLimit
 from connectors.kafka.membership import PARTITIONS_PER_STEP, GroupMembership, divide_into_steps
-from connectors.kafka.patience import Patience
 from connectors.kafka.ports import CommittedOffset, Consumer, TopicPartition
 from connectors.kafka.start_point import LostState, PendingStart, StartPoint, complete_start, find_start
 from connectors.kafka.state import SavedState, StateTopic, parse_model, parse_num_partitions
@@ -61,7 +61,7 @@ class PartitionRestorer:
         self._begin_reading, self._start, self._on_lost_state = begin, start, on_lost_state
         self._creates_partitions, self._on_wait = creates_partitions, on_wait
         self._num_state_partitions = membership.num_partitions
-        self._patience = Patience(patience, "restore_failed_retrying")
+        self._patience = FailureLimit(patience, "restore_failed_retrying")
         self._reader = None if state is None else state.open_reader()
         self.unrestored: set[TopicPartition] = set()
         self._pending_starts: dict[TopicPartition, PendingStart] = {}  # those whose saved state is being read

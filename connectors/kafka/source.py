@@ -12,13 +12,13 @@ from typing import Any, Literal
 import numpy as np
 
 from connectors.kafka import client
-from connectors.kafka.background import do_nothing
+from connectors.kafka.blocking_calls import do_nothing
 from connectors.kafka.client import INVALID_NAME, check_reachable, load_client, make_error
 from connectors.kafka.commits import CommitManager
 from connectors.kafka.delivery import Delivery
+from connectors.kafka.failure_limit import FailureLimit
 from connectors.kafka.liveness import LivenessCheck
 from connectors.kafka.membership import GroupMembership
-from connectors.kafka.patience import Patience
 from connectors.kafka.ports import (
     Consumer,
     ConsumerOptions,
@@ -128,7 +128,7 @@ class KafkaSource:
         # Offset of the next event of each partition, after all polls, and after the polls whose effects are written.
         self._polled_positions: dict[TopicPartition, int] = {}
         self._written_positions: dict[TopicPartition, int] = {}
-        self._poll_patience = Patience(patience, "poll_failed_retrying")
+        self._poll_failures = FailureLimit(patience, "poll_failed_retrying")
         self._start_offsets: dict[TopicPartition, int] = {}  # where the reading of each partition began
         self._stopped_at: dict[TopicPartition, int] = {}  # positions of the partitions of `waiting_partitions`
         # Committed offsets of partitions whose earlier events (the history) are still being read again.
@@ -313,7 +313,7 @@ class KafkaSource:
         """
         try:
             columns = self._consumer.poll(timeout)
-            self._poll_patience.record_success()
+            self._poll_failures.record_success()
             return columns
         except OffsetOutOfRange as error:
             # Messages expired before they were read, or the topic was replaced.
@@ -326,7 +326,7 @@ class KafkaSource:
             self._restorer.add_gone({tp: error.offset_by_partition[tp] for tp in partitions})
             self.on_assigned(partitions)
         except DeformerError as error:
-            self._poll_patience.record_failure(error)
+            self._poll_failures.record_failure(error)
             time.sleep(min(timeout, client.RETRY_SECONDS))
         return None
 

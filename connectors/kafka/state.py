@@ -22,7 +22,7 @@ from typing import NamedTuple
 import orjson
 
 from connectors.kafka import client
-from connectors.kafka.background import do_nothing
+from connectors.kafka.blocking_calls import do_nothing
 from connectors.kafka.client import load_client
 from connectors.kafka.delivery import TRANSACTION_SECONDS
 from connectors.kafka.ports import (

@@ -63,7 +63,7 @@ MIN_DEVICES_FOR_ALL = 3
 """A pattern holds for all devices if incidents of at least this many devices were labelled as false alarms; otherwise
 only for these devices."""
 
-MAX_PATTERNS, MAX_INCIDENTS, MAX_FEATURES, MAX_DEVICES, MAX_TEXT_CHARS = 100, 1_000, 32, 10_000, 1_024
+MAX_PATTERNS, MAX_INCIDENTS, MAX_PATTERN_FEATURES, MAX_DEVICES, MAX_TEXT_CHARS = 100, 1_000, 32, 10_000, 1_024
 """Bounds of what a file may contain: patterns, incidents, features and devices of a pattern, and characters of a name.
 """
 
@@ -76,12 +76,12 @@ records can err. A third one in succession does not match; it may be the beginni
 
 
 def keep_valid_shares(shares: Shares) -> dict[str, float]:
-    """Return the positive finite shares, at most the `MAX_FEATURES` largest ones, in a fixed order.
+    """Return the positive finite shares, at most the `MAX_PATTERN_FEATURES` largest ones, in a fixed order.
 
     Evidence may come from a forged message, whose shares must not make a direction undefined or large.
     """
     valid = [(feature, float(share)) for feature, share in shares.items() if 0 < share < 1e9]
-    return dict(sorted(valid, key=lambda entry: (-entry[1], entry[0]))[:MAX_FEATURES])
+    return dict(sorted(valid, key=lambda entry: (-entry[1], entry[0]))[:MAX_PATTERN_FEATURES])
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,7 @@ class FalseAlarmPattern:
         if len(direction) != len(self.direction):
             raise ValueError(
                 f"a pattern of false alarms has {len(self.direction)} features, of which {len(direction)} can be used: "
-                f"give at most {MAX_FEATURES} features, with positive finite shares"
+                f"give at most {MAX_PATTERN_FEATURES} features, with positive finite shares"
             )
         if not 0 < self.min_cosine <= 1:
             raise ValueError(

@@ -80,7 +80,7 @@ def _connect(
         describe_bridge_topics,
         restore_births,
     )
-    from deformer_stream.cli.kafka_cluster import connect_with_patience, get_start_patience, make_cluster
+    from deformer_stream.cli.kafka_cluster import connect_with_retries, get_start_patience, make_cluster
     from deformer_stream.codec.bridge_messages import PrefixTranslator, TopicPattern, TranslationOptions, Translator
     from deformer_stream.codec.sparkplug import PREFIX, SparkplugTranslator
     from deformer_stream.errors import ConfigError
@@ -124,7 +124,7 @@ def _connect(
         return sink, PrefixTranslator({PREFIX: sparkplug}, translator), sparkplug
 
     patience = get_start_patience(settings)
-    sink, translator, sparkplug = connect_with_patience(connect, patience, stop, metrics.record_progress, cleanup)
+    sink, translator, sparkplug = connect_with_retries(connect, patience, stop, metrics.record_progress, cleanup)
     source = _connect_mqtt(settings, pattern) if is_mqtt else _connect_opcua(settings)
     cleanup.callback(source.close)
     return BridgePipeline(source, translator, sink, metrics, SourceMetrics(metrics, sparkplug))

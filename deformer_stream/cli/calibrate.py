@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from deformer_stream.cli import factory, incident_files
+from deformer_stream.cli import codecs, incident_files, input_files, served_models
 from deformer_stream.cli.examples import EXAMPLES_BY_COMMAND
 from deformer_stream.cli_utils import (
     HELP,
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from deformer_stream.calibration.recalibrate import CalibrationStatistics, Recalibration
     from deformer_stream.calibration.seen_records import SeenRecords
     from deformer_stream.cli.calibration_review import RecordKey
+    from deformer_stream.incident_store import IncidentCalibration
     from deformer_stream.model_store import Artifact
     from deformer_stream.runtime.calibration_sink import CollectedRecords
     from deformer_stream.settings import CalibrateSettings
@@ -61,7 +62,7 @@ def build_calibrate() -> click.Command:
         run that was interrupted.
         """
         settings = load_settings(CalibrateSettings, flags, config, "calibrate")
-        factory.check_paths([*inputs, *settings.incidents], settings.model)
+        input_files.check_paths([*inputs, *settings.incidents], settings.model)
         if inputs:
             return _calibrate_on_records(inputs, settings)
         for flag in settings.list_shard_flags():
@@ -88,22 +89,20 @@ def _calibrate_on_records(inputs: Sequence[str], settings: CalibrateSettings) ->
     """
     # These imports take seconds.
     from deformer_stream import log, model_store
-    from deformer_stream.calibration.recalibrate import CalibrationStatistics, recalibrate
+    from deformer_stream.calibration.recalibrate import recalibrate
     from deformer_stream.cli.calibration_records import (
         delete_shards,
         get_shards_folder,
         score_records,
         score_records_in_shards,
     )
-    from deformer_stream.cli.recalibration_report import write_recalibrated_model
-    from deformer_stream.cli.seen_records import replace_calibration_records
-    from deformer_stream.incident_store import read_incident_calibration, write_incident_calibration
+    from deformer_stream.incident_store import read_incident_calibration
 
     log.configure(is_debugging())
     target = settings.out or settings.model
     model_store.check_output_directory(target)
     stop = stop_on_signals()
-    models = factory.load_model_to_calibrate(settings)
+    models = served_models.load_model_to_calibrate(settings)
     (loaded,) = models.artifact_by_name.values()
     seen_records = model_store.read_seen_records(loaded.directory, loaded.manifest)
     incidents_before = read_incident_calibration(loaded.directory)
@@ -118,19 +117,51 @@ def _calibrate_on_records(inputs: Sequence[str], settings: CalibrateSettings) ->
         return INTERRUPTED_EXIT_CODE
     records = scored.records
     selection = _select_records(records, loaded, seen_records, settings)
-    is_used = selection.is_used
-    max_statistics = records.max_statistics[is_used]
     if settings.review is not None:
-        keys = list(compress(selection.keys, is_used))
+        keys = list(compress(selection.keys, selection.is_used))
+        max_statistics = records.max_statistics[selection.is_used]
         _print_review(keys, max_statistics, settings.review, shards_folder if is_sharded else None)
         return 0
+    statistics = _collect_statistics(records, selection, loaded, settings)
+    recalibration = recalibrate(
+        loaded.calibration, statistics, settings.alpha, settings.group_by, settings.trim, settings.seed
+    )
+    new_fingerprints = records.fingerprints[selection.is_new]
+    fingerprint, new_segments = _write_model(
+        recalibration, loaded, target, settings, seen_records, new_fingerprints, incidents_before
+    )
+    # The new model can be the one that scored the shards. They belong to the old one, so no run could continue.
+    if is_sharded:
+        delete_shards(shards_folder)
+    notes = [*selection.notes, scored.warning] if scored.warning else selection.notes
+    written = f"the model was written to {target} (fingerprint {fingerprint})"
+    _print_result(recalibration, statistics, settings.alpha, scored.num_rejected, "; ".join([written, *notes]))
+    if new_segments is not None:
+        incident_files.print_segments(settings, new_segments)
+    return 0
+
+
+def _collect_statistics(
+    records: CollectedRecords, selection: _RecordSelection, loaded: Artifact, settings: CalibrateSettings
+) -> CalibrationStatistics:
+    """Return the statistics of the selected records, from which the calibration is made.
+
+    Args:
+        records: The scored records of the input.
+        selection: Those of them that are used.
+        loaded: The model.
+        settings: Options of `calibrate`.
+    """
+    from deformer_stream.calibration.recalibrate import CalibrationStatistics
+
+    is_used = selection.is_used
     record_ids = list(compress(records.record_ids, is_used))
     if settings.order == "next":
         arrival_order = "next"
     else:
-        arrival_order = records.find_arrival_order(factory.choose_order_of_rows(loaded, settings), settings.input_order)
-    statistics = CalibrationStatistics(
-        max_statistics=max_statistics,
+        arrival_order = records.find_arrival_order(codecs.choose_order_of_rows(loaded, settings), settings.input_order)
+    return CalibrationStatistics(
+        max_statistics=records.max_statistics[is_used],
         record_ids=record_ids,
         mean_neg_log_p_by_feature=records.average_neg_log_p_by_feature(loaded.scoring_model, record_ids)
         or loaded.calibration.mean_neg_log_p_by_feature,  # none of the used records has kept readings
@@ -138,14 +169,40 @@ def _calibrate_on_records(inputs: Sequence[str], settings: CalibrateSettings) ->
         tie_policy=settings.ties or loaded.calibration.tie_policy,
         record_scores=None if records.record_scores is None else records.record_scores[is_used],
     )
-    recalibration = recalibrate(
-        loaded.calibration, statistics, settings.alpha, settings.group_by, settings.trim, settings.seed
-    )
+
+
+def _write_model(
+    recalibration: Recalibration,
+    loaded: Artifact,
+    target: Path,
+    settings: CalibrateSettings,
+    seen_records: SeenRecords | None,
+    new_fingerprints: NDArray[np.uint64],
+    incidents_before: IncidentCalibration | None,
+) -> tuple[str, IncidentCalibration | None]:
+    """Write the model with its new calibration, and with new segments for the incident budget if there is evidence.
+
+    Args:
+        recalibration: The new calibration.
+        loaded: The model.
+        target: The directory to write.
+        settings: Options of `calibrate`.
+        seen_records: Fingerprints of the records that the model has seen, None if they are not known.
+        new_fingerprints: Fingerprints of the records of the new calibration.
+        incidents_before: The incident calibration of the model, None if it has none.
+
+    Returns:
+        The fingerprint of the new model; and its incident calibration, None if its segments are not new.
+    """
+    from deformer_stream.cli.recalibration_report import write_recalibrated_model
+    from deformer_stream.cli.seen_records import replace_calibration_records
+    from deformer_stream.incident_store import write_incident_calibration
+
     segments = None
     if settings.incidents:
         # Before the model is written: its new list of seen records would not allow a repetition of a run that fails.
         segments = incident_files.collect_segments(settings, loaded.manifest, recalibration.new)
-    seen_records = replace_calibration_records(seen_records, records.fingerprints[selection.is_new])
+    seen_records = replace_calibration_records(seen_records, new_fingerprints)
     today = datetime.now(UTC).date()
     fingerprint = write_recalibrated_model(recalibration, loaded, target, settings.alpha, seen_records, today)
     # Its history is kept. Without new evidence, its segments belong to the calibration before.
@@ -154,15 +211,7 @@ def _calibrate_on_records(inputs: Sequence[str], settings: CalibrateSettings) ->
         incidents = incident_files.replace_segments(incidents_before, fingerprint, segments)
     if incidents is not None:
         write_incident_calibration(target, incidents)
-    # The new model can be the one that scored the shards. They belong to the old one, so no run could continue.
-    if is_sharded:
-        delete_shards(shards_folder)
-    notes = [*selection.notes, scored.warning] if scored.warning else selection.notes
-    written = f"the model was written to {target} (fingerprint {fingerprint})"
-    _print_result(recalibration, statistics, settings.alpha, scored.num_rejected, "; ".join([written, *notes]))
-    if segments is not None and incidents is not None:
-        incident_files.print_segments(settings, incidents)
-    return 0
+    return fingerprint, None if segments is None else incidents
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from deformer_stream.cli import factory, file_runs, shard_run
+from deformer_stream.cli import file_runs, input_files
 from deformer_stream.cli.record_collector import RecordCollector
-from deformer_stream.cli.shard_tasks import prepare_calibration
+from deformer_stream.cli.shards import run as shard_run
+from deformer_stream.cli.shards.tasks import prepare_calibration
 from deformer_stream.errors import ConfigError, Unavailable
 from deformer_stream.runtime.calibration_sink import CollectedRecords
 from deformer_stream.runtime.shard_job import delete_folder, delete_leftover, lock_folder
@@ -18,7 +19,7 @@ from deformer_stream.runtime.shard_job import delete_folder, delete_leftover, lo
 if TYPE_CHECKING:
     import threading
 
-    from deformer_stream.cli.factory import ServedModels
+    from deformer_stream.cli.served_models import ServedModels
     from deformer_stream.settings import CalibrateSettings
 
 
@@ -42,10 +43,10 @@ def score_records(
 ) -> CalibrationInput | None:
     """Return the records of the input, scored in this process; None if the run was interrupted."""
     (loaded,) = models.artifact_by_name.values()
-    engine = models.make_engines()
-    codec, source = factory.open_inputs(inputs, models, settings)
+    engines = models.make_engines()
+    codec, source = input_files.open_inputs(inputs, models, settings)
     collector = RecordCollector(loaded, settings)
-    totals = file_runs.run_on_files("calibrate", source, codec, engine, collector.sinks, stop)
+    totals = file_runs.run_on_files("calibrate", source, codec, engines, collector.sinks, stop)
     source.close()
     if stop.is_set():
         return None

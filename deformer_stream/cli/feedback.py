@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from deformer_stream.cli import factory
+from deformer_stream.cli import registry_clients
 from deformer_stream.cli.examples import EXAMPLES_BY_COMMAND
 from deformer_stream.cli_utils import HELP, HelpCommand, add_debug_option, is_debugging, parse_time_option
 
@@ -120,7 +120,9 @@ def _store(settings: FeedbackSettings, incident: str | None, label: Label | None
         assert incident is not None  # noqa: S101 - checked by `_check_arguments`
         assert label is not None  # noqa: S101
         with ExitStack() as cleanup:
-            reader = factory.make_output_reader(factory.open_registry(settings, factory.REGISTRY_PATIENCE, cleanup))
+            reader = registry_clients.make_output_reader(
+                registry_clients.open_registry(settings, registry_clients.REGISTRY_PATIENCE, cleanup)
+            )
             incidents = KafkaIncidentLog(cluster, incidents_topic, reader)
             cleanup.callback(incidents.close)
             found = find_incident(incidents, incident)

@@ -9,8 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, TypeVar
 
-from deformer_stream.cli import factory
-
 if TYPE_CHECKING:
     import threading
 
@@ -27,7 +25,6 @@ if TYPE_CHECKING:
     )
     from deformer_stream.codec import Codec
     from deformer_stream.codec.model_choice import ModelCodecs
-    from deformer_stream.engine.engine import Engine
     from deformer_stream.engine.engine_set import EngineSet
     from deformer_stream.model.schema import Schema
     from deformer_stream.runtime.pipeline import Totals
@@ -123,7 +120,7 @@ def run_on_files(
     title: str,
     source: FileSource | StandardInput,
     codec: Codec | ModelCodecs,
-    engine: Engine | EngineSet,
+    engines: EngineSet,
     sinks: Sequence[Sink],
     stop: threading.Event,
     send_drift_notices: bool = False,
@@ -136,7 +133,7 @@ def run_on_files(
         title: Title of the progress bar.
         source: The input files.
         codec: Decodes the events.
-        engine: Scores the events.
+        engines: Score the events.
         sinks: Receive the results.
         stop: An event that a signal handler sets; the run then ends early.
         send_drift_notices: Whether sinks receive notices that records no longer resemble the calibration records.
@@ -148,7 +145,7 @@ def run_on_files(
         return run_pipeline(
             source,
             codec,
-            engine,
+            engines,
             sinks=sinks,
             clock=EventClock(),
             stop=stop,
@@ -160,7 +157,7 @@ def run_on_files(
 def run_pipeline(
     source: EventSource,
     codec: Codec | ModelCodecs,
-    engine: Engine | EngineSet,
+    engines: EngineSet,
     sinks: Sequence[Sink],
     clock: Clock,
     stop: threading.Event,
@@ -172,7 +169,7 @@ def run_pipeline(
     Args:
         source: The input.
         codec: Decodes the events.
-        engine: Scores the events.
+        engines: Score the events.
         sinks: Receive the results.
         clock: Shows the time by which records time out.
         stop: An event that is set from outside; the run then ends early.
@@ -185,7 +182,7 @@ def run_pipeline(
     pipeline = Pipeline(
         source,
         codec,
-        engine,
+        engines,
         sinks,
         clock,
         Metrics(),
@@ -195,6 +192,11 @@ def run_pipeline(
         send_drift_notices=send_drift_notices,
     )
     return pipeline.run(stop)
+
+
+def format_alphas(alphas: Sequence[float]) -> str:
+    """Return alphas (false-alarm rates) as a comma-separated text, such as "0.05, 0.01"."""
+    return ", ".join(f"{alpha:g}" for alpha in alphas)
 
 
 def summarize_totals(totals: Totals, alphas: Sequence[float], is_interrupted: bool) -> str:
@@ -211,7 +213,7 @@ def summarize_totals(totals: Totals, alphas: Sequence[float], is_interrupted: bo
         warnings.append("the input has no readings")
     return (
         f"{totals.events} events accepted, {totals.rejected.total()} refused{f' ({reasons})' if reasons else ''}, "
-        f"{totals.closed} records, {totals.alerts} alerts at alpha {factory.format_alphas(alphas)}"
+        f"{totals.closed} records, {totals.alerts} alerts at alpha {format_alphas(alphas)}"
         + (f", {totals.combined} readings combined with others of their time slot" if totals.combined else "")
         + (", interrupted" if is_interrupted else "")
         + "".join(f"; {warning}" for warning in warnings)

@@ -62,7 +62,7 @@ def start_notifier(
         Unavailable: No broker responds, or a topic does not exist.
     """
     from connectors.kafka import KafkaDeliveryLog, KafkaFeedbackLog, KafkaIncidentLog
-    from deformer_stream.cli.kafka_cluster import connect_with_patience, get_start_patience, make_cluster
+    from deformer_stream.cli.kafka_cluster import connect_with_retries, get_start_patience, make_cluster
     from deformer_stream.runtime.incident_metrics import DeliveryMetrics, OpenIncidentMetrics
     from deformer_stream.runtime.notification import Notifier, OpenIncidentCounter, ReceiverWorker, WorkerThread
 
@@ -97,4 +97,4 @@ def start_notifier(
         notifier.start()
         attempt.callback(notifier.close, settings.receiver_timeout + CLOSE_SECONDS)
 
-    connect_with_patience(start, get_start_patience(settings), stop, metrics.record_progress, cleanup)
+    connect_with_retries(start, get_start_patience(settings), stop, metrics.record_progress, cleanup)

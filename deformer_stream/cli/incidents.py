@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from deformer_stream.cli import factory, incident_delivery
+from deformer_stream.cli import incident_delivery, input_files, registry_clients
 from deformer_stream.cli.examples import EXAMPLES_BY_COMMAND
 from deformer_stream.cli_utils import HELP, HelpCommand, add_debug_option, is_debugging, stop_on_signals
 
@@ -110,9 +110,11 @@ def build_incidents() -> click.Command:
         with ExitStack() as cleanup:
             if settings.http:  # before a connection is made, which can wait for the end of an outage
                 cleanup.callback(start_http_server(settings.http, metrics))
-            registry = factory.open_registry(settings, settings.patience, cleanup, metrics.record_progress, stop)
-            reader = factory.make_output_reader(registry)
-            formats = factory.register_output_schemas(
+            registry = registry_clients.open_registry(
+                settings, settings.patience, cleanup, metrics.record_progress, stop
+            )
+            reader = registry_clients.make_output_reader(registry)
+            formats = registry_clients.register_output_schemas(
                 settings, registry, {} if settings.deliver_only else {"incidents": topics.incidents}
             )
             pipeline = None
@@ -157,7 +159,7 @@ def _check_models(settings: IncidentsSettings) -> None:
         )
     if settings.model is not None and settings.models is not None:
         raise ConfigError("--model and --models exclude each other: give the one that consume uses")
-    factory.check_paths([], settings.model, models=settings.models)
+    input_files.check_paths([], settings.model, models=settings.models)
 
 
 def _connect(
@@ -184,30 +186,22 @@ def _connect(
         ConfigError: The budget cannot be kept, or a topic is missing or unsuitable.
         Unavailable: No broker responds, or there is no evidence.
     """
-    import uuid
-
     from connectors.kafka import (
-        Delivery,
         KafkaIncidentHistory,
         KafkaIncidentWriter,
-        KafkaSource,
-        StateTopic,
         count_partitions,
         describe_incident_topics,
-        ensure_topics,
     )
-    from connectors.kafka.delivery import make_transactional_id
     from connectors.kafka.ports import MissingTopic
     from connectors.kafka.state import STATE_TOPIC_SETTINGS
     from deformer_stream import log
-    from deformer_stream.cli.kafka_cluster import connect_with_patience, get_start_patience, make_cluster
+    from deformer_stream.cli.kafka_cluster import connect_with_retries, get_start_patience, join_group, make_cluster
     from deformer_stream.codec.incident_state import check_incident_state
     from deformer_stream.runtime.incident_pipeline import IncidentPipeline
     from deformer_stream.runtime.incident_plan import PlanLoader, describe_plans
 
     cluster = make_cluster(settings)
-    is_transactional = settings.delivery == "exactly-once"
-    loader = PlanLoader(settings, settings.model, settings.models, can_repeat=not is_transactional)
+    loader = PlanLoader(settings, settings.model, settings.models, can_repeat=settings.delivery != "exactly-once")
     plan_by_name = loader.load_all()
     for line in describe_plans(plan_by_name):
         log.get_logger("incidents").info("budget", kept=line)
@@ -218,29 +212,19 @@ def _connect(
             num_partitions = count_partitions(cluster, topics.evidence)
         except MissingTopic as error:
             raise MissingTopic(f"{error}; `deformer-stream consume --evidence on` writes it") from None
-        specs = describe_incident_topics(topics.incidents, topics.feedback)
-        specs[topics.state] = {"num_partitions": num_partitions, "configs": dict(STATE_TOPIC_SETTINGS)}
-        limits = ensure_topics(cluster, specs, settings.missing_topics == "create")
-        group = f"{settings.group}-{topics.events}-incidents"
-        instance = settings.instance or uuid.uuid4().hex[:12]
-        transactional_id = make_transactional_id(group, topics.evidence, instance)
-        delivery = Delivery(cluster, limits, transactional_id if is_transactional else None)
-        attempt.callback(delivery.close)
-        source = KafkaSource(
+        spec_by_topic = describe_incident_topics(topics.incidents, topics.feedback)
+        spec_by_topic[topics.state] = {"num_partitions": num_partitions, "configs": dict(STATE_TOPIC_SETTINGS)}
+        source, delivery = join_group(
             cluster,
+            settings,
             topics.evidence,
-            group,
-            settings.from_,
-            MAX_POLL_MESSAGES,
-            session_seconds=settings.session_timeout,
-            delivery=delivery,
-            state=StateTopic(cluster, topics.state, limits[topics.state], check_incident_state),
-            on_lost_state=settings.lost_state,
-            instance=settings.instance,
-            patience=settings.patience,
-            creates_partitions=settings.missing_topics == "create",
+            f"{settings.group}-{topics.events}-incidents",
+            spec_by_topic=spec_by_topic,
+            state_topic=topics.state,
+            verify_state=check_incident_state,
+            max_poll_messages=MAX_POLL_MESSAGES,
+            attempt=attempt,
         )
-        attempt.callback(source.close)
         return IncidentPipeline(
             source,
             KafkaIncidentWriter(topics.incidents, delivery, topics.events, output_format),
@@ -253,4 +237,4 @@ def _connect(
             read_value=read_value,
         )
 
-    return connect_with_patience(connect, get_start_patience(settings), stop, metrics.record_progress, cleanup)
+    return connect_with_retries(connect, get_start_patience(settings), stop, metrics.record_progress, cleanup)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+import uuid
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import click
 
 if TYPE_CHECKING:
-    from connectors.kafka import KafkaCluster
+    from connectors.kafka import Delivery, KafkaCluster, KafkaSource
+    from connectors.kafka.topics import TopicSpec
+    from deformer_stream.settings.group_member import GroupMemberSettings
     from deformer_stream.settings.kafka import KafkaSettings
 
 Result = TypeVar("Result")
@@ -54,6 +57,70 @@ def make_cluster(settings: KafkaSettings, servers: str | None = None) -> KafkaCl
     )
 
 
+def join_group(
+    cluster: KafkaCluster,
+    settings: GroupMemberSettings,
+    topic: str,
+    group: str,
+    *,
+    spec_by_topic: Mapping[str, TopicSpec],
+    state_topic: str,
+    verify_state: Callable[[bytes, tuple[bytes, ...]], None],
+    max_poll_messages: int,
+    attempt: ExitStack,
+    model: str = "",
+) -> tuple[KafkaSource, Delivery]:
+    """Create the topics that a command writes, open a producer for its transactions, and join its consumer group.
+
+    On exit, the source is closed first, and the producer after it.
+
+    Args:
+        cluster: The brokers.
+        settings: Options of the command.
+        topic: The topic that the command reads.
+        group: Name of the consumer group.
+        spec_by_topic: How each topic that the command writes is created, by name. It includes the state topic.
+        state_topic: The compacted topic of the state of partitions.
+        verify_state: As for `connectors.kafka.StateTopic`.
+        max_poll_messages: Largest number of messages in one poll.
+        attempt: An exit stack, to which the functions that close the source and the producer are added.
+        model: Fingerprint of the model. A process whose model differs from that of the group is refused.
+
+    Returns:
+        The source of messages, and the producer for the messages that the command writes.
+
+    Raises:
+        ConfigError: A topic is missing and may not be created, has unsuitable settings, or may not be written to.
+        Unavailable: No broker responds, or the topic does not exist.
+    """
+    from connectors.kafka import Delivery, KafkaSource, StateTopic, ensure_topics
+    from connectors.kafka.delivery import make_transactional_id
+
+    creates_missing = settings.missing_topics == "create"
+    max_bytes_by_topic = ensure_topics(cluster, spec_by_topic, creates_missing)
+    transactional_id = make_transactional_id(group, topic, settings.instance or uuid.uuid4().hex[:12])
+    is_transactional = settings.delivery == "exactly-once"
+    delivery = Delivery(cluster, max_bytes_by_topic, transactional_id if is_transactional else None)
+    attempt.callback(delivery.close)
+    source = KafkaSource(
+        cluster,
+        topic,
+        group,
+        settings.from_,
+        max_poll_messages,
+        settings.session_timeout,
+        delivery=delivery,
+        state=StateTopic(cluster, state_topic, max_bytes_by_topic[state_topic], verify_state),
+        on_lost_state=settings.lost_state,
+        model=model,
+        instance=settings.instance,
+        patience=settings.patience,
+        creates_partitions=creates_missing,
+    )
+    attempt.callback(source.close)
+    return source, delivery
+
+
 def get_start_patience(settings: StartSettings) -> float | None:
     """Return the seconds for which a command that starts waits for the brokers; None if it does not wait.
 
@@ -63,7 +130,7 @@ def get_start_patience(settings: StartSettings) -> float | None:
     return settings.patience if settings.http else None
 
 
-def connect_with_patience(
+def connect_with_retries(
     connect: Callable[[ExitStack], Result],
     patience: float | None,
     stop: threading.Event,
@@ -90,14 +157,14 @@ def connect_with_patience(
         Unavailable: The brokers have not responded for so long, or a topic does not exist.
         ConfigError: A setting is wrong, or the brokers refuse the connection.
     """
-    from connectors.kafka.background import call_meanwhile
+    from connectors.kafka.blocking_calls import call_meanwhile
     from connectors.kafka.client import RETRY_SECONDS
-    from connectors.kafka.patience import Patience
+    from connectors.kafka.failure_limit import FailureLimit
     from connectors.kafka.ports import MissingTopic
     from deformer_stream import log
     from deformer_stream.errors import Unavailable
 
-    failures = None if patience is None else Patience(patience, "connection_failed_retrying")
+    failures = None if patience is None else FailureLimit(patience, "connection_failed_retrying")
     while True:
         with ExitStack() as attempt:
             try:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import threading
 
     from connectors.mqtt import MqttOptions
-    from deformer_stream.cli.factory import ServedModels
+    from deformer_stream.cli.served_models import ServedModels
     from deformer_stream.codec.bridge_messages import TopicPattern
     from deformer_stream.model.schema import Schema
     from deformer_stream.runtime.metrics import Metrics
@@ -121,7 +121,7 @@ def connect_to_mqtt(
     """
     from connectors.files import StateFolder
     from connectors.mqtt import AlertTopic, MqttAlertSink, MqttSource
-    from deformer_stream.cli import factory
+    from deformer_stream.cli import codecs
     from deformer_stream.codec.bridge_messages import PrefixTranslator, TopicPattern, ValueTranslator
     from deformer_stream.codec.sparkplug import PREFIX, SparkplugTranslator
     from deformer_stream.errors import InvariantViolated
@@ -137,7 +137,7 @@ def connect_to_mqtt(
     options = make_options(settings, address, pattern, settings.patience)
     alert_topic = AlertTopic(settings.alerts_to, options.filter)
     max_bytes = settings.max_message_bytes
-    values = ValueTranslator(pattern, factory.get_field_names(settings), settings.time_unit, max_bytes)
+    values = ValueTranslator(pattern, codecs.get_field_names(settings), settings.time_unit, max_bytes)
     sparkplug = SparkplugTranslator(max_bytes)
     store = StateFolder(settings.state_dir)
     cleanup.callback(store.close)
@@ -152,10 +152,10 @@ def connect_to_mqtt(
 
 def check_windows(settings: ConsumeSettings, schema: Schema) -> None:
     """Raise `ConfigError` if a model does not divide the readings of devices into windows of time."""
-    from deformer_stream.cli import factory
+    from deformer_stream.cli import codecs
     from deformer_stream.errors import ConfigError
 
-    if factory.make_window_assigner(schema, settings) is None:
+    if codecs.make_window_assigner(schema, settings) is None:
         raise ConfigError(
             "messages of MQTT name a device and no record, so records must be windows of time: add --window, or train "
             "a model with one"

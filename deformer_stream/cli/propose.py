@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from deformer_stream.cli import factory
+from deformer_stream.cli import registry_clients
 from deformer_stream.cli.examples import EXAMPLES_BY_COMMAND
 from deformer_stream.cli_utils import HELP, HelpCommand, add_debug_option, is_debugging, parse_span
 
@@ -151,7 +151,9 @@ def _copy_evidence(settings: ProposeSettings, cleanup: ExitStack) -> str:
 
     topic = settings.evidence_topic or f"{settings.topic}-evidence"
     path = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="deformer-"))) / "evidence.jsonl"
-    reader = factory.make_output_reader(factory.open_registry(settings, factory.REGISTRY_PATIENCE, cleanup))
+    reader = registry_clients.make_output_reader(
+        registry_clients.open_registry(settings, registry_clients.REGISTRY_PATIENCE, cleanup)
+    )
     if not copy_evidence(make_cluster(settings), topic, path, get_limit_micros(settings.max_ahead), reader):
         raise InputError(f"topic {topic!r} holds no evidence: run `deformer-stream consume --evidence on`")
     return str(path)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from deformer_stream.cli import factory
+from deformer_stream.cli import registry_clients
 from deformer_stream.cli.examples import EXAMPLES_BY_COMMAND
 from deformer_stream.cli_utils import HELP, HelpCommand, add_debug_option, is_debugging, stop_on_signals
 from deformer_stream.extras import format_remedy, is_installed
@@ -170,13 +170,13 @@ def _connect(settings: ServeSettings, page: Page, stop: threading.Event, cleanup
         describe_incident_topics,
         ensure_topics,
     )
-    from deformer_stream.cli.kafka_cluster import connect_with_patience, make_cluster
+    from deformer_stream.cli.kafka_cluster import connect_with_retries, make_cluster
     from deformer_stream.page.followers import follow_logs
     from deformer_stream.page.security import is_loopback
 
     cluster = make_cluster(settings)
-    registry = factory.open_registry(settings, factory.REGISTRY_PATIENCE, cleanup, stop=stop)
-    reader = factory.make_output_reader(registry)
+    registry = registry_clients.open_registry(settings, registry_clients.REGISTRY_PATIENCE, cleanup, stop=stop)
+    reader = registry_clients.make_output_reader(registry)
     incidents_topic = settings.incidents_topic or f"{settings.topic}-incidents"
     feedback_topic = settings.feedback_topic or f"{settings.topic}-feedback"
     next_readings_topic = settings.next_readings_topic or f"{settings.topic}-next-readings"
@@ -192,7 +192,7 @@ def _connect(settings: ServeSettings, page: Page, stop: threading.Event, cleanup
 
     # A page that other machines can reach is supervised. A person at a terminal sees an error at once.
     patience = None if is_loopback(page.options.host) else settings.patience
-    incident_log, feedback_log = connect_with_patience(connect, patience, stop, lambda: None, cleanup)
+    incident_log, feedback_log = connect_with_retries(connect, patience, stop, lambda: None, cleanup)
     next_reading_log = KafkaNextReadingLog(cluster, next_readings_topic, reader)
     cleanup.callback(next_reading_log.close)
     page.followers = follow_logs(page.store, incident_log, feedback_log, next_reading_log)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from deformer_stream.cli import factory, file_runs, incident_files, mqtt
+from deformer_stream.cli import codecs, file_runs, incident_files, input_files, mqtt, registry_clients, served_models
 from deformer_stream.cli.examples import EXAMPLES_BY_COMMAND
 from deformer_stream.cli_utils import (
     HELP,
@@ -35,12 +36,15 @@ if TYPE_CHECKING:
 
     from connectors.kafka.topics import TopicSpec
     from connectors.schema_registry import SchemaRegistry
-    from deformer_stream.cli.factory import ServedModels
+    from deformer_stream.cli.served_models import ServedModels
     from deformer_stream.codec import Codec
     from deformer_stream.codec.model_choice import ModelCodecs
     from deformer_stream.codec.output_formats import OutputSchema
+    from deformer_stream.engine.engine import Engine
+    from deformer_stream.engine.engine_set import EngineSet
     from deformer_stream.model_store import Artifact
     from deformer_stream.runtime.metrics import Metrics
+    from deformer_stream.runtime.pipeline import Pipeline
     from deformer_stream.runtime.ports import EventSource, Sink
     from deformer_stream.settings import ConsumeSettings
 
@@ -70,86 +74,130 @@ def build_consume() -> click.Command:
         process.shorten_switch_interval()
         process.limit_malloc_arenas()
         settings = load_settings(ConsumeSettings, flags, config, "consume")
-        is_mqtt = settings.mqtt_address is not None
-        mqtt.refuse_flags(flags, is_mqtt)
-        has_kafka = _find_kafka_topic(settings)[1] is not None
-        is_file = not (is_mqtt or has_kafka)
+        mqtt.refuse_flags(flags, settings.mqtt_address is not None)
+        is_file = _reads_file(settings)
         for flag, value in (("--format", settings.format), ("--output-format", settings.output_format)):
             if is_file and value != "json":
                 raise ConfigError(f"{flag} {value} is for a Kafka topic, but --source is a file: leave it out")
-        factory.check_paths([str(settings.source)] if is_file else [], settings.model, models=settings.models)
-        # These imports take seconds.
-        from deformer_stream import log
-        from deformer_stream.runtime.http_server import start_http_server
-        from deformer_stream.runtime.metrics import Metrics
-        from deformer_stream.runtime.pipeline import Pipeline
-        from deformer_stream.runtime.reload import ModelSetReloader
-        from deformer_stream.runtime.timing import WallClock
-
-        log.configure(is_debugging())
-        logger = log.get_logger("consume")
-        # With --drift off, drift is tracked for its metric, but not reported.
-        drift_odds = math.inf if settings.drift == "off" else settings.drift or factory.DEFAULT_DRIFT_ODDS
-        decoding = mqtt.separate_field_names(settings) if is_mqtt else settings
-        models = factory.load_models(decoding, drift_odds, states_suspicious=has_kafka)
-        engine, choice = models.make_engines(), models.choice
-        metrics = Metrics()
-        reloader = factory.make_reloader(models, settings, reload_requested)
-        with ExitStack() as cleanup:
-            if settings.http:  # before a connection is made, which can wait for the end of an outage
-                cleanup.callback(start_http_server(settings.http, metrics))
-            registry = factory.open_registry(settings, settings.patience, cleanup, metrics.record_progress, stop)
-            translator = factory.make_translator(settings, registry, settings.max_message_bytes)
-
-            def make_codec(model: Artifact) -> Codec:
-                """Return the codec for a model, whose units of features are replaced first."""
-                factory.replace_units(model, settings)
-                if is_mqtt:  # also of a model that replaces another one
-                    mqtt.check_windows(settings, model.schema)
-                if choice is not None:  # the codecs of several models share the translator
-                    return factory.make_codec(model, decoding, order="arrival", model_field=choice.field)
-                return factory.make_codec(model, decoding, order="arrival", translator=translator)
-
-            codec = models.combine_codecs(make_codec, decoding, translator)
-            source, sinks = _connect(settings, models, codec, registry, metrics, stop, cleanup)
-            logger.info(
-                "ready",
-                model=models.fingerprint,
-                **({} if choice is None else {"models": len(models.artifact_by_name), "model_by": choice.field}),
-                alpha=factory.format_alphas(settings.alpha),
-                source=settings.topic or settings.source,
-            )
-            # A file is read as fast as possible, so the number of alerts per second says nothing.
-            is_unlimited = is_file or settings.max_alert_rate in ("off", 0)
-            max_alert_rate = None if is_unlimited else float(settings.max_alert_rate)
-            pipeline = Pipeline(
-                source,
-                codec,
-                engine,
-                sinks=sinks,
-                clock=WallClock(),
-                metrics=metrics,
-                is_finite=is_file,
-                max_wait=settings.max_wait,
-                commit_interval=settings.commit_interval,
-                snapshot_interval=settings.snapshot_interval,
-                open_records=settings.open_records,
-                take_new_model=None if isinstance(reloader, ModelSetReloader) else reloader.take_new_model,
-                make_codec=make_codec,
-                take_named_model=reloader.take_named_model if isinstance(reloader, ModelSetReloader) else None,
-                make_engine=models.make_engine,
-                # The terminal shows each alert once: as a line of `TerminalAlerts`.
-                log_alerts=not (_is_terminal(settings.alerts) and sys.stderr.isatty()),
-                send_drift_notices=settings.drift is not None,
-                max_alert_rate=max_alert_rate,
-                saves_event_times=settings.evidence == "on",
-            )
-            # Garbage collection of the loaded modules and the model would only delay alerts.
-            with process.frozen_gc():
-                totals = pipeline.run(stop)
-        logger.info("stopped", **totals.to_log_fields(), open=pipeline.num_open_records)
+        input_files.check_paths([str(settings.source)] if is_file else [], settings.model, models=settings.models)
+        _score_stream(settings, stop, reload_requested)
 
     return consume
+
+
+def _reads_file(settings: ConsumeSettings) -> bool:
+    """Return whether `consume` reads a file or standard input, and not a broker."""
+    return settings.mqtt_address is None and _find_kafka_topic(settings)[1] is None
+
+
+def _score_stream(settings: ConsumeSettings, stop: threading.Event, reload_requested: threading.Event) -> None:
+    """Connect the source, the engines and the sinks of `consume`, and score events until `stop` is set.
+
+    Args:
+        settings: Options of `consume`.
+        stop: Set when the command must end.
+        reload_requested: Set when the model directory must be read again.
+
+    Raises:
+        DeformerError: An option, the model or the source cannot be used.
+    """
+    # These imports take seconds.
+    from deformer_stream import log
+    from deformer_stream.runtime.http_server import start_http_server
+    from deformer_stream.runtime.metrics import Metrics
+
+    log.configure(is_debugging())
+    logger = log.get_logger("consume")
+    is_mqtt = settings.mqtt_address is not None
+    has_kafka = _find_kafka_topic(settings)[1] is not None
+    # With --drift off, drift is tracked for its metric, but not reported.
+    drift_odds = math.inf if settings.drift == "off" else settings.drift or served_models.DEFAULT_DRIFT_ODDS
+    decoding = mqtt.separate_field_names(settings) if is_mqtt else settings
+    models = served_models.load_models(decoding, drift_odds, states_suspicious=has_kafka)
+    engines, choice = models.make_engines(), models.choice
+    metrics = Metrics()
+    reloader = served_models.make_reloader(models, settings, reload_requested)
+    with ExitStack() as cleanup:
+        if settings.http:  # before a connection is made, which can wait for the end of an outage
+            cleanup.callback(start_http_server(settings.http, metrics))
+        registry = registry_clients.open_registry(settings, settings.patience, cleanup, metrics.record_progress, stop)
+        translator = registry_clients.make_translator(settings, registry, settings.max_message_bytes)
+
+        def make_codec(model: Artifact) -> Codec:
+            """Return the codec for a model, whose units of features are replaced first."""
+            served_models.replace_units(model, settings)
+            if is_mqtt:  # also of a model that replaces another one
+                mqtt.check_windows(settings, model.schema)
+            if choice is not None:  # the codecs of several models share the translator
+                return codecs.make_codec(model, decoding, order="arrival", model_field=choice.field)
+            return codecs.make_codec(model, decoding, order="arrival", translator=translator)
+
+        codec = models.combine_codecs(make_codec, decoding, translator)
+        source, sinks = _connect(settings, models, codec, registry, metrics, stop, cleanup)
+        logger.info(
+            "ready",
+            model=models.fingerprint,
+            **({} if choice is None else {"models": len(models.artifact_by_name), "model_by": choice.field}),
+            alpha=file_runs.format_alphas(settings.alpha),
+            source=settings.topic or settings.source,
+        )
+        pipeline = _make_pipeline(
+            settings,
+            source,
+            codec,
+            engines,
+            sinks,
+            metrics,
+            take_new_model=reloader.take_new_model,
+            make_codec=make_codec,
+            make_engine=models.make_engine,
+        )
+        # Garbage collection of the loaded modules and the model would only delay alerts.
+        with process.frozen_gc():
+            totals = pipeline.run(stop)
+    logger.info("stopped", **totals.to_log_fields(), open=pipeline.num_open_records)
+
+
+def _make_pipeline(
+    settings: ConsumeSettings,
+    source: EventSource,
+    codec: Codec | ModelCodecs,
+    engines: EngineSet,
+    sinks: Sequence[Sink],
+    metrics: Metrics,
+    *,
+    take_new_model: Callable[[], tuple[str, Artifact] | None],
+    make_codec: Callable[[Artifact], Codec],
+    make_engine: Callable[[Artifact], Engine],
+) -> Pipeline:
+    """Return the pipeline of `consume`. The arguments are those of `Pipeline`, which the options complete."""
+    from deformer_stream.runtime.pipeline import Pipeline
+    from deformer_stream.runtime.timing import WallClock
+
+    is_file = _reads_file(settings)
+    # A file is read as fast as possible, so the number of alerts per second says nothing.
+    is_unlimited = is_file or settings.max_alert_rate in ("off", 0)
+    return Pipeline(
+        source,
+        codec,
+        engines,
+        sinks=sinks,
+        clock=WallClock(),
+        metrics=metrics,
+        is_finite=is_file,
+        max_wait=settings.max_wait,
+        commit_interval=settings.commit_interval,
+        snapshot_interval=settings.snapshot_interval,
+        open_records=settings.open_records,
+        take_new_model=take_new_model,
+        make_codec=make_codec,
+        make_engine=make_engine,
+        # The terminal shows each alert once: as a line of `TerminalAlerts`.
+        log_alerts=not (_is_terminal(settings.alerts) and sys.stderr.isatty()),
+        send_drift_notices=settings.drift is not None,
+        max_alert_rate=None if is_unlimited else float(settings.max_alert_rate),
+        saves_event_times=settings.evidence == "on",
+    )
 
 
 def _connect(
@@ -197,10 +245,10 @@ def _connect(
         check_no_overwrite([str(settings.source)], {"--alerts": settings.alerts, "--rejected": settings.rejected})
         models.check_same_form(settings)
         options = ReadOptions(
-            field_names=factory.get_field_names(settings),
+            field_names=codecs.get_field_names(settings),
             batch_events=settings.poll_messages,
             max_message_bytes=settings.max_message_bytes,
-            window_assigner=factory.make_window_assigner(next(iter(models.schema_by_name.values())), settings),
+            window_assigner=codecs.make_window_assigner(next(iter(models.schema_by_name.values())), settings),
             model_column=None if models.choice is None else models.choice.field,
         )
         try:
@@ -380,36 +428,31 @@ def _connect_to_kafka(
         ConfigError: Two of the topics are the same, or the schema registry refuses a schema.
         Unavailable: No broker responds, or the schema registry does not.
     """
-    import uuid
     from functools import partial
 
-    from connectors.kafka import (
-        Delivery,
-        KafkaEvidenceSink,
-        KafkaNextReadingSink,
-        KafkaSink,
-        KafkaSource,
-        StateTopic,
-        count_partitions,
-        ensure_topics,
-    )
-    from connectors.kafka.delivery import make_transactional_id
-    from deformer_stream.cli.kafka_cluster import connect_with_patience, get_start_patience, make_cluster
+    from connectors.kafka import KafkaEvidenceSink, KafkaNextReadingSink, KafkaSink, count_partitions
+    from deformer_stream.cli.kafka_cluster import connect_with_retries, get_start_patience, join_group, make_cluster
     from deformer_stream.codec.state import check_state
 
     cluster = make_cluster(settings, servers)
     topics = ConsumeTopics.from_settings(settings, topic)
-    format_by_schema = factory.register_output_schemas(settings, registry, topics.topic_by_schema)
-    verify = partial(check_state, has_one_model=settings.models is None)
+    format_by_schema = registry_clients.register_output_schemas(settings, registry, topics.topic_by_schema)
 
     def connect(attempt: ExitStack) -> tuple[EventSource, list[Sink]]:
         """Connect to the brokers; the connections are closed if that fails."""
-        specs = topics.describe(count_partitions(cluster, topic))
-        # `limits` has the size of the largest message that each topic accepts.
-        limits = ensure_topics(cluster, specs, settings.missing_topics == "create")
-        transactional_id = make_transactional_id(settings.group, topic, settings.instance or uuid.uuid4().hex[:12])
-        is_transactional = settings.delivery == "exactly-once"
-        delivery = Delivery(cluster, limits, transactional_id if is_transactional else None)
+        source, delivery = join_group(
+            cluster,
+            settings,
+            topic,
+            settings.group,
+            spec_by_topic=topics.describe(count_partitions(cluster, topic)),
+            state_topic=topics.state,
+            verify_state=partial(check_state, has_one_model=settings.models is None),
+            max_poll_messages=settings.poll_messages,
+            attempt=attempt,
+            model=model,
+        )
+        # The sinks have no connection of their own, so only the producer must be closed.
         sinks: list[Sink] = [
             KafkaSink(topics.alerts, topics.dead_letters, codec, delivery, topic, format_by_schema["alerts"])
         ]
@@ -417,27 +460,9 @@ def _connect_to_kafka(
             sinks.append(KafkaEvidenceSink(topics.evidence, delivery, topic, format_by_schema["evidence"]))
         if topics.next_readings is not None:
             sinks.append(KafkaNextReadingSink(topics.next_readings, delivery, topic, format_by_schema["next-readings"]))
-        for sink in sinks:
-            attempt.callback(sink.close)
-        source = KafkaSource(
-            cluster,
-            topic,
-            settings.group,
-            settings.from_,
-            max_poll_records=settings.poll_messages,
-            session_seconds=settings.session_timeout,
-            delivery=delivery,
-            state=StateTopic(cluster, topics.state, limits[topics.state], verify),
-            on_lost_state=settings.lost_state,
-            model=model,
-            instance=settings.instance,
-            patience=settings.patience,
-            creates_partitions=settings.missing_topics == "create",
-        )
-        attempt.callback(source.close)
         return source, sinks
 
-    return connect_with_patience(connect, get_start_patience(settings), stop, metrics.record_progress, cleanup)
+    return connect_with_retries(connect, get_start_patience(settings), stop, metrics.record_progress, cleanup)
 
 
 def build_replay() -> click.Command:
@@ -460,7 +485,7 @@ def build_replay() -> click.Command:
         """
         settings = load_settings(ReplaySettings, flags, config, "replay")
         outputs = settings.get_output_by_flag() if settings.output_dir is None else {}
-        factory.check_paths(inputs, settings.model, outputs, settings.models)
+        input_files.check_paths(inputs, settings.model, outputs, settings.models)
         stop = stop_on_signals()  # before the imports below, because these take seconds
         from deformer_stream import log
 
@@ -469,20 +494,20 @@ def build_replay() -> click.Command:
             given_flags = {to_flag(field) for field, value in flags.items() if value is not None}
             return incident_files.replay_evidence(inputs, settings, given_flags, stop)
         if settings.output_dir is not None:
-            from deformer_stream.cli.sharded_replay import replay_in_shards
+            from deformer_stream.cli.shards.replay import replay_in_shards
 
             return replay_in_shards(inputs, settings, settings.output_dir, stop)
-        drift_odds = None if settings.drift == "off" else settings.drift or factory.DEFAULT_DRIFT_ODDS
-        models = factory.load_models(settings, drift_odds, settings.suspicious_records is not None)
-        engine = models.make_engines()
-        codec, source = factory.open_inputs(inputs, models, settings)
+        drift_odds = None if settings.drift == "off" else settings.drift or served_models.DEFAULT_DRIFT_ODDS
+        models = served_models.load_models(settings, drift_odds, settings.suspicious_records is not None)
+        engines = models.make_engines()
+        codec, source = input_files.open_inputs(inputs, models, settings)
         with ExitStack() as cleanup:
             sinks = file_runs.open_replay_sinks(settings, models.schema_by_name, cleanup, models.has_faults)
             incident_sink = incident_files.open_incident_sink(settings, cleanup) if settings.incidents else None
             if incident_sink is not None:
                 sinks.append(incident_sink)
             file_runs.log_columns(source.ignored_columns, source.missing_columns)
-            totals = file_runs.run_on_files("replay", source, codec, engine, sinks, stop, settings.drift is not None)
+            totals = file_runs.run_on_files("replay", source, codec, engines, sinks, stop, settings.drift is not None)
             # Closing a sink completes its output file. After an error, `cleanup` calls `discard` of each sink instead.
             for connector in (*sinks, source):
                 connector.close()

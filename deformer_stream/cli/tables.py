@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from deformer_stream.cli.examples import EXAMPLES_BY_COMMAND
-from deformer_stream.cli.factory import check_paths
+from deformer_stream.cli.input_files import check_paths
 from deformer_stream.cli_utils import (
     HELP,
     INTERRUPTED_EXIT_CODE,

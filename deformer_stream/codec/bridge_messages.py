@@ -101,7 +101,7 @@ class Translation:
         events: Events, in the order of the messages.
         rejections: What cannot be translated, at most one for each reason and message.
         requests: Messages to publish, as pairs of a topic and a payload.
-        states: What a later run has to know, as pairs of a key and a value; the last value of a key counts.
+        states: State that the translator saves, as pairs of a key and a value; the last value of a key counts.
     """
 
     events: list[BridgeEvent] = field(default_factory=list)

@@ -26,6 +26,7 @@ from deformer_stream.demo.run import ALPHA, NUM_TRAINING_RECORDS, create_output,
 from deformer_stream.demo.simulate import FEATURES, INTERVAL, simulate
 from deformer_stream.demo.training import run_trainer
 from deformer_stream.engine.engine import Engine, Limits
+from deformer_stream.engine.engine_set import EngineSet
 from deformer_stream.engine.events import ONLY_MODEL
 from deformer_stream.engine.next_reading import DEFAULT_SUSPICIOUS
 from deformer_stream.errors import ConfigError
@@ -238,14 +239,16 @@ def _run_pipeline(
     pipeline = Pipeline(
         source=source,
         codec=Codec(detector.schema),
-        engine=Engine(
-            detector.scoring_model,
-            detector.calibration,
-            detector.fingerprint,
-            ALPHA,
-            Limits(record_timeout=round(RECORD_TIMEOUT * 1e6)),
-            max_suggested=NUM_RANKED,
-            suspicious=DEFAULT_SUSPICIOUS,
+        engines=EngineSet.of_only_model(
+            Engine(
+                detector.scoring_model,
+                detector.calibration,
+                detector.fingerprint,
+                ALPHA,
+                Limits(record_timeout=round(RECORD_TIMEOUT * 1e6)),
+                max_suggested=NUM_RANKED,
+                suspicious=DEFAULT_SUSPICIOUS,
+            )
         ),
         sinks=[IncidentSink({ONLY_MODEL: detection}, logged.add), next_reading_log],
         clock=EventClock(),

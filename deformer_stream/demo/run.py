@@ -36,6 +36,7 @@ from deformer_stream.demo.report import (
 from deformer_stream.demo.simulate import FEATURES, MAX_DELAY, SimulatedFleet, simulate
 from deformer_stream.demo.training import run_trainer
 from deformer_stream.engine.engine import Engine, Limits
+from deformer_stream.engine.engine_set import EngineSet
 from deformer_stream.engine.events import Alert, Effects
 from deformer_stream.errors import ConfigError
 from deformer_stream.model.schema import Schema
@@ -247,7 +248,9 @@ def stream_readings(
     pipeline = Pipeline(
         source=MemorySource(fleet.iterate_messages(), chunk=READINGS_PER_POLL),
         codec=Codec(detector.schema),
-        engine=Engine(detector.scoring_model, detector.calibration, detector.fingerprint, ALPHA, limits),
+        engines=EngineSet.of_only_model(
+            Engine(detector.scoring_model, detector.calibration, detector.fingerprint, ALPHA, limits)
+        ),
         sinks=[printer],
         clock=EventClock(),  # timeouts follow the event times, because the stream is replayed as fast as possible
         metrics=Metrics(),

@@ -1,7 +1,7 @@
 """The engines of several models, which score the events of the same partitions and share limits.
 
-Each engine has one model, and sees only the events of this model. So its scores and alerts are those of a process that
-has no other model. A process with one model has an `EngineSet` with one engine, whose name is `ONLY_MODEL`.
+Each engine has one model, and receives only the events of this model. So its scores and alerts are those of a process
+that has no other model. A process with one model has an `EngineSet` with one engine, whose name is `ONLY_MODEL`.
 """
 
 from __future__ import annotations
@@ -33,6 +33,11 @@ class EngineSet:
     def __init__(self, engine_by_name: Mapping[str, Engine], limits: Limits | None = None) -> None:
         self.engine_by_name = dict(sorted(engine_by_name.items()))
         self._limits = limits or next(iter(self.engine_by_name.values())).limits
+
+    @classmethod
+    def of_only_model(cls, engine: Engine) -> EngineSet:
+        """Return the set of a process with one model."""
+        return cls({ONLY_MODEL: engine})
 
     def add(self, name: str, engine: Engine) -> None:
         """Add the engine of a new model, which has no events yet."""

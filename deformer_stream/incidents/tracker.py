@@ -514,7 +514,8 @@ class IncidentTracker:
         incident = _get_open(device)
         self._begin_segment(device, plan, time)
         device.alert_p_by_record.pop(row.record, None)
-        # The e-detector needs exact p-values, the segment rule the most telling ones.
+        # The e-detector needs exact p-values. The segment rule uses the p-value of the whole record, which detects
+        # more.
         extended_p = row.extend_p_value(plan.tail) if plan.rule == "segments" else row.p_value
         if self._adjuster is not None and self._adjuster.applies_to(row.model):
             extended_p = self._adjuster.adjust(name, time, extended_p, row.score, _get_shares(row.alert))

@@ -109,7 +109,7 @@ class RealisedRate:
 
 
 @dataclass(frozen=True, slots=True)
-class ReceiverState:
+class ReceiverStatus:
     """A receiver of notifications, by the metrics of `incidents`."""
 
     name: str
@@ -167,7 +167,7 @@ class ProcessState:
     num_events: int | None = None
     open_records: int | None = None
     num_records: int | None = None
-    receivers: tuple[ReceiverState, ...] = ()
+    receivers: tuple[ReceiverStatus, ...] = ()
     models: tuple[ModelState, ...] = ()
 
 
@@ -430,7 +430,7 @@ def summarize_process(url: str, values: MetricValues) -> ProcessState:
     bounds = [value for labels, value in values.get("alert_share_bound", []) if labels == share_labels]
     pending = {labels.get("receiver", ""): value for labels, value in values.get("delivery_pending", [])}
     receivers = tuple(
-        ReceiverState(name, value > 0, round(waiting) if math.isfinite(waiting) else 0)
+        ReceiverStatus(name, value > 0, round(waiting) if math.isfinite(waiting) else 0)
         for labels, value in values.get("receiver_up", [])
         for name in (labels.get("receiver", ""),)
         for waiting in (pending.get(name, 0.0),)

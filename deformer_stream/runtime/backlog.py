@@ -19,7 +19,7 @@ sent. An incident that was silenced all the time is not sent at all. `Backlog._c
     resolved        yes        hidden                nothing
     resolved        yes        any other             resolve
 
-The four states at the receiver (`incident_ports.Knowledge`) are made of two flags of an `Entry`:
+The four states at the receiver (`incident_ports.ReceiverState`) are made of two flags of an `Entry`:
 
                         is_shown = False     is_shown = True
     is_uncertain = False    hidden               shown
@@ -44,7 +44,7 @@ from dataclasses import dataclass, replace
 from deformer_stream.codec.encode_incidents import encode_incident
 from deformer_stream.incidents.events import FeedbackLabel, Incident
 from deformer_stream.incidents.overlay import Overlay
-from deformer_stream.runtime.incident_ports import Action, DeliveryProgress, Knowledge, LoggedIncident, Notification
+from deformer_stream.runtime.incident_ports import Action, DeliveryProgress, LoggedIncident, Notification, ReceiverState
 
 MAX_NOTED_INCIDENTS = 80
 """Largest number of incidents that the progress of a partition lists. Kafka stores at most 4,096 bytes with an offset.
@@ -149,8 +149,8 @@ class Backlog:
             entry.is_finished = incident.id in self._finished
             if not self._has_started and progress is not None:
                 # The receiver may have been notified of earlier messages, which the broker has since removed.
-                noted = progress.knowledge_by_id.get(incident.id)
-                _apply_knowledge(entry, noted or ("opening" if incident.revision > 0 else "hidden"))
+                noted = progress.state_by_id.get(incident.id)
+                _apply_state(entry, noted or ("opening" if incident.revision > 0 else "hidden"))
         entry.incident, entry.partition, entry.offset = incident, message.partition, offset
         if incident.state != "resolved":
             entry.is_finished = False
@@ -174,7 +174,7 @@ class Backlog:
             entry.is_finished = is_resolved and entry.offset < self._first_positions.get(entry.partition, 0)
             return
         # If more incidents had to be noted than the progress can list, the receiver may have got this one.
-        entry.is_uncertain = entry.is_uncertain or len(progress.knowledge_by_id) >= MAX_NOTED_INCIDENTS
+        entry.is_uncertain = entry.is_uncertain or len(progress.state_by_id) >= MAX_NOTED_INCIDENTS
         if is_resolved and not entry.is_shown and entry.offset < progress.first_position:
             entry.is_finished = True
 
@@ -306,7 +306,7 @@ class Backlog:
         noted = [*owed[:MAX_NOTED_INCIDENTS], *self._list_silenced(partition)][:MAX_NOTED_INCIDENTS]
         return DeliveryProgress(
             position,
-            {entry.incident.id: _describe_knowledge(entry) for entry in noted},
+            {entry.incident.id: _describe_state(entry) for entry in noted},
             self._first_positions.get(partition, 0),
         )
 
@@ -359,20 +359,20 @@ def _order(entry: Entry) -> tuple[int, float]:
 def _apply_progress(entry: Entry, progress: DeliveryProgress) -> None:
     """Set the state at the receiver of an incident whose last message is before the position of the progress."""
     incident = entry.incident
-    noted = progress.knowledge_by_id.get(incident.id)
+    noted = progress.state_by_id.get(incident.id)
     is_resolved = incident.state == "resolved"
-    _apply_knowledge(entry, noted or ("hidden" if is_resolved else "shown"))
+    _apply_state(entry, noted or ("hidden" if is_resolved else "shown"))
     entry.is_finished = is_resolved and noted is None
     entry.sent_revision = incident.revision if noted is None else -1
 
 
-def _apply_knowledge(entry: Entry, knowledge: Knowledge) -> None:
+def _apply_state(entry: Entry, state: ReceiverState) -> None:
     """Set the state of an incident at the receiver."""
-    entry.is_shown = knowledge in ("shown", "resolving")
-    entry.is_uncertain = knowledge in ("opening", "resolving")
+    entry.is_shown = state in ("shown", "resolving")
+    entry.is_uncertain = state in ("opening", "resolving")
 
 
-def _describe_knowledge(entry: Entry) -> Knowledge:
+def _describe_state(entry: Entry) -> ReceiverState:
     """Return the state of an incident at the receiver."""
     if entry.is_uncertain:
         return "resolving" if entry.is_shown else "opening"

@@ -6,10 +6,10 @@ import time
 from collections.abc import Callable, Mapping
 
 from deformer_stream.incidents.events import Incident
-from deformer_stream.runtime.process_metrics import ProcessMetrics
+from deformer_stream.runtime.group_metrics import GroupMemberMetrics
 
 
-class DetectionMetrics(ProcessMetrics):
+class DetectionMetrics(GroupMemberMetrics):
     """The metrics of one process, in a registry of its own.
 
     Args:
@@ -44,17 +44,9 @@ class DetectionMetrics(ProcessMetrics):
             "incidents_accepted_per_day",
             "Number of false incidents in a day that the incident budget accepts, for all devices together.",
         )
-        self.lag = self.add_gauge(
-            "consumer_lag", "Number of messages of the partition that are not yet processed.", ["topic", "partition"]
-        )
-        self.commit = self.add_histogram("commit_seconds", "Seconds to commit offsets.")
-        self.snapshot_bytes = self.add_gauge(
-            "snapshot_bytes", "Size in bytes of the partition's latest snapshot.", ["partition"]
-        )
         for state in ("open", "updated", "resolved"):
             self.messages.labels(state)
         self._counts: dict[str, int] = {}
-        self._partitions_with_lag: set[tuple[str, int]] = set()
 
     def count_message(self, incident: Incident) -> None:
         """Count a message that was written about an incident."""
@@ -69,11 +61,3 @@ class DetectionMetrics(ProcessMetrics):
         for kind, count in counts.items():
             self.unusual.labels(kind).inc(max(0, count - self._counts.get(kind, 0)))
         self._counts = dict(counts)
-
-    def set_lag(self, lag: Mapping[tuple[str, int], int]) -> None:
-        """Set the number of unprocessed messages by topic and partition, and remove the series of all others."""
-        for topic, partition in self._partitions_with_lag - set(lag):
-            self.lag.remove(topic, str(partition))
-        self._partitions_with_lag = set(lag)
-        for (topic, partition), num_messages in lag.items():
-            self.lag.labels(topic, str(partition)).set(num_messages)

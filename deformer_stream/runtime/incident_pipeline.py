@@ -23,6 +23,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -39,7 +40,6 @@ from deformer_stream.runtime.detection_metrics import DetectionMetrics
 from deformer_stream.runtime.incident_history import ReadHistory, collect_last_messages
 from deformer_stream.runtime.incident_plan import DetectionPlan
 from deformer_stream.runtime.ports import (
-    GroupSource,
     PartitionedSource,
     PartitionState,
     PollResult,
@@ -48,6 +48,7 @@ from deformer_stream.runtime.ports import (
     StoppableSource,
     WaitingSource,
 )
+from deformer_stream.runtime.source_status import is_behind, is_ready
 from deformer_stream.runtime.timing import CommitSchedule
 from deformer_stream.runtime.tracker_set import TrackerSet, find_model_name
 
@@ -159,7 +160,7 @@ class IncidentPipeline:
             polled = self._source.poll(self._max_wait)
             self._update_partitions(polled)
             is_urgent = self._handle(polled)
-            if self._schedule.is_due(is_urgent, self._is_behind):
+            if self._schedule.is_due(is_urgent, partial(is_behind, self._source, BEHIND_MESSAGES)):
                 self._commit()
             self._report()
         self._commit(is_final=True)
@@ -445,10 +446,6 @@ class IncidentPipeline:
                 partition.next_snapshot = self._now() + self._snapshot_interval
                 self._metrics.snapshot_bytes.labels(str(number)).set(len(state.snapshot))
 
-    def _is_behind(self) -> bool:
-        """Return whether more than `BEHIND_MESSAGES` messages are unread."""
-        return sum(self._source.get_lag().values()) > BEHIND_MESSAGES
-
     def _sum_counts(self) -> dict[str, int]:
         """Return the numbers of unusual records of all trackers, by kind."""
         counts: dict[str, int] = {}
@@ -462,16 +459,6 @@ class IncidentPipeline:
         self._metrics.set_counts(self._sum_counts())
         trackers = [partition.trackers for partition in self._partition_by_number.values()]
         self._metrics.accepted_per_day.set(sum(one.accepted_per_day for one in trackers))
-        self._metrics.is_ready = self._is_ready()
-        self._metrics.record_progress()
-
-    def _is_ready(self) -> bool:
-        """Return whether all assigned partitions are restored.
-
-        A member of the group without partitions, because another one has them all, is ready to take over.
-        """
-        assigned = self._source.assigned_partitions
-        if not assigned:
-            return isinstance(self._source, GroupSource) and self._source.has_joined
         restored = {number for number, one in self._partition_by_number.items() if not one.is_restoring}
-        return assigned <= restored
+        self._metrics.is_ready = is_ready(self._source, restored)
+        self._metrics.record_progress()

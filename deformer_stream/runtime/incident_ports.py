@@ -83,8 +83,8 @@ class LoggedIncident:
     offset: int
 
 
-Knowledge = Literal["hidden", "opening", "shown", "resolving"]
-"""The state of an incident at a receiver, as far as the sender knows it.
+ReceiverState = Literal["hidden", "opening", "shown", "resolving"]
+"""The state of an incident at a receiver, according to the notifications that were sent.
 
     hidden      the receiver does not show the incident as open
     opening     the opening was sent, and it is not known whether the receiver has accepted it
@@ -97,19 +97,19 @@ Knowledge = Literal["hidden", "opening", "shown", "resolving"]
 class DeliveryProgress:
     """How far a receiver was notified of the messages of one partition.
 
-    For an incident whose last message is before `position`, the state at the receiver is that in `knowledge_by_id`. An
+    For an incident whose last message is before `position`, the state at the receiver is that in `state_by_id`. An
     incident that is not in it is shown there if it is open, and hidden if it is resolved.
 
     Attributes:
         position: Offset of the first message of which the receiver may not have been notified.
-        knowledge_by_id: The exceptions: the states at the receiver of the incidents of which it was not notified yet,
+        state_by_id: The exceptions: the states at the receiver of the incidents of which it was not notified yet,
             or which are silenced, by id.
         first_position: Offset of the first message after the log was opened for the first time. The receiver is not
             notified of an incident that was resolved before.
     """
 
     position: int
-    knowledge_by_id: Mapping[str, Knowledge] = field(default_factory=dict)
+    state_by_id: Mapping[str, ReceiverState] = field(default_factory=dict)
     first_position: int = 0
 
 

@@ -7,12 +7,13 @@ from collections import Counter as CountByKey
 from collections.abc import Callable, Mapping
 
 from deformer_stream.engine.events import NO_TIME, ONLY_MODEL, CloseReason, Effects, RejectionReason
-from deformer_stream.runtime.process_metrics import SECONDS_BUCKETS, ProcessMetrics
+from deformer_stream.runtime.group_metrics import GroupMemberMetrics
+from deformer_stream.runtime.process_metrics import SECONDS_BUCKETS
 
 _BATCH_BUCKETS = (1, 4, 16, 64, 256, 1024, 4096, 16384)
 
 
-class Metrics(ProcessMetrics):
+class Metrics(GroupMemberMetrics):
     """The metrics of one consumer, in a registry of its own, so that several consumers can exist in one process.
 
     Args:
@@ -27,6 +28,17 @@ class Metrics(ProcessMetrics):
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         super().__init__(now)
+        self._add_record_metrics()
+        self._add_scoring_metrics()
+        self._add_alert_metrics()
+        self._add_partition_metrics()
+        self._add_model_metrics()
+        self._last_poll: float | None = None
+        self.num_misrouted = 0
+        self._partitions_with_drift: set[int] = set()
+
+    def _add_record_metrics(self) -> None:
+        """Add the metrics of events and records."""
         self.events = self.add_counter("events_total", "Number of events accepted.")
         self.rejected = self.add_counter("events_rejected_total", "Number of readings rejected, by reason.", ["reason"])
         self.combined = self.add_counter(
@@ -39,17 +51,15 @@ class Metrics(ProcessMetrics):
         )
         self.open = self.add_gauge("records_open", "Number of records that are open now.")
         self.closed = self.add_counter("records_closed_total", "Number of records closed, by reason.", ["reason"])
-        self.alerts = self.add_counter("alerts_total", "Number of alerts raised.")
-        self.held_back = self.add_counter(
-            "alerts_held_back_total",
-            "Number of alerts that were raised and not sent, because there were more than --max-alert-rate permits.",
-        )
+        # Create the series of all reasons with the value 0, so that the first rejection is visible as an increase.
+        for reason in RejectionReason:
+            self.rejected.labels(reason.value)
+        for close_reason in CloseReason:
+            self.closed.labels(close_reason.value)
+
+    def _add_scoring_metrics(self) -> None:
+        """Add the metrics of scoring and of its cache."""
         self.scoring = self.add_histogram("scoring_seconds", "Seconds to score one batch of events.", SECONDS_BUCKETS)
-        self.delay = self.add_histogram(
-            "event_to_alert_seconds",
-            "Seconds from the time of the event that raised an alert to the moment the alert was sent.",
-            SECONDS_BUCKETS,
-        )
         self.batch = self.add_histogram("batch_events", "Number of events in one batch.", _BATCH_BUCKETS)
         self.cache = self.add_gauge("cache_bytes", "Bytes of the attention key-value cache that are in use.")
         self.rebuilds = self.add_counter(
@@ -65,13 +75,30 @@ class Metrics(ProcessMetrics):
             "Number of readings whose score was not finite and was ignored; the model is damaged or its precision is "
             "too low.",
         )
-        self.lag = self.add_gauge(
-            "consumer_lag", "Number of messages of the partition that are not yet processed.", ["topic", "partition"]
+
+    def _add_alert_metrics(self) -> None:
+        """Add the metrics of alerts."""
+        self.alerts = self.add_counter("alerts_total", "Number of alerts raised.")
+        self.held_back = self.add_counter(
+            "alerts_held_back_total",
+            "Number of alerts that were raised and not sent, because there were more than --max-alert-rate permits.",
         )
-        self.commit = self.add_histogram("commit_seconds", "Seconds to commit offsets.", SECONDS_BUCKETS)
-        self.snapshot_bytes = self.add_gauge(
-            "snapshot_bytes", "Size in bytes of the partition's latest snapshot.", ["partition"]
+        self.delay = self.add_histogram(
+            "event_to_alert_seconds",
+            "Seconds from the time of the event that raised an alert to the moment the alert was sent.",
+            SECONDS_BUCKETS,
         )
+        self.alert_share = self.add_gauge(
+            "alert_share", "Share of the latest closed records that have alerted at this alpha.", ["alpha"]
+        )
+        self.alert_share_bound = self.add_gauge(
+            "alert_share_bound",
+            "Largest share of these records that may alert by chance; more means that the calibration does not fit.",
+            ["alpha"],
+        )
+
+    def _add_partition_metrics(self) -> None:
+        """Add the metrics of the partitions of the source."""
         self.snapshot_age = self.add_gauge(
             "snapshot_age_seconds",
             "Seconds since the partition's latest snapshot was committed, 0 if nothing has changed since.",
@@ -86,6 +113,19 @@ class Metrics(ProcessMetrics):
             "Seconds from one poll of the source to the next one. The group takes partitions away if it is too long.",
             SECONDS_BUCKETS,
         )
+        # The second name is that of earlier releases, which dashboards and alert rules may use.
+        self.drift, self.drift_by_old_name = (
+            self.add_gauge(
+                name,
+                "Base-10 logarithm of the evidence that the partition's records differ from the calibration records; 2 "
+                "is odds of 100 to 1.",
+                ["partition"],
+            )
+            for name in ("drift_log10_martingale", "drift_martingale")
+        )
+
+    def _add_model_metrics(self) -> None:
+        """Add the metrics of the models in use."""
         self.model = self.add_gauge(
             "model_info", "Always 1; the label identifies the model in use, or the set of models.", ["fingerprint"]
         )
@@ -103,33 +143,6 @@ class Metrics(ProcessMetrics):
         self.model_open = self.add_gauge(
             "model_records_open", "Number of records that are open now, by model; only with --models.", ["model"]
         )
-        # The second name is that of earlier releases, which dashboards and alert rules may use.
-        self.drift, self.drift_by_old_name = (
-            self.add_gauge(
-                name,
-                "Base-10 logarithm of the evidence that the partition's records differ from the calibration records; 2 "
-                "is odds of 100 to 1.",
-                ["partition"],
-            )
-            for name in ("drift_log10_martingale", "drift_martingale")
-        )
-        self.alert_share = self.add_gauge(
-            "alert_share", "Share of the latest closed records that have alerted at this alpha.", ["alpha"]
-        )
-        self.alert_share_bound = self.add_gauge(
-            "alert_share_bound",
-            "Largest share of these records that may alert by chance; more means that the calibration does not fit.",
-            ["alpha"],
-        )
-        # Create the series of all reasons with the value 0, so that the first rejection is visible as an increase.
-        for reason in RejectionReason:
-            self.rejected.labels(reason.value)
-        for close_reason in CloseReason:
-            self.closed.labels(close_reason.value)
-        self._last_poll: float | None = None
-        self.num_misrouted = 0
-        self._partitions_with_lag: set[tuple[str, int]] = set()
-        self._partitions_with_drift: set[int] = set()
 
     def observe_poll(self) -> None:
         """Record that the source is polled now, and the time since the last poll."""
@@ -173,18 +186,6 @@ class Metrics(ProcessMetrics):
         for alert in effects.alerts:
             if alert.time != NO_TIME:
                 self.delay.observe(max(0.0, now - alert.time / 1e6))
-
-    def set_lag(self, lag: Mapping[tuple[str, int], int]) -> None:
-        """Set the number of unprocessed messages of the assigned partitions, and remove the series of all others.
-
-        Args:
-            lag: Number of messages by topic and partition.
-        """
-        for topic, partition in self._partitions_with_lag - set(lag):
-            self.lag.remove(topic, str(partition))
-        self._partitions_with_lag = set(lag)
-        for (topic, partition), num_messages in lag.items():
-            self.lag.labels(topic, str(partition)).set(num_messages)
 
     def set_drift(self, log10_evidence: Mapping[int, float]) -> None:
         """Set the evidence of drift of the assigned partitions, and remove the series of all others.

@@ -2,7 +2,7 @@
 
     1. poll      source.poll returns the messages that arrived, after a bounded wait
     2. decode    codec.decode converts them to events; messages that cannot be read are rejected
-    3. handle    engine.handle scores the events and returns effects (scores, alerts, closed records)
+    3. handle    engines.handle scores the events and returns effects (scores, alerts, closed records)
     4. write     sink.write receives the effects, for each sink
     5. commit    the effects are made durable, then the offsets of the messages, in this order:
        5.1 the sinks are flushed; sinks that share a transaction with the source leave their messages to step 5.3
@@ -46,7 +46,6 @@ from deformer_stream.runtime.metrics import Metrics
 from deformer_stream.runtime.ports import (
     AsyncCommitSource,
     Clock,
-    ConnectedSource,
     EventSource,
     GroupSource,
     PartitionedSource,
@@ -59,6 +58,7 @@ from deformer_stream.runtime.ports import (
 )
 from deformer_stream.runtime.recovery import Recovery
 from deformer_stream.runtime.repeated_readings import RepeatedReadingsMonitor, RepeatedReadingsReport
+from deformer_stream.runtime.source_status import is_behind, is_ready
 from deformer_stream.runtime.timing import CommitSchedule
 
 SUMMARY_SECONDS = 60.0
@@ -134,14 +134,14 @@ class Totals:
 class Pipeline:
     """The pipeline from a source through codec and engine to the sinks; `run` is its loop.
 
-    It may have several models (`ModelCodecs`, `EngineSet`). Each message then belongs to one of them, and the sinks
-    receive the effects of each model on its own.
+    It may have several models (`ModelCodecs`, and several engines). Each message then belongs to one of them, and the
+    sinks receive the effects of each model on its own.
 
     Attributes:
         source: The connector that returns messages or table rows.
         codec: Decodes these messages or rows into events; the codecs of several models as one.
-        engine: Scores the events and returns effects (scores, alerts, closed records); or the engines of several
-            models, with the names that the codecs have.
+        engines: Score the events and return effects (scores, alerts, closed records). The engines of several models
+            have the names of the codecs.
         sinks: The connectors that write effects.
         clock: Returns the time at which a batch is handled, for time-outs.
         metrics: Receives counts and timings.
@@ -151,9 +151,8 @@ class Pipeline:
         snapshot_interval: Seconds between two snapshots (saved complete state) of a partition.
         open_records: How open records are scored when the model has changed: "finish" by the model under which they
             were opened, "rescore" by the new one.
-        take_new_model: Returns a new model to use from now on, or None. Without this function the model never changes.
-        take_named_model: As `take_new_model` if there are several models: it also returns the name of the model, which
-            may be new.
+        take_new_model: Returns the name of a model and the model to use from now on, or None. The name is `ONLY_MODEL`
+            for the only model; among several models, it may be new. Without this function the models never change.
         make_codec: Returns the codec for a new model.
         make_engine: Returns the engine for a model with a new name.
         report_progress: Called after each poll that returned data, with the number of messages.
@@ -172,7 +171,7 @@ class Pipeline:
 
     source: EventSource
     codec: Codec | ModelCodecs
-    engine: Engine | EngineSet
+    engines: EngineSet
     sinks: Sequence[Sink]
     clock: Clock
     metrics: Metrics
@@ -181,7 +180,7 @@ class Pipeline:
     commit_interval: float = 0.1
     snapshot_interval: float = 5.0
     open_records: OpenRecordPolicy = "finish"
-    take_new_model: Callable[[], Artifact | None] | None = None
+    take_new_model: Callable[[], tuple[str, Artifact] | None] | None = None
     make_codec: Callable[[Artifact], Codec] | None = None
     report_progress: Callable[[int], None] | None = None
     log_alerts: bool = True
@@ -189,7 +188,6 @@ class Pipeline:
     send_drift_notices: bool = True
     max_alert_rate: float | None = None
     saves_event_times: bool = False
-    take_named_model: Callable[[], tuple[str, Artifact] | None] | None = None
     make_engine: Callable[[Artifact], Engine] | None = None
     totals: Totals = field(default_factory=Totals)
     recovery: Recovery = field(init=False)
@@ -199,7 +197,6 @@ class Pipeline:
     _commit_schedule: CommitSchedule = field(init=False)
     _last_summary: float = field(init=False)
     _alert_limiter: AlertLimiter | None = field(init=False)
-    _engines: EngineSet = field(init=False)
     _alert_shares: dict[str, AlertShareMonitor] = field(init=False)  # by the name of the model
     _last_alert_share_log: float | None = field(init=False, default=None)
     _repeated_readings: dict[str, RepeatedReadingsMonitor] = field(init=False)
@@ -207,13 +204,12 @@ class Pipeline:
     _next_ranking: float = field(init=False, default=0.0)  # as `time.perf_counter` counts
 
     def __post_init__(self) -> None:
-        self._engines = self.engine if isinstance(self.engine, EngineSet) else EngineSet({ONLY_MODEL: self.engine})
         self.recovery = Recovery(
-            self._engines, self.metrics, self.snapshot_interval, saves_event_times=self.saves_event_times
+            self.engines, self.metrics, self.snapshot_interval, saves_event_times=self.saves_event_times
         )
         self._commit_schedule = CommitSchedule(self.commit_interval)
         self._alert_limiter = None if self.max_alert_rate is None else AlertLimiter(self.max_alert_rate)
-        engine_by_name = self._engines.engine_by_name
+        engine_by_name = self.engines.engine_by_name
         self._alert_shares = {name: _make_alert_share_monitor(engine) for name, engine in engine_by_name.items()}
         self._repeated_readings = {name: RepeatedReadingsMonitor(e.schema) for name, e in engine_by_name.items()}
         self._partitioned_source = self.source if isinstance(self.source, PartitionedSource) else None
@@ -228,7 +224,7 @@ class Pipeline:
     @property
     def num_open_records(self) -> int:
         """The number of open records, of all models."""
-        return self._engines.num_open_records
+        return self.engines.num_open_records
 
     def run(self, stop: threading.Event) -> Totals:
         """Process events until `stop` is set or the source is exhausted, then commit and return the totals.
@@ -264,7 +260,7 @@ class Pipeline:
             self._report(effects, scoring_seconds)
             self._report_poll(polled)
         if self.is_finite and self.source.is_exhausted:
-            effects = self._engines.finish()  # closes all open records
+            effects = self.engines.finish()  # closes all open records
             for part in effects:
                 self._repeated_readings[part.model_name].add(part)
             self._write(effects, data=None)
@@ -332,7 +328,7 @@ class Pipeline:
         """
         start = time.perf_counter()
         times = [batch.times for batch in batch_by_model.values()]
-        effects = self._engines.handle(
+        effects = self.engines.handle(
             batch_by_model,
             self.clock.at(np.concatenate(times) if times else np.empty(0, np.int64)),
             self.recovery.restoring_partitions,
@@ -467,7 +463,7 @@ class Pipeline:
         """
         now = self._now()
         if polled.revoked_partitions:
-            effects = self._engines.revoke(polled.revoked_partitions)  # closes the records of these partitions
+            effects = self.engines.revoke(polled.revoked_partitions)  # closes the records of these partitions
             self._write(effects, data=None)
             self._report(effects, scoring_seconds=0.0)
             self.recovery.drop_partitions(polled.revoked_partitions)
@@ -513,20 +509,22 @@ class Pipeline:
 
         If the model does not fit the options of the run, the model in use stays and a warning is logged.
         """
-        new_model = self._take_named_model()
-        if new_model is None or self.make_codec is None:  # `make_codec` is given if a function returns new models
+        if self.take_new_model is None or self.make_codec is None:  # `make_codec` is given if models can change
+            return
+        new_model = self.take_new_model()
+        if new_model is None:
             return
         name, artifact = new_model
-        is_new = name not in self._engines.engine_by_name
+        is_new = name not in self.engines.engine_by_name
         logger, named = log.get_logger("model"), {} if name == ONLY_MODEL else {"name": name}
-        if not is_new and artifact.fingerprint == self._engines.engine_by_name[name].fingerprint:
+        if not is_new and artifact.fingerprint == self.engines.engine_by_name[name].fingerprint:
             # Only the names of faults have changed.
-            self._engines.engine_by_name[name].replace_fault_classifier(artifact.fault_classifier)
+            self.engines.engine_by_name[name].replace_fault_classifier(artifact.fault_classifier)
             logger.info("fault_classifier_changed", model=artifact.fingerprint, **named)
             return
         try:
             codec = self.make_codec(artifact)
-            engine = self._engines.engine_by_name[name] if not is_new else self._add_engine(name, artifact)
+            engine = self.engines.engine_by_name[name] if not is_new else self._add_engine(name, artifact)
         except ConfigError as error:
             logger.warning("model_rejected", model=artifact.fingerprint, error=str(error), **named)
             return
@@ -576,15 +574,8 @@ class Pipeline:
 
     def _show_models(self) -> None:
         """Show the models in use as metrics."""
-        engines = self._engines
+        engines = self.engines
         self.metrics.set_model(self._get_fingerprint(), {} if engines.has_one_model else engines.fingerprint_by_name)
-
-    def _take_named_model(self) -> tuple[str, Artifact] | None:
-        """Return a new model with its name, if there is one."""
-        if self.take_named_model is not None:
-            return self.take_named_model()
-        artifact = self.take_new_model() if self.take_new_model is not None else None
-        return None if artifact is None else (ONLY_MODEL, artifact)
 
     def _add_engine(self, name: str, artifact: Artifact) -> Engine:
         """Return the engine of a model with a new name, which is added to the others.
@@ -595,20 +586,19 @@ class Pipeline:
         if self.make_engine is None:
             raise ConfigError(f"the model {name!r} is new, but this process adds no models")
         engine = self.make_engine(artifact)
-        self._engines.add(name, engine)
+        self.engines.add(name, engine)
         return engine
 
     def _get_fingerprint(self) -> str:
         """Return the fingerprint of the only model, or of the set of models."""
-        fingerprint_by_name = self._engines.fingerprint_by_name
+        fingerprint_by_name = self.engines.fingerprint_by_name
         if isinstance(self.codec, ModelCodecs):
             return compute_set_fingerprint(self.codec.choice, fingerprint_by_name)
         return fingerprint_by_name[ONLY_MODEL]
 
     def _is_behind(self) -> bool:
-        """Return whether more than `BEHIND_MESSAGES` messages (about as many as a usual poll returns) are unread."""
-        source = self._partitioned_source
-        return source is not None and sum(source.get_lag().values()) > BEHIND_MESSAGES
+        """Return whether more messages are unread than a usual poll returns."""
+        return is_behind(self._partitioned_source, BEHIND_MESSAGES)
 
     def _now(self) -> int:
         """Return the present time of the pipeline's clock, microseconds since 1970."""
@@ -625,7 +615,7 @@ class Pipeline:
             all_effects: The effects of each model.
             scoring_seconds: How long it took to score the batch.
         """
-        metrics, engines = self.metrics, self._engines
+        metrics, engines = self.metrics, self.engines
         all_effects = list(all_effects)
         metrics.observe_scoring(sum(len(effects.batch) for effects in all_effects), scoring_seconds)
         for effects in all_effects:
@@ -644,23 +634,7 @@ class Pipeline:
         metrics.set_drift(engines.measure_drift())
         self._report_unscorable()
         self._report_misrouted()
-        metrics.is_ready = self._is_ready()
-
-    def _is_ready(self) -> bool:
-        """Return whether all assigned partitions are restored, and the source is connected.
-
-        A source without partitions, such as a file, is ready at once. A member of a group that has no partitions,
-        because the others have them all, is ready to take over.
-        """
-        source = self._partitioned_source
-        if source is None:
-            return True
-        if isinstance(source, ConnectedSource) and not source.is_connected:
-            return False
-        assigned = source.assigned_partitions
-        if not assigned:
-            return self._group_source is not None and self._group_source.has_joined
-        return assigned <= self.recovery.restored_partitions
+        metrics.is_ready = is_ready(self._partitioned_source, self.recovery.restored_partitions)
 
     def _log_effects(self, effects: Effects) -> None:
         """Log the alerts that are sent (only of a live stream, and if `log_alerts` is true) and all notices.
@@ -744,7 +718,7 @@ class Pipeline:
 
     def _report_unscorable(self) -> None:
         """Log and count readings whose score was not finite: the model is damaged or its precision is too low."""
-        for engine in self._engines.engine_by_name.values():
+        for engine in self.engines.engine_by_name.values():
             unscorable = engine.pop_unscorable()
             if unscorable is None:
                 continue
@@ -763,7 +737,7 @@ class Pipeline:
         The readings of such an id are scored as two records. The cause is a producer that does not use the record id as
         the message key.
         """
-        tables = [engine.records for engine in self._engines.engine_by_name.values() if engine.records.num_misrouted]
+        tables = [engine.records for engine in self.engines.engine_by_name.values() if engine.records.num_misrouted]
         records = tables[0] if tables else None
         if records is None or records.misrouted_example is None:
             return
@@ -784,9 +758,7 @@ class Pipeline:
             polled: The result of the poll.
         """
         if time.monotonic() - self._last_summary >= SUMMARY_SECONDS:
-            log.get_logger("runtime").info(
-                "summary", **self.totals.to_log_fields(), open=self._engines.num_open_records
-            )
+            log.get_logger("runtime").info("summary", **self.totals.to_log_fields(), open=self.engines.num_open_records)
             self._last_summary = time.monotonic()
             for name, monitor in self._repeated_readings.items():
                 self._log_repeated_readings(name, monitor.check_last_minute())

@@ -53,7 +53,7 @@ class SavedState:
         snapshot: The last snapshot (encoded complete state), None if there is none.
         decisions: The encoded decisions of the commits after the snapshot.
         events: The events after the snapshot.
-        translator_states: What the translator has to know, by key.
+        translator_states: State that the translator saves, by key.
     """
 
     next_offset: int = 0
@@ -86,7 +86,7 @@ class StateStore(Protocol):
             next_offset: Number of the first event that belongs to a later commit.
             events: The events since the last commit.
             state: A snapshot, which replaces everything that was saved before; or decisions; or neither.
-            translator_states: What has changed of that which the translator has to know.
+            translator_states: The changed part of the state that the translator saves, by key.
 
         Raises:
             Unavailable: Saving fails, for example because the disk is full.

@@ -36,9 +36,8 @@ from deformer_stream.codec.state import (
     encode_decisions_by_model,
     encode_snapshots,
 )
-from deformer_stream.engine.engine import Engine
 from deformer_stream.engine.engine_set import EngineSet
-from deformer_stream.engine.events import ONLY_MODEL, Decisions, Effects
+from deformer_stream.engine.events import Decisions, Effects
 from deformer_stream.errors import StateError
 from deformer_stream.runtime import process
 from deformer_stream.runtime.metrics import Metrics
@@ -66,7 +65,7 @@ class Recovery:
     dictionary.
 
     Args:
-        engine: The engine with the state of the partitions, or the engines of several models.
+        engines: The engines with the state of the partitions.
         metrics: Receives the size and age of snapshots.
         interval: Seconds between two snapshots of a partition.
         now: Returns monotonic seconds.
@@ -76,14 +75,14 @@ class Recovery:
 
     def __init__(
         self,
-        engine: Engine | EngineSet,
+        engines: EngineSet,
         metrics: Metrics,
         interval: float = 5.0,
         now: Callable[[], float] = time.monotonic,
         saves_event_times: bool = False,
     ) -> None:
         self._saves_event_times = saves_event_times
-        self._engines = engine if isinstance(engine, EngineSet) else EngineSet({ONLY_MODEL: engine})
+        self._engines = engines
         self._metrics = metrics
         self._interval, self._now = interval, now
         # Partitions whose history (messages that a previous run has processed) is still being read, by number.

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from deformer_stream import log, model_store
+from deformer_stream.engine.events import ONLY_MODEL
 from deformer_stream.errors import DeformerError
 from deformer_stream.model_store import Artifact
 
@@ -66,8 +67,8 @@ class ModelReloader:
         """Whether a background thread reads the directory, or its result was not taken yet."""
         return self._reader is not None
 
-    def take_new_model(self) -> Artifact | None:
-        """Return a new model if one has been read completely, else None. Never blocks.
+    def take_new_model(self) -> tuple[str, Artifact] | None:
+        """Return `ONLY_MODEL` and a new model if one has been read completely, else None. Never blocks.
 
         A model with the same fingerprint and another classifier of faults is also new.
 
@@ -75,7 +76,8 @@ class ModelReloader:
         a later call returns the model.
         """
         if self._reader is not None:  # a background thread reads the directory, or has just finished
-            return None if self._reader.is_alive() else self._finish_reading()
+            artifact = None if self._reader.is_alive() else self._finish_reading()
+            return None if artifact is None else (ONLY_MODEL, artifact)
         is_requested = self._reload_requested.is_set()
         if is_requested or self._now() - self._last_check >= self._check_seconds:
             self._last_check = self._now()
@@ -166,7 +168,7 @@ class ModelSetReloader:
             artifact, self._device, request, self._compiled, self._now, check_seconds=0.0
         )
 
-    def take_named_model(self) -> tuple[str, Artifact] | None:
+    def take_new_model(self) -> tuple[str, Artifact] | None:
         """Return a new model and its name if one has been read completely, else None. Never blocks."""
         is_requested = self._reload_requested.is_set()
         if is_requested:
@@ -180,12 +182,13 @@ class ModelSetReloader:
         while self._waiting:
             name = self._waiting[0]
             reloader = self._reloader_by_name[name]
-            artifact = reloader.take_new_model()
+            found = reloader.take_new_model()
             if reloader.is_reading:
                 return None
             self._waiting.popleft()
-            if artifact is None:
+            if found is None:
                 continue
+            _, artifact = found
             same = [
                 other for other, fingerprint in self._fingerprint_by_name.items() if fingerprint == artifact.fingerprint
             ]

@@ -15,12 +15,10 @@ from typing import Any
 from deformer_stream.engine.events import Effects, RejectionReason
 from deformer_stream.model.schema import Schema
 from deformer_stream.model.windows import Window, format_duration
+from deformer_stream.record_limits import MAX_FEATURES, MAX_SLOTS
 
 MIN_SHARE = 0.01
 """Smallest share of repeated readings that is reported."""
-
-MAX_SLOTS, MAX_FEATURES = 1000, 4096
-"""Largest number of time slots of a window, and of features of a record, with which a model can be trained."""
 
 ROUNDING = 0.1
 """If a slot has up to this many readings more than a whole number on average, fewer slots are suggested."""

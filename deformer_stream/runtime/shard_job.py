@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 
@@ -36,6 +36,10 @@ if TYPE_CHECKING:
     from deformer_stream.settings import CalibrateSettings, ReplaySettings
     from deformer_stream.settings.commands import ShardSettings
     from deformer_stream.tables.data_files import DataFile
+
+JobSettings = TypeVar("JobSettings", bound="ReplaySettings | CalibrateSettings")
+JobSettings_co = TypeVar("JobSettings_co", bound="ReplaySettings | CalibrateSettings", covariant=True)
+"""The options of the command that runs in shards."""
 
 MANIFEST, RECEIPT, SUMMARY = "manifest.json", "receipt.json", "summary.json"
 PARTITION_FOLDER, SHARDS_FOLDER = "partition", "shards"
@@ -90,7 +94,7 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True)
-class ShardJob:
+class ShardJob(Generic[JobSettings_co]):
     """What a process must know to partition input and to score shards.
 
     Attributes:
@@ -106,7 +110,7 @@ class ShardJob:
     """
 
     inputs: tuple[str, ...]
-    settings: ReplaySettings | CalibrateSettings
+    settings: JobSettings_co
     folder: Path
     plan: Plan
     fingerprint: str
@@ -132,6 +136,10 @@ class ShardJob:
         if self.plan.shard_by == "files":
             return []
         return _list_missing([self.get_part_folder(part) for part in range(len(self.plan.ranges))])
+
+
+AnyShardJob = ShardJob["ReplaySettings | CalibrateSettings"]
+"""A job of any command."""
 
 
 def _list_missing(folders: Sequence[Path]) -> list[int]:

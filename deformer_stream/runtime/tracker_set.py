@@ -1,7 +1,7 @@
 """The trackers of incidents of several models, which read one log of evidence.
 
-Each tracker has one model, and sees only the evidence of this model. So its incidents are those of a process that has
-no other model. A process with one model has a `TrackerSet` with one tracker, whose name is `ONLY_MODEL`.
+Each tracker has one model, and receives only the evidence of this model. So its incidents are those of a process that
+has no other model. A process with one model has a `TrackerSet` with one tracker, whose name is `ONLY_MODEL`.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ The modules are:
     base            the base class, the types of values, and the names of flags and variables
     by_command      the settings class of each command
     commands, incident_commands, bridge_commands   the options of each command
-    tables, kafka, registry, plant_source, incident_rule, logins   options that several commands share
+    tables, kafka, group_member, registry, plant_source, incident_rule, logins   options that several commands share
     loading, option_files   values from flags, variables and files
     option_groups   the headings of the options in `--help`
 """

@@ -57,6 +57,11 @@ def parse_duration(value: Any) -> Any:
     )
 
 
+def to_micros(seconds: float) -> int:
+    """Return a number of seconds in microseconds, the unit of the engine, rounded to an integer."""
+    return round(seconds * 1e6)
+
+
 def get_limit_micros(limit: float | Literal["off"] | None) -> int | None:
     """Return a `TimeLimit` in microseconds, None if there is no limit."""
     return None if limit is None or limit == "off" else round(limit * 1_000_000)

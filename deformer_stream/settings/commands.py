@@ -8,6 +8,7 @@ from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
+from deformer_stream.record_limits import MAX_SLOTS
 from deformer_stream.settings.base import (
     DEFAULT_MAX_AHEAD,
     Device,
@@ -32,6 +33,7 @@ from deformer_stream.settings.base import (
     text_default,
     to_flag,
 )
+from deformer_stream.settings.group_member import GroupMemberSettings
 from deformer_stream.settings.incident_rule import IncidentRuleSettings
 from deformer_stream.settings.kafka import KafkaSettings
 from deformer_stream.settings.option_groups import (
@@ -204,7 +206,7 @@ NEEDS_KAFKA = "Kafka in place of an MQTT source"
 """What options require that have no meaning with an MQTT source, for messages."""
 
 
-class ConsumeSettings(ModelSetSettings, KafkaSettings, RegistrySettings, PlantSourceSettings):
+class ConsumeSettings(ModelSetSettings, GroupMemberSettings, RegistrySettings, PlantSourceSettings):
     """The options of `deformer-stream consume`."""
 
     alternatives: ClassVar[tuple[str, ...]] = ("topic", "source")
@@ -216,11 +218,6 @@ class ConsumeSettings(ModelSetSettings, KafkaSettings, RegistrySettings, PlantSo
         "mqtts://… with TLS, a file, or - for standard input.",
     )
     group: str = Field("deformer-stream", min_length=1, description="Name of the Kafka consumer group.")
-    from_: Literal["earliest", "latest"] = Field(
-        "earliest",
-        validation_alias="DEFORMER_FROM",
-        description="Where a consumer group without committed offsets starts to read.",
-    )
     alerts_topic: str | None = Field(
         None, description="Topic for alerts. Default: the name of the topic of events, followed by -alerts."
     )
@@ -286,11 +283,6 @@ class ConsumeSettings(ModelSetSettings, KafkaSettings, RegistrySettings, PlantSo
         "is divided among the models. A poll returns fewer if they are large. From Kafka, more than 8192 are "
         "requested only if processing them is expected to take less than a second.",
     )
-    delivery: Literal["exactly-once", "at-least-once"] = Field(
-        "exactly-once",
-        description="exactly-once writes alerts, dead letters and offsets in one transaction. at-least-once writes "
-        "them one after the other; choose it for brokers without transactions.",
-    )
     open_records: Literal["finish", "rescore"] = Field(
         "finish",
         description="What happens to open records when a new model is loaded (after SIGHUP or a change of the model "
@@ -314,14 +306,6 @@ class ConsumeSettings(ModelSetSettings, KafkaSettings, RegistrySettings, PlantSo
         description="Time between two snapshots of a partition (the state of its open records, from which a restarted "
         "process continues). A shorter time speeds up restarts and writes more data.",
     )
-    lost_state: Literal["refuse", "rebuild", "forget"] = Field(
-        "refuse",
-        description="What to do if a snapshot, or a message that it requires, no longer exists. refuse ends with an "
-        "error. rebuild reads the remaining messages again without raising alerts. forget starts without open records.",
-    )
-    missing_topics: Literal["create", "refuse"] = Field(
-        "create", description="What to do if a topic for alerts, dead letters or state does not exist."
-    )
     instance: str | None = Field(
         None,
         description="Permanent name of this process in the consumer group, different for each process. After a "
@@ -331,11 +315,6 @@ class ConsumeSettings(ModelSetSettings, KafkaSettings, RegistrySettings, PlantSo
     session_timeout: Timeout = text_default(
         "45s",
         description="Time after which the brokers give the partitions of an unresponsive process to other processes.",
-    )
-    patience: Timeout = text_default(
-        "2m",
-        description="Time to retry while the brokers or a partition cannot be reached; at the start only with --http. "
-        "After it, the command ends with exit code 4.",
     )
     http: str | None = Field(
         None,
@@ -806,7 +785,7 @@ class InitSettings(WindowedTableSettings, KafkaSettings):
         None, description="Length of a time window, if records are windows, such as 60s. Default: asked."
     )
     slots: int | None = Field(
-        None, ge=1, le=1000, description="Number of readings of a sensor in a window. Default: asked."
+        None, ge=1, le=MAX_SLOTS, description="Number of readings of a sensor in a window. Default: asked."
     )
     per_slot: Literal["first", "last", "mean", "min", "max"] | None = Field(
         None,

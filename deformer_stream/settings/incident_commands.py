@@ -10,6 +10,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, SecretStr
 from pydantic_settings import NoDecode
 
 from deformer_stream.settings.base import Duration, Settings, Share, TextList, Timeout, split_at_commas, text_default
+from deformer_stream.settings.group_member import DeliveryGuarantee, GroupMemberSettings
 from deformer_stream.settings.incident_rule import IncidentRuleSettings
 from deformer_stream.settings.kafka import KafkaSettings
 from deformer_stream.settings.option_groups import (
@@ -70,7 +71,7 @@ class DeliverySettings(Settings):
     receiver_timeout: Timeout = text_default("10s", description="Longest time that a request to a receiver takes.")
 
 
-class IncidentsSettings(IncidentRuleSettings, DeliverySettings, KafkaSettings, OutputFormatSettings):
+class IncidentsSettings(IncidentRuleSettings, DeliverySettings, GroupMemberSettings, OutputFormatSettings):
     """The options of `deformer-stream incidents`."""
 
     option_groups: ClassVar[OptionGroups] = INCIDENT_GROUPS
@@ -93,12 +94,7 @@ class IncidentsSettings(IncidentRuleSettings, DeliverySettings, KafkaSettings, O
         min_length=1,
         description="Name of the consumer group that `consume` uses. The groups of this command begin with it.",
     )
-    from_: Literal["earliest", "latest"] = Field(
-        "earliest",
-        validation_alias="DEFORMER_FROM",
-        description="Where to begin to read evidence at the first start.",
-    )
-    delivery: Literal["exactly-once", "at-least-once"] = Field(
+    delivery: DeliveryGuarantee = Field(
         "exactly-once",
         description="exactly-once writes incidents and offsets in one transaction. at-least-once is for brokers "
         "without transactions; evidence that comes again is then ignored.",
@@ -112,26 +108,8 @@ class IncidentsSettings(IncidentRuleSettings, DeliverySettings, KafkaSettings, O
     state_topic: str | None = Field(
         None, description="Compacted topic for the state. Default: GROUP-TOPIC-incidents-state."
     )
-    lost_state: Literal["refuse", "rebuild", "forget"] = Field(
-        "refuse",
-        description="What to do if the state, or evidence that it requires, no longer exists. refuse ends with an "
-        "error. rebuild reads the remaining evidence again without writing incidents. forget starts without state.",
-    )
-    missing_topics: Literal["create", "refuse"] = Field(
-        "create", description="What to do if a topic for incidents, labels or state does not exist."
-    )
-    instance: str | None = Field(
-        None,
-        description="Permanent name of this process, different for each process. After a restart the process continues "
-        "at once, without waiting for --session-timeout.",
-    )
     session_timeout: Timeout = text_default(
         "15s", description="Time after which a second process takes over from one that does not respond."
-    )
-    patience: Timeout = text_default(
-        "2m",
-        description="Time to retry while the brokers cannot be reached; at the start only with --http. After it, the "
-        "command ends with exit code 4.",
     )
     deliver_only: bool = Field(
         False, description="Notify receivers of the incidents in the topic, without looking for incidents."

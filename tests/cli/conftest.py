@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from deformer_stream.cli import shard_run
+from deformer_stream.cli.shards import run as shard_run
 
 
 class SerialPool:

@@ -16,7 +16,7 @@ import pytest
 
 from deformer_stream import model_store
 from deformer_stream.calibration import recalibrate
-from deformer_stream.cli import shard_run
+from deformer_stream.cli.shards import run as shard_run
 from deformer_stream.incident_store import read_incident_calibration
 from deformer_stream.runtime import calibration_sink
 from tests.cli.shard_calibrations import SHARDS, compare, list_files

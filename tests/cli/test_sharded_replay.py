@@ -23,7 +23,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deformer_stream.cli import shard_run
+from deformer_stream.cli.shards import run as shard_run
 from deformer_stream.runtime.shard_job import divide_files, lock_folder
 from tests.cli.shard_examples import ALPHA, OUTPUTS, compare, draw_readings, list_shards, place, read_file, write_lines
 from tests.commands import RunCommand, assert_command_failed, make_record_table

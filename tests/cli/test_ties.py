@@ -22,10 +22,11 @@ import deformer_stream
 from deformer_stream import model_store
 from deformer_stream.calibration.conformal import Calibration
 from deformer_stream.calibration.false_alarms import bound_false_alarms
-from deformer_stream.cli.factory import make_engine
+from deformer_stream.cli.served_models import make_engine
 from deformer_stream.codec import Codec
 from deformer_stream.codec.payloads import Messages
 from deformer_stream.engine.engine import Engine, Limits
+from deformer_stream.engine.engine_set import EngineSet
 from deformer_stream.engine.events import NO_TIME, EventBatch
 from deformer_stream.errors import ConfigError
 from deformer_stream.model_store import Artifact
@@ -232,7 +233,7 @@ def test_timeouts_of_ties_are_restored_before_the_history(model_dir: Path) -> No
 
     def start_run() -> tuple[Engine, Recovery]:
         engine = Engine(loaded.model, loaded.calibration, "m", 0.1, Limits(tie_wait=10), ties="hold")
-        return engine, Recovery(engine, Metrics(), interval=100.0)
+        return engine, Recovery(EngineSet.of_only_model(engine), Metrics(), interval=100.0)
 
     first_engine, first_recovery = start_run()
     first_recovery.start_restore(RestoredPartition(0, 0))

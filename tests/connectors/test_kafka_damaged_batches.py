@@ -10,7 +10,7 @@ import pytest
 from kafka import __version__ as kafka_version
 
 from connectors.kafka import KafkaCluster, produce
-from connectors.kafka.background import BackgroundCall
+from connectors.kafka.blocking_calls import BackgroundCall
 from connectors.kafka.client import load_client
 from connectors.kafka.compat import request_rejoin
 from connectors.kafka.ports import ConsumerOptions, Offsets, TopicPartition

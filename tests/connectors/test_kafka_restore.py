@@ -272,7 +272,7 @@ def test_partition_is_given_up_although_the_reader_of_its_state_cannot_stop_it(
 def test_progress_is_reported_while_partitions_are_added_to_the_state_topic(
     fake_kafka: FakeKafka, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("connectors.kafka.background.WAIT_SECONDS", 0.01)
+    monkeypatch.setattr("connectors.kafka.blocking_calls.WAIT_SECONDS", 0.01)
     source, consumer = open_source(fake_kafka, 1)
     has_waited = threading.Event()
 

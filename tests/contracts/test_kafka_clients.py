@@ -25,7 +25,7 @@ import structlog
 from kafka import KafkaConsumer
 
 from connectors.kafka import client as shared
-from connectors.kafka.background import BackgroundCall
+from connectors.kafka.blocking_calls import BackgroundCall
 from connectors.kafka.client import load_client
 from connectors.kafka.ports import (
     Admin,

@@ -15,6 +15,7 @@ from deformer_stream import log
 from deformer_stream.calibration.conformal import Calibration
 from deformer_stream.codec import Codec
 from deformer_stream.engine.engine import Engine, UnscorableReadings
+from deformer_stream.engine.engine_set import EngineSet
 from deformer_stream.engine.events import Effects
 from deformer_stream.kernels import packing
 from deformer_stream.kernels.library import load_library
@@ -156,7 +157,9 @@ def test_pipeline_logs_and_counts_scores_that_are_not_finite(monkeypatch: pytest
     monkeypatch.setattr(log, "get_logger", lambda name: Logger())
     rows = [json.dumps({"record": f"r{i}", "feature": "flow", "value": 1.0}).encode() for i in range(3)]
     metrics, source = Metrics(), MemorySource(rows)
-    pipeline = Pipeline(source, Codec(SCHEMA), build_engine(model), [MemorySink()], WallClock(), metrics, True)
+    pipeline = Pipeline(
+        source, Codec(SCHEMA), EngineSet.of_only_model(build_engine(model)), [MemorySink()], WallClock(), metrics, True
+    )
     pipeline.run(threading.Event())
     assert metrics.registry.get_sample_value("deformer_scores_not_finite_total") == 3
     data = {"readings": 3, "model": "fingerprint", "record": "r0", "feature": "flow"}

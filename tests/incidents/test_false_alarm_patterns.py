@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deformer_stream.calibration.false_alarm_patterns import (
-    MAX_FEATURES,
+    MAX_PATTERN_FEATURES,
     MAX_PATTERNS,
     MIN_FALSE_LABELS,
     MIN_INCIDENTS,
@@ -189,7 +189,7 @@ def test_patterns_survive_json_and_forged_ones_are_refused() -> None:
         good | {"direction": {}},
         good | {"direction": {"flow": -1.0}},
         good | {"direction": {"flow": math.nan}},
-        good | {"direction": {f"f{i}": 1.0 for i in range(MAX_FEATURES + 1)}},
+        good | {"direction": {f"f{i}": 1.0 for i in range(MAX_PATTERN_FEATURES + 1)}},
         good | {"direction": {"f" * 2000: 1.0}},
         good | {"cosine": 0},
         good | {"cosine": "0.8"},

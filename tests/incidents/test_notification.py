@@ -23,9 +23,9 @@ from deformer_stream.runtime.incident_memory import MemoryFeedbackLog, MemoryInc
 from deformer_stream.runtime.incident_metrics import DeliveryMetrics, OpenIncidentMetrics
 from deformer_stream.runtime.incident_ports import (
     DeliveryProgress,
-    Knowledge,
     LoggedIncident,
     PermanentFailure,
+    ReceiverState,
     TemporaryFailure,
 )
 from deformer_stream.runtime.notification import (
@@ -510,7 +510,7 @@ def test_progress_is_bounded() -> None:
         delivery.topic.append(make_states(number)[0])
     delivery.run(5.0)
     progress = delivery.topic.progress[0]
-    assert len(progress.knowledge_by_id) == MAX_NOTED_INCIDENTS == progress.position
+    assert len(progress.state_by_id) == MAX_NOTED_INCIDENTS == progress.position
 
 
 def test_progress_is_stored_only_if_it_has_changed() -> None:
@@ -575,7 +575,7 @@ def test_a_request_is_noted_before_it_is_sent_also_after_a_failure(
     send = delivery.receiver.send
 
     def note_and_send(notification: Any) -> None:
-        noted.append(dict(delivery.topic.progress[0].knowledge_by_id))
+        noted.append(dict(delivery.topic.progress[0].state_by_id))
         send(notification)
 
     monkeypatch.setattr(delivery.receiver, "send", note_and_send)
@@ -593,7 +593,7 @@ def test_a_request_is_noted_before_it_is_sent_also_after_a_failure(
         delivery.run()
     assert noted == []
     delivery.run()
-    assert [list(knowledge) for knowledge in noted] == [[make_states()[0].id]]
+    assert [list(state) for state in noted] == [[make_states()[0].id]]
 
 
 STEPS = st.lists(
@@ -781,7 +781,7 @@ def test_a_worker_that_cannot_be_created_ends_the_start() -> None:
 
 
 @pytest.mark.parametrize(
-    ("is_resolved", "is_silenced", "knowledge", "owed"),
+    ("is_resolved", "is_silenced", "state", "owed"),
     [
         (False, False, "hidden", "open"),
         (False, False, "opening", "open"),
@@ -801,11 +801,11 @@ def test_a_worker_that_cannot_be_created_ends_the_start() -> None:
         (True, True, "resolving", "resolve"),
     ],
 )
-def test_the_table_of_states(is_resolved: bool, is_silenced: bool, knowledge: Knowledge, owed: str | None) -> None:
+def test_the_table_of_states(is_resolved: bool, is_silenced: bool, state: ReceiverState, owed: str | None) -> None:
     """The table in the docstring of `backlog`."""
     incident = make_states(1)[2 if is_resolved else 0]
     labels = [make_label("false-alarm", 1, incident=incident.id)] if is_silenced else []
-    progress = {0: DeliveryProgress(1, {incident.id: knowledge})}
+    progress = {0: DeliveryProgress(1, {incident.id: state})}
     backlog = Backlog(False, progress, {0: 0}, Overlay(labels))
     backlog.add(LoggedIncident(incident, 0, 0), 0.0)
     backlog.start(0.0)

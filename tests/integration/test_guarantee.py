@@ -21,6 +21,7 @@ from deformer_stream.calibration.false_alarms import bound_false_alarms
 from deformer_stream.codec import Codec
 from deformer_stream.demo.simulate import FEATURES, Order, SimulatedFleet, simulate
 from deformer_stream.engine.engine import Engine
+from deformer_stream.engine.engine_set import EngineSet
 from deformer_stream.model.schema import Schema
 from deformer_stream.runtime.metrics import Metrics
 from deformer_stream.runtime.pipeline import Pipeline
@@ -71,9 +72,9 @@ def test_false_alarm_rate_is_at_most_alpha(model_dir: Path, order: Order) -> Non
     engine = Engine(loaded.model, calibration, loaded.fingerprint, ALPHA, effort="off")
     sink = MemorySink()
     source = MemorySource(simulate(NUM_HELD_OUT, seed=3, order=order).iterate_messages(), chunk=8_192)
-    totals = Pipeline(source, Codec(loaded.schema), engine, [sink], EventClock(), Metrics(), is_finite=True).run(
-        threading.Event()
-    )
+    totals = Pipeline(
+        source, Codec(loaded.schema), EngineSet.of_only_model(engine), [sink], EventClock(), Metrics(), is_finite=True
+    ).run(threading.Event())
     bound = bound_false_alarms(ALPHA, NUM_CALIBRATION, NUM_HELD_OUT, 0.99)
     print(f"{order}: {totals.alerts} of {totals.closed} normal records alerted at alpha {ALPHA}, bound {bound}")
     assert totals.closed == NUM_HELD_OUT

@@ -135,7 +135,7 @@ def test_commands_for_scoring_need_no_extra(tmp_path: Path, requirements: dict[s
         "from deformer_stream.cli.main import BUILDER_BY_COMMAND\n"
         "for build in BUILDER_BY_COMMAND.values(): build()\n"
         "import connectors.files, connectors.kafka, connectors.kafka.kafka_python_client, connectors.receivers\n"
-        "import deformer_stream.cli.factory, deformer_stream.runtime.pipeline, deformer_stream.runtime.reload\n"
+        "import deformer_stream.cli.served_models, deformer_stream.runtime.pipeline, deformer_stream.runtime.reload\n"
         "import deformer_stream.runtime.incident_pipeline, deformer_stream.runtime.http_server\n"
         "import deformer_stream.cli.recalibration_report, deformer_stream.cli.model_summary\n"
         "assert deformer_stream.load\n"

@@ -14,7 +14,8 @@ import numpy as np
 from deformer_stream.codec import Codec
 from deformer_stream.codec.payloads import Messages, Payload
 from deformer_stream.engine.engine import Engine, Limits
-from deformer_stream.engine.events import Effects, EventBatch, Rejection
+from deformer_stream.engine.engine_set import EngineSet
+from deformer_stream.engine.events import ONLY_MODEL, Effects, EventBatch, Rejection
 from deformer_stream.errors import StoppedWaiting
 from deformer_stream.incidents.make_evidence import make_evidence
 from deformer_stream.model_store import Artifact
@@ -336,12 +337,12 @@ def run_member(
     """
     member, rng = kind(world, assigned, seed, crash, move), np.random.default_rng(seed)
 
-    def take_new_model() -> Artifact | None:
+    def take_new_model() -> tuple[str, Artifact] | None:
         if rng.random() >= change_model:
             return None
-        return replace(loaded, fingerprint=f"model-{rng.integers(2**40)}")
+        return ONLY_MODEL, replace(loaded, fingerprint=f"model-{rng.integers(2**40)}")
 
-    model, stop = take_new_model() or loaded, threading.Event()
+    (_, model), stop = take_new_model() or (ONLY_MODEL, loaded), threading.Event()
 
     def make_codec(artifact: Artifact) -> Any:
         return WaitingCodec(Codec(artifact.schema), stop, seed, waits)
@@ -350,7 +351,7 @@ def run_member(
     pipeline = Pipeline(
         member,
         make_codec(loaded),
-        engine,
+        EngineSet.of_only_model(engine),
         [member],
         ManualClock(),
         Metrics(),

@@ -19,6 +19,7 @@ from connectors.files import AlertLines, TerminalAlerts
 from deformer_stream.codec import Codec, encode_storm
 from deformer_stream.engine import alerts as alert_building
 from deformer_stream.engine.engine import Engine, Limits
+from deformer_stream.engine.engine_set import EngineSet
 from deformer_stream.engine.events import Alert, ClosedRecords, Effects, EventBatch, ScoredReadings
 from deformer_stream.engine.explain import ExplanationEffort
 from deformer_stream.incidents.make_evidence import make_evidence
@@ -162,7 +163,7 @@ def run_with_limit(loaded: Artifact, max_alert_rate: float | None) -> tuple[Memo
     source, engine = MemorySource(make_record_messages(loaded), chunk=16), make_engine(loaded)
     with capture_logs() as lines:
         Pipeline(
-            *(source, Codec(loaded.schema), engine, [sink], ManualClock(), metrics),
+            *(source, Codec(loaded.schema), EngineSet.of_only_model(engine), [sink], ManualClock(), metrics),
             is_finite=False,
             max_alert_rate=max_alert_rate,
         ).run(threading.Event())
@@ -193,7 +194,13 @@ def explain_storm(
     sink = MemorySink()
     engine = Engine(loaded.model, loaded.calibration, loaded.fingerprint, ALPHA, Limits(), effort=effort)
     Pipeline(
-        *(MemorySource(make_record_messages(loaded), chunk=chunk), Codec(loaded.schema), engine, [sink], ManualClock()),
+        *(
+            MemorySource(make_record_messages(loaded), chunk=chunk),
+            Codec(loaded.schema),
+            EngineSet.of_only_model(engine),
+            [sink],
+            ManualClock(),
+        ),
         Metrics(),
         is_finite=False,
         max_alert_rate=max_alert_rate,

@@ -17,6 +17,7 @@ from deformer_stream.calibration.conformal import Calibration
 from deformer_stream.calibration.false_alarms import bound_false_alarms
 from deformer_stream.codec import Codec
 from deformer_stream.engine.engine import Engine
+from deformer_stream.engine.engine_set import EngineSet
 from deformer_stream.engine.events import (
     ONLY_MODEL,
     Alert,
@@ -217,7 +218,16 @@ def make_pipeline(loaded: Artifact, count: int, *, is_finite: bool = False, **op
             rows = [row.replace(b"}}", f', "{name}": null}}}}'.encode()) for row in rows]
     source = MemorySource(rows, chunk=50)
     return (
-        Pipeline(source, Codec(loaded.schema), engine, [MemorySink()], WallClock(), metrics, is_finite, **options),
+        Pipeline(
+            source,
+            Codec(loaded.schema),
+            EngineSet.of_only_model(engine),
+            [MemorySink()],
+            WallClock(),
+            metrics,
+            is_finite,
+            **options,
+        ),
         metrics,
     )
 
@@ -270,7 +280,7 @@ def test_model_change_starts_the_count_anew(loaded: Artifact) -> None:
     pipeline, _ = make_pipeline(loaded, 200, is_finite=True)
     before = pipeline._alert_shares[ONLY_MODEL]
     new = [replace(loaded, fingerprint="another")]
-    pipeline.take_new_model = lambda: new.pop() if new else None
+    pipeline.take_new_model = lambda: (ONLY_MODEL, new.pop()) if new else None
     pipeline.make_codec = lambda artifact: Codec(artifact.schema)
     pipeline.run(threading.Event())
     assert pipeline._alert_shares[ONLY_MODEL] is not before

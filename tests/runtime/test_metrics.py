@@ -16,6 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from deformer_stream import model_store
 from deformer_stream.codec import Codec
 from deformer_stream.engine.engine import Engine
+from deformer_stream.engine.engine_set import EngineSet
 from deformer_stream.engine.events import (
     Alert,
     CloseReason,
@@ -234,9 +235,9 @@ def test_ready_after_first_turn_and_unhealthy_after_stall(model_dir: Path, port:
     with serve(port, measures):
         assert request(port, "/readyz") == (503, "not yet\n")
         assert request(port, "/healthz") == (200, "ok\n")
-        Pipeline(source, Codec(loaded.schema), engine, [MemorySink()], WallClock(), measures, True).run(
-            threading.Event()
-        )
+        Pipeline(
+            source, Codec(loaded.schema), EngineSet.of_only_model(engine), [MemorySink()], WallClock(), measures, True
+        ).run(threading.Event())
         assert seen == [(200, 503), (200, 200), (200, 200)]
         assert request(port, "/readyz")[0] == 200
         assert f'deformer_model_info{{fingerprint="{loaded.fingerprint}"}} 1.0' in request(port, "/metrics")[1]
@@ -277,7 +278,13 @@ def test_not_ready_without_assigned_partitions(model_dir: Path, assigned: frozen
     engine = Engine(loaded.model, loaded.calibration, loaded.fingerprint, 0.01)
     measures = metrics.Metrics()
     pipeline = Pipeline(
-        StaticPartitionedSource(assigned), Codec(loaded.schema), engine, [], WallClock(), measures, False
+        StaticPartitionedSource(assigned),
+        Codec(loaded.schema),
+        EngineSet.of_only_model(engine),
+        [],
+        WallClock(),
+        measures,
+        False,
     )
     pipeline.run(threading.Event())
     assert measures.is_ready == bool(assigned)

@@ -83,7 +83,7 @@ def run_member(
     """Run one member until the end of the input or its crash; see `tests.runtime.test_recovery.run_member`."""
     member, rng = kind(world, assigned, seed, chance, chance), np.random.default_rng(seed)
 
-    def take_named_model() -> tuple[str, Artifact] | None:
+    def take_new_model() -> tuple[str, Artifact] | None:
         if rng.random() >= change_model:
             return None
         name = str(rng.choice(NAMES))
@@ -101,7 +101,7 @@ def run_member(
         commit_interval=float(np.random.default_rng(seed).choice([0.0, 0.02])),
         snapshot_interval=snapshot_interval,
         open_records="rescore",
-        take_named_model=take_named_model,
+        take_new_model=take_new_model,
         make_codec=lambda artifact: Codec(artifact.schema),
         saves_event_times=True,
     )

@@ -14,7 +14,8 @@ from structlog.testing import capture_logs
 from deformer_stream import model_store
 from deformer_stream.codec import Codec, WindowAssigner
 from deformer_stream.engine.engine import Engine
-from deformer_stream.engine.events import NO_TIME, CloseReason
+from deformer_stream.engine.engine_set import EngineSet
+from deformer_stream.engine.events import NO_TIME, ONLY_MODEL, CloseReason
 from deformer_stream.model.deformer import DEformer
 from deformer_stream.model.schema import Schema
 from deformer_stream.model.windows import Window
@@ -54,9 +55,15 @@ def test_records_of_revoked_partitions_are_closed(loaded: Artifact) -> None:
     messages = [event(there, "pressure"), event(here, "pressure"), event(there, "pressure"), event(here, "pressure")]
     sink = MemorySink()
     source = RevokingSource(messages, chunk=2, partitions=2)
-    Pipeline(source, Codec(loaded.schema), make_engine(loaded), [sink], ManualClock(), Metrics(), False).run(
-        threading.Event()
-    )
+    Pipeline(
+        source,
+        Codec(loaded.schema),
+        EngineSet.of_only_model(make_engine(loaded)),
+        [sink],
+        ManualClock(),
+        Metrics(),
+        False,
+    ).run(threading.Event())
     assert [(closed.record_ids, closed.reasons) for closed in sink.closings] == [([there], [CloseReason.REVOKED])]
     assert [(record, seq) for record, _, seq, *_ in sink.scored] == [(there, 0), (here, 0), (there, 0)]
     assert [r.reason.value for r in sink.rejected] == ["duplicate"]
@@ -78,7 +85,9 @@ def test_stop_finishes_and_commits_the_current_poll(loaded: Artifact) -> None:
     source, sink = StoppingSource([row, row], chunk=1), MemorySink()
     engine = make_engine(loaded)
     for finite in (True, False):
-        totals = Pipeline(source, Codec(loaded.schema), engine, [sink], ManualClock(), Metrics(), finite).run(stop)
+        totals = Pipeline(
+            source, Codec(loaded.schema), EngineSet.of_only_model(engine), [sink], ManualClock(), Metrics(), finite
+        ).run(stop)
         stop.clear() if finite else None
     assert source.committed == {0: 2}
     assert (totals.events, totals.rejected["duplicate"], totals.closed) == (0, 1, 0)
@@ -97,7 +106,9 @@ def test_a_live_stream_pauses_after_rankings(
     rows = [{"record": f"r{number}", "feature": "pressure", "value": 1.0} for number in range(3)]
     source, sink = MemorySource([json.dumps(row).encode() for row in rows], chunk=1), MemorySink()
     engine = Engine(loaded.model, loaded.calibration, "f", 1e-6, max_suggested=8, suspicious=1.0)
-    Pipeline(source, Codec(loaded.schema), engine, [sink], ManualClock(), Metrics(), is_finite).run(threading.Event())
+    Pipeline(
+        source, Codec(loaded.schema), EngineSet.of_only_model(engine), [sink], ManualClock(), Metrics(), is_finite
+    ).run(threading.Event())
     assert [len(effects.suspicious_records) for effects in sink.effects[:3]] == expected
 
 
@@ -105,7 +116,9 @@ def test_stop_before_start_processes_nothing(loaded: Artifact) -> None:
     stop = threading.Event()
     stop.set()
     source = MemorySource([b"{}"])
-    totals = Pipeline(source, Codec(loaded.schema), make_engine(loaded), [], WallClock(), Metrics(), True).run(stop)
+    totals = Pipeline(
+        source, Codec(loaded.schema), EngineSet.of_only_model(make_engine(loaded)), [], WallClock(), Metrics(), True
+    ).run(stop)
     assert (totals.events, dict(totals.rejected), source.committed) == (0, {}, {})
 
 
@@ -114,7 +127,13 @@ def test_end_of_finite_input_closes_open_records(loaded: Artifact, finite: bool)
     row = json.dumps({"record": "r", "feature": "pressure", "value": 1.0}).encode()
     sink = MemorySink()
     pipeline = Pipeline(
-        MemorySource([row]), Codec(loaded.schema), make_engine(loaded), [sink], WallClock(), Metrics(), finite
+        MemorySource([row]),
+        Codec(loaded.schema),
+        EngineSet.of_only_model(make_engine(loaded)),
+        [sink],
+        WallClock(),
+        Metrics(),
+        finite,
     )
     totals = pipeline.run(threading.Event())
     assert totals.closed == int(finite)
@@ -136,9 +155,15 @@ def test_records_time_out_without_new_events(loaded: Artifact) -> None:
 
     row = json.dumps({"record": "r", "feature": "pressure", "value": 1.0}).encode()
     engine = make_engine(loaded, record_timeout=25_000_000)
-    Pipeline(SilentSource([row], chunk=1), Codec(loaded.schema), engine, [sink], clock, Metrics(), False).run(
-        threading.Event()
-    )
+    Pipeline(
+        SilentSource([row], chunk=1),
+        Codec(loaded.schema),
+        EngineSet.of_only_model(engine),
+        [sink],
+        clock,
+        Metrics(),
+        False,
+    ).run(threading.Event())
     assert [closed.reasons for closed in sink.closings] == [[CloseReason.TIMEOUT]]
     assert len(sink.effects) == 5
 
@@ -147,9 +172,9 @@ def test_rejections_are_in_message_order(loaded: Artifact) -> None:
     row = json.dumps({"record": "r", "feature": "pressure", "value": 1.0}).encode()
     sink = MemorySink()
     source = MemorySource([row, b"no", row, b"{}"])
-    totals = Pipeline(source, Codec(loaded.schema), make_engine(loaded), [sink], WallClock(), Metrics(), True).run(
-        threading.Event()
-    )
+    totals = Pipeline(
+        source, Codec(loaded.schema), EngineSet.of_only_model(make_engine(loaded)), [sink], WallClock(), Metrics(), True
+    ).run(threading.Event())
     assert [r.message_index for r in sink.rejected] == [1, 2, 3]
     assert totals.rejected == {"not_json": 1, "duplicate": 1, "missing_field": 1}
     assert totals.to_log_fields()["rejected"] == dict(totals.rejected)
@@ -162,7 +187,7 @@ def test_progress_and_metrics_are_reported(loaded: Artifact) -> None:
     Pipeline(
         source,
         Codec(loaded.schema),
-        make_engine(loaded),
+        EngineSet.of_only_model(make_engine(loaded)),
         [MemorySink()],
         WallClock(),
         metrics,
@@ -193,12 +218,12 @@ def test_model_with_other_windows_is_rejected(loaded: Artifact, tmp_path: Path) 
     Pipeline(
         MemorySource(make_record_messages(loaded), chunk=16),
         codec_of(loaded),
-        engine,
+        EngineSet.of_only_model(engine),
         [sink],
         WallClock(),
         Metrics(),
         True,
-        take_new_model=lambda: found.pop() if found else None,
+        take_new_model=lambda: (ONLY_MODEL, found.pop()) if found else None,
         make_codec=codec_of,
     ).run(threading.Event())
     assert not found
@@ -214,12 +239,12 @@ def test_model_that_cannot_hold_ties_is_rejected(loaded: Artifact, tmp_path: Pat
         Pipeline(
             MemorySource(make_record_messages(loaded), chunk=16),
             Codec(loaded.schema),
-            engine,
+            EngineSet.of_only_model(engine),
             [MemorySink()],
             WallClock(),
             Metrics(),
             True,
-            take_new_model=lambda: found.pop() if found else None,
+            take_new_model=lambda: (ONLY_MODEL, found.pop()) if found else None,
             make_codec=lambda artifact: Codec(artifact.schema),
         ).run(threading.Event())
     assert not found
@@ -284,7 +309,9 @@ def test_pipeline_waits_for_commits_with_alerts(loaded: Artifact, unread: int) -
     source, sink = AsyncSource(make_record_messages(loaded)), MemorySink()
     source.unread = unread
     codec, engine = Codec(loaded.schema), make_engine(loaded)
-    Pipeline(source, codec, engine, [sink], ManualClock(), Metrics(), False, commit_interval=0.0).run(threading.Event())
+    Pipeline(
+        source, codec, EngineSet.of_only_model(engine), [sink], ManualClock(), Metrics(), False, commit_interval=0.0
+    ).run(threading.Event())
     alerting = [bool(effects.alerts) for effects in sink.effects]
     assert any(alerting)
     assert not all(alerting)
@@ -296,7 +323,15 @@ def test_logged_alert_names_device_reading_and_expected_range(loaded: Artifact, 
     event = json.dumps({"record": "hall/pump-7/12", "feature": "pressure", "value": 1e6}).encode()
     sink = MemorySink()
     pipeline = Pipeline(
-        *(MemorySource([event]), Codec(loaded.schema), make_engine(loaded), [sink], ManualClock(), Metrics(), False),
+        *(
+            MemorySource([event]),
+            Codec(loaded.schema),
+            EngineSet.of_only_model(make_engine(loaded)),
+            [sink],
+            ManualClock(),
+            Metrics(),
+            False,
+        ),
         log_alerts=log_alerts,
     )
     with capture_logs() as lines:

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from deformer_stream.codec import Codec, encode_alert
 from deformer_stream.codec.payloads import Messages, Payload
+from deformer_stream.engine.engine_set import EngineSet
 from deformer_stream.engine.events import NO_TIME, Effects, EventBatch, Rejection
 from deformer_stream.model_store import Artifact
 from deformer_stream.runtime.metrics import Metrics
@@ -138,7 +139,14 @@ def run_once(loaded: Artifact, broker: Broker, step: str | None, turn: int, chun
     sinks = [BrokerSink(broker, plan), BrokerSink(Broker([], log=broker.log), plan)]
     source, codec = BrokerSource(broker, plan, chunk), CrashingCodec(Codec(loaded.schema), plan)
     Pipeline(
-        source, codec, make_engine(loaded), sinks, CrashingClock(plan), Metrics(), True, commit_interval=interval
+        source,
+        codec,
+        EngineSet.of_only_model(make_engine(loaded)),
+        sinks,
+        CrashingClock(plan),
+        Metrics(),
+        True,
+        commit_interval=interval,
     ).run(threading.Event())
 
 

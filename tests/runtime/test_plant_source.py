@@ -17,6 +17,7 @@ from deformer_stream.codec.bridge_messages import BridgeMessage, PrefixTranslato
 from deformer_stream.codec.payloads import Payload
 from deformer_stream.codec.sparkplug import PREFIX, SparkplugTranslator
 from deformer_stream.codec.validation import FieldNames
+from deformer_stream.engine.engine_set import EngineSet
 from deformer_stream.engine.events import Effects
 from deformer_stream.model_store import Artifact
 from deformer_stream.runtime.bridge_metrics import SourceMetrics
@@ -169,7 +170,7 @@ def run_once(
         Pipeline(
             source,
             Codec(loaded.schema, window_assigner=WindowAssigner(10 * SECOND)),
-            make_engine(loaded, record_timeout=3600 * SECOND),
+            EngineSet.of_only_model(make_engine(loaded, record_timeout=3600 * SECOND)),
             [PublishingSink(broker, countdown)],
             ManualClock(),
             metrics,

@@ -17,7 +17,8 @@ from deformer_stream.codec import Codec
 from deformer_stream.codec.payloads import Messages
 from deformer_stream.codec.state import encode_snapshot
 from deformer_stream.engine.engine import Engine, Limits
-from deformer_stream.engine.events import NO_TIME
+from deformer_stream.engine.engine_set import EngineSet
+from deformer_stream.engine.events import NO_TIME, ONLY_MODEL
 from deformer_stream.model_store import Artifact
 from deformer_stream.runtime import http_server
 from deformer_stream.runtime import pipeline as pipeline_module
@@ -112,19 +113,24 @@ def make_pipeline(
     loaded: Artifact,
     source: ScriptedSource,
     measures: Metrics,
-    take_new_model: Callable[[], Artifact | None] | None = None,
+    take_new_model: Callable[[], tuple[str, Artifact] | None] | None = None,
 ) -> tuple[Pipeline, MemorySink]:
     """Return a pipeline from a source to a sink, and the sink."""
     sink = MemorySink()
     engine = Engine(loaded.model, loaded.calibration, loaded.fingerprint, 0.3, Limits(), effort="off")
     pipeline = Pipeline(
-        *(source, Codec(loaded.schema), engine, [sink], ManualClock(), measures),
+        *(source, Codec(loaded.schema), EngineSet.of_only_model(engine), [sink], ManualClock(), measures),
         is_finite=False,
         open_records="rescore",
         take_new_model=take_new_model,
         make_codec=lambda artifact: Codec(artifact.schema),
     )
     return pipeline, sink
+
+
+def get_engine(pipeline: Pipeline) -> Engine:
+    """Return the engine of a pipeline with one model."""
+    return pipeline.engines.engine_by_name[ONLY_MODEL]
 
 
 def restore_at_once(source: ScriptedSource, partitions: set[int]) -> Callable[[], PollResult]:
@@ -256,7 +262,11 @@ def test_64_partitions_are_restored_within_the_poll_interval(
     source = ScriptedSource([poll_slowly, poll_slowly])
     pipeline, sink = make_pipeline(model, source, measures)
     pipeline.recovery._now = clock
-    decode, decode_messages, rescore = recovery_module.decode_snapshots, pipeline.codec.decode, pipeline.engine.rescore
+    decode, decode_messages, rescore = (
+        recovery_module.decode_snapshots,
+        pipeline.codec.decode,
+        get_engine(pipeline).rescore,
+    )
 
     def take_time(function: Callable[..., object]) -> Callable[..., object]:
         def slow(*arguments: object) -> object:
@@ -266,7 +276,7 @@ def test_64_partitions_are_restored_within_the_poll_interval(
         return slow
 
     monkeypatch.setattr(recovery_module, "decode_snapshots", take_time(decode))
-    monkeypatch.setattr(pipeline.engine, "rescore", take_time(rescore))
+    monkeypatch.setattr(get_engine(pipeline), "rescore", take_time(rescore))
     monkeypatch.setattr(pipeline.codec, "decode", take_time(decode_messages))
     pipeline.run(threading.Event())
     gaps = np.diff(poll_times)
@@ -317,7 +327,7 @@ def test_partitions_are_processed_while_another_one_is_scored_again(
     assert pipeline.recovery.restored_partitions == {0, 1}
     for states in source.committed[:-1]:
         assert 1 not in states or states[1].snapshot is not None
-    states = pipeline.engine.snapshot(1, 0)
+    states = get_engine(pipeline).snapshot(1, 0)
     expected = make_engine(loaded)
     expected.handle(Codec(loaded.schema).decode(make_messages(lines, 1))[0], 0)
     np.testing.assert_allclose(states.p_value, expected.snapshot(1, 0).p_value, rtol=1e-4)
@@ -342,7 +352,7 @@ def test_a_change_of_the_model_is_spread_over_polls_and_commits_nothing_of_what_
 
     def poll() -> PollResult:
         revoked: tuple[int, ...] = ()
-        if pipeline.engine.fingerprint == "other":
+        if get_engine(pipeline).fingerprint == "other":
             turns.append((source.waiting_partitions, len(source.committed)))
         if source.waiting_partitions or len(turns) < 3:
             source.turns = [poll]
@@ -354,13 +364,13 @@ def test_a_change_of_the_model_is_spread_over_polls_and_commits_nothing_of_what_
 
     source.turns = [assign, poll]
     pipeline, _ = make_pipeline(
-        *(loaded, source, Metrics(), lambda: models.pop() if models and pipeline.totals.events else None)
+        *(loaded, source, Metrics(), lambda: (ONLY_MODEL, models.pop()) if models and pipeline.totals.events else None)
     )
     pipeline.run(threading.Event())
     assert turns[0][0] == {0, 1}
     assert turns[0][1] >= 1, "everything was committed before the records are scored again"
     assert sum(bool(waiting) for waiting, _ in turns) >= 8
-    assert pipeline.engine.records.partitions.keys() == {0}
+    assert get_engine(pipeline).records.partitions.keys() == {0}
     after = [states for states in source.committed[turns[0][1] :] if states]
     assert {partition for states in after for partition in states} == {0}
     assert any(states[0].snapshot is not None for states in after)

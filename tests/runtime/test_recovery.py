@@ -117,7 +117,9 @@ def test_run_that_ends_while_it_waits_for_a_service_commits_what_was_processed(l
     engine = Engine(loaded.model, loaded.calibration, loaded.fingerprint, ALPHA, Limits())
     options: dict[str, Any] = {"is_finite": False, "commit_interval": 100.0}
     with capture_logs() as logs:
-        totals = Pipeline(member, codec, engine, [member], ManualClock(), Metrics(), **options).run(stop)
+        totals = Pipeline(
+            member, codec, EngineSet.of_only_model(engine), [member], ManualClock(), Metrics(), **options
+        ).run(stop)
     kept = world.kept[0]
     assert kept.position == kept.taken == sum(decoded) > 0
     assert kept.snapshot is not None
@@ -168,7 +170,7 @@ def test_times_of_records_are_saved_only_for_evidence(loaded: Artifact) -> None:
         member = GroupMember(world, {0}, 0, 0.0, 0.0)
         engine = Engine(loaded.model, loaded.calibration, loaded.fingerprint, ALPHA, Limits())
         Pipeline(
-            *(member, Codec(loaded.schema), engine, [member], ManualClock(), Metrics()),
+            *(member, Codec(loaded.schema), EngineSet.of_only_model(engine), [member], ManualClock(), Metrics()),
             is_finite=False,
             saves_event_times=saves_event_times,
         ).run(threading.Event())
@@ -203,7 +205,9 @@ def test_snapshot_metrics_follow_the_partition(loaded: Artifact) -> None:
     metrics = Metrics()
     member = GroupMember(world, {0, 1}, 0, 0.0, 0.0)
     engine = Engine(loaded.model, loaded.calibration, loaded.fingerprint, ALPHA, Limits())
-    pipeline = Pipeline(member, Codec(loaded.schema), engine, [member], ManualClock(), metrics, is_finite=False)
+    pipeline = Pipeline(
+        member, Codec(loaded.schema), EngineSet.of_only_model(engine), [member], ManualClock(), metrics, is_finite=False
+    )
     pipeline.run(threading.Event())
     size: Any = metrics.registry.get_sample_value
     assert size("deformer_snapshot_bytes", {"partition": "0"}) > 100
@@ -218,9 +222,9 @@ def test_wrongly_keyed_input_is_logged_once(loaded: Artifact, capsys: pytest.Cap
     metrics = Metrics()
     member = GroupMember(make_cluster(loaded, 1), {0, 1, 2}, 0, 0.0, 0.0)
     engine = Engine(loaded.model, loaded.calibration, loaded.fingerprint, ALPHA, Limits())
-    Pipeline(member, Codec(loaded.schema), engine, [member], ManualClock(), metrics, is_finite=False).run(
-        threading.Event()
-    )
+    Pipeline(
+        member, Codec(loaded.schema), EngineSet.of_only_model(engine), [member], ManualClock(), metrics, is_finite=False
+    ).run(threading.Event())
     assert metrics.registry.get_sample_value("deformer_records_misrouted_total") == engine.records.num_misrouted > 1
     assert capsys.readouterr().out.count("key messages by record id") == 1
 
@@ -230,7 +234,7 @@ def test_refused_messages_are_followed_by_a_snapshot(loaded: Artifact) -> None:
     engine = Engine(loaded.model, loaded.calibration, loaded.fingerprint, ALPHA, Limits())
     codec = Codec(loaded.schema)
     seconds = [0.0]
-    recovery = Recovery(engine, Metrics(), interval=1.0, now=lambda: seconds[0])
+    recovery = Recovery(EngineSet.of_only_model(engine), Metrics(), interval=1.0, now=lambda: seconds[0])
     recovery.start_restore(RestoredPartition(0, 0))
     recovery.mark_caught_up(0)
     recovery.advance(codec, 0)
@@ -256,7 +260,9 @@ def test_partition_that_is_scored_again_gets_a_new_snapshot(loaded: Artifact) ->
     for fingerprint in ("old", "new"):
         seconds = [0.0]
         engine = Engine(loaded.model, loaded.calibration, fingerprint, ALPHA, Limits())
-        recovery = Recovery(engine, Metrics(), interval=1.0, now=lambda seconds=seconds: seconds[0])
+        recovery = Recovery(
+            EngineSet.of_only_model(engine), Metrics(), interval=1.0, now=lambda seconds=seconds: seconds[0]
+        )
         recovery.start_restore(RestoredPartition(0, n, snapshot))
         recovery.mark_caught_up(0)
         recovery.advance(codec, 0)
@@ -277,7 +283,7 @@ def test_decisions_are_saved_only_after_a_committed_snapshot(loaded: Artifact, m
     monkeypatch.setattr(process, "release_free_memory", lambda: releases.append(None))
     lines = make_cluster(loaded, 1).events[0]
     engine = Engine(loaded.model, loaded.calibration, loaded.fingerprint, ALPHA, Limits())
-    recovery = Recovery(engine, Metrics(), interval=100.0)
+    recovery = Recovery(EngineSet.of_only_model(engine), Metrics(), interval=100.0)
     recovery.start_restore(RestoredPartition(0, 0))
     recovery.mark_caught_up(0)
     recovery.advance(Codec(loaded.schema), 0)

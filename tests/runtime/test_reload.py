@@ -43,7 +43,8 @@ def check(reloader: ModelReloader) -> Artifact | None:
     if reloader._reader is None:
         return None
     reloader._reader.join(60)
-    return reloader.take_new_model()
+    found = reloader.take_new_model()
+    return None if found is None else found[1]
 
 
 def test_changed_model_is_returned_once(directory: Path) -> None:
@@ -113,7 +114,7 @@ def take_all(reloader: ModelSetReloader, rounds: int = 6) -> list[tuple[str, str
     found = []
     for _ in range(rounds):
         for _ in range(20):
-            named = reloader.take_named_model()
+            named = reloader.take_new_model()
             if named is not None:
                 found.append((named[0], named[1].fingerprint))
             readers = [r._reader for r in reloader._reloader_by_name.values() if r._reader is not None]

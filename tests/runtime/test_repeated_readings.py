@@ -11,6 +11,7 @@ from structlog.testing import capture_logs
 
 from deformer_stream.codec import Codec, WindowAssigner
 from deformer_stream.engine.engine import Engine
+from deformer_stream.engine.engine_set import EngineSet
 from deformer_stream.engine.events import ClosedRecords, Effects, EventBatch, Rejection, RejectionReason, ScoredReadings
 from deformer_stream.model.schema import Feature, Schema
 from deformer_stream.model.time_slots import expand_time_slots
@@ -87,7 +88,9 @@ def test_live_stream_logs_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     events = [{"device": "p", "feature": "flow", "value": 0.5, "time": float(second)} for second in range(100)]
     source = MemorySource([json.dumps(event).encode() for event in events], chunk=20)
     metrics = Metrics()
-    run = pipeline.Pipeline(source, codec, engine, [MemorySink()], ManualClock(), metrics, is_finite=False)
+    run = pipeline.Pipeline(
+        source, codec, EngineSet.of_only_model(engine), [MemorySink()], ManualClock(), metrics, is_finite=False
+    )
     with capture_logs() as lines:
         totals = run.run(threading.Event())
     assert (totals.events, totals.rejected) == (50, {"repeated": 50})

@@ -18,7 +18,7 @@ from deformer_stream.model.alert_distance import EXPONENT, MIN_NATS, WEIGHT, Ale
 from deformer_stream.model.deformer import DEformer, ModelConfig
 from tests.trainer.tables import mixed, numbers, prepared, write
 from trainer.alert_distance import (
-    MAX_FEATURES,
+    MAX_DISTANCE_FEATURES,
     MAX_ROW_ORDER_RATIO,
     MIN_RECORDS,
     AlertDistanceResult,
@@ -153,7 +153,7 @@ def test_equal_records_have_a_finite_term(tmp_path: Path) -> None:
     [
         (MIN_RECORDS - 5, 3, None, 0),
         (MIN_RECORDS - 5, 3, 20, 20),
-        (400, MAX_FEATURES + 1, None, 0),
+        (400, MAX_DISTANCE_FEATURES + 1, None, 0),
         (400, 3, 0, 0),
         (400, 3, 1, 0),
         (400, 3, 2, 2),

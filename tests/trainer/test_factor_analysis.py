@@ -21,7 +21,7 @@ from trainer.settings import TrainConfig
 
 Floats = NDArray[np.float64]
 
-NUM_TAGS = gaussian_prior.MAX_FEATURES + 16
+NUM_TAGS = gaussian_prior.MAX_MIXTURE_FEATURES + 16
 
 
 def draw_plant(num_records: int, seed: int) -> Floats:

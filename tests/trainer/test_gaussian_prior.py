@@ -68,7 +68,7 @@ def test_no_prior_without_continuous_features(tmp_path: Path) -> None:
     rng = np.random.default_rng(2)
     for name, data in (
         ("labels", prepared(tmp_path, {"a": rng.choice(["x", "y"], 100).tolist()})),
-        ("wide", numbers(tmp_path, rng.normal(size=(100, gaussian_prior.MAX_FEATURES + 1)))),
+        ("wide", numbers(tmp_path, rng.normal(size=(100, gaussian_prior.MAX_MIXTURE_FEATURES + 1)))),
     ):
         assert gaussian_prior.fit_priors(data, max_components=4, seed=0) is None, name
     assert gaussian_prior.fit_priors(numbers(tmp_path, rng.normal(size=(100, 2))), max_components=0, seed=0) is None

@@ -11,7 +11,7 @@ import pytest
 
 from tests.trainer.tables import write
 from trainer import data as training_data
-from trainer import reading_time
+from trainer.budget import PROGRESS_SECONDS
 from trainer.data import DataOptions, PreparedTable, prepare_table
 from trainer.reading_time import ReadingMonitor, ReadingTooSlow
 
@@ -130,7 +130,7 @@ def test_long_pass_reports_its_progress(monkeypatch: pytest.MonkeyPatch) -> None
     monitor = ReadingMonitor(clock=lambda: now[0], on_message=messages.append, num_rows=3000)
     monitor.start_pass("converting the records")
     for second in range(1, 4):
-        now[0] = second * (reading_time.PROGRESS_SECONDS - 1.0)
+        now[0] = second * (PROGRESS_SECONDS - 1.0)
         monitor.begin_batch()
         monitor.end_batch(1000)
     assert messages == ["converting the records: 2,000 of 3,000 rows"]

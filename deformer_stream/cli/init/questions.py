@@ -16,6 +16,7 @@ from deformer_stream.cli.init.config_file import Answers, RecordKind
 from deformer_stream.cli.init.table_view import TableView, choose_normal_value
 from deformer_stream.errors import ConfigError
 from deformer_stream.model.windows import PerSlot, Window, format_duration
+from deformer_stream.record_limits import MAX_SLOTS
 from deformer_stream.runtime.repeated_readings import MIN_SHARE
 from deformer_stream.settings import InitSettings, MinorityShare, Share, Timeout, WindowWidth, explain_error
 from deformer_stream.settings.tables import check_timezone
@@ -26,7 +27,7 @@ DEFAULT_ALPHA, DEFAULT_MAX_TIME, DEFAULT_WINDOW = "1%", "5m", "60s"
 MAX_FEATURES_PER_RECORD = 60
 """Number of sensors times time slots up to which the proposed number of slots grows."""
 
-MAX_SLOTS = 12
+MAX_PROPOSED_SLOTS = 12
 """Largest number of time slots that is proposed."""
 
 PER_SLOT_DEFAULT: PerSlot = "first"
@@ -231,7 +232,7 @@ def _choose_window(view: TableView, settings: InitSettings, is_irregular: bool, 
     The proposed window holds several readings of each sensor, one in each slot.
     """
     interval = view.interval or 60.0
-    most_slots = max(1, min(MAX_SLOTS, MAX_FEATURES_PER_RECORD // max(1, len(view.feature_names))))
+    most_slots = max(1, min(MAX_PROPOSED_SLOTS, MAX_FEATURES_PER_RECORD // max(1, len(view.feature_names))))
     if is_irregular:
         most_slots = READINGS_PER_SENSOR
     window = settings.window
@@ -245,7 +246,7 @@ def _choose_window(view: TableView, settings: InitSettings, is_irregular: bool, 
         return window, 1
     slots = settings.slots
     if slots is None:
-        proposed_slots = min(1000, max(1, round(window / interval)))
+        proposed_slots = min(MAX_SLOTS, max(1, round(window / interval)))
         question = "Readings of a sensor in a window (time slots)"
         slots = _ask(question, str(proposed_slots), _parse_slots, asks)
     return window, slots
@@ -291,9 +292,9 @@ def _choose_per_slot(
 
 
 def _parse_slots(text: str) -> int:
-    """Return a number of time slots; raise `ValueError` if the text is not a number from 1 to 1000."""
-    if not text.isdecimal() or not 1 <= int(text) <= 1000:
-        raise ValueError("write a whole number from 1 to 1000")
+    """Return a number of time slots; raise `ValueError` if the text is not a number from 1 to `MAX_SLOTS`."""
+    if not text.isdecimal() or not 1 <= int(text) <= MAX_SLOTS:
+        raise ValueError(f"write a whole number from 1 to {MAX_SLOTS}")
     return int(text)
 
 

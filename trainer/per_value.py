@@ -33,9 +33,12 @@ from trainer.budget import TimeBudget
 from trainer.data import MIN_RECORDS, DataOptions, count_records
 from trainer.distributed import Ranks
 from trainer.fit import SINGLE_PROCESS, TrainingStatus
-from trainer.fleet_tables import (
+from trainer.irregular_job import train_irregular
+from trainer.job import train
+from trainer.job_output import JobOutput
+from trainer.per_value_tables import (
     PARTS_FOLDER,
-    Member,
+    ValueRows,
     check_records_have_one_value,
     create_options,
     find_features,
@@ -43,9 +46,6 @@ from trainer.fleet_tables import (
     open_tables_with_column,
     split_by_value,
 )
-from trainer.irregular_job import train_irregular
-from trainer.job import train
-from trainer.job_output import JobOutput
 from trainer.recipes import SHAPE_HYPERPARAMETERS
 from trainer.settings import TrainConfig, parse_periods, split_names
 from trainer.tables import InputTables, TableSource, classify_type
@@ -60,7 +60,7 @@ more for up to 160 records. More records were not measured.
 
 
 @dataclass(frozen=True, slots=True)
-class TrainedMember:
+class TrainedValue:
     """The model of one value.
 
     Attributes:
@@ -75,17 +75,17 @@ class TrainedMember:
 
 
 @dataclass(frozen=True, slots=True)
-class FleetOutput:
+class PerValueOutput:
     """The results of one training job for each value of a column.
 
     Attributes:
         directory: The folder with the model directories.
-        members: The models, in the order of the values.
+        models: The models, in the order of the values.
         reason_by_value: Why some values have no new model.
     """
 
     directory: Path
-    members: tuple[TrainedMember, ...]
+    models: tuple[TrainedValue, ...]
     reason_by_value: dict[str, str]
 
 
@@ -98,7 +98,7 @@ def train_per_value(
     should_stop: Callable[[], bool] = lambda: False,
     budget: TimeBudget | None = None,
     ranks: Ranks = SINGLE_PROCESS,
-) -> FleetOutput:
+) -> PerValueOutput:
     """Train a model for each value of the column `--per`, and write a folder of model directories.
 
     Models of an earlier run for values that the tables do not have stay in the folder. With `--resume`, trainings that
@@ -139,8 +139,8 @@ def train_per_value(
     with lock_folder(parts_folder, out):
         try:
             check_records_have_one_value(tables, column)
-            members = split_by_value(tables, column, parts_folder, on_message)
-            trainer = _FleetTrainer(
+            values = split_by_value(tables, column, parts_folder, on_message)
+            trainer = _PerValueTrainer(
                 settings,
                 options,
                 tables,
@@ -150,13 +150,13 @@ def train_per_value(
                 on_message=on_message,
                 should_stop=should_stop,
             )
-            return trainer.train(members)
+            return trainer.train(values)
         finally:
             shutil.rmtree(parts_folder)
 
 
 @dataclass(frozen=True, slots=True)
-class _Fleet:
+class _FleetModel:
     """A fleet model to be trained.
 
     Attributes:
@@ -168,8 +168,8 @@ class _Fleet:
 
     features: frozenset[str]
     excluded: tuple[str, ...]
-    sources: tuple[Member, ...]
-    few: tuple[Member, ...]
+    sources: tuple[ValueRows, ...]
+    few: tuple[ValueRows, ...]
 
     @property
     def folder(self) -> str:
@@ -177,8 +177,8 @@ class _Fleet:
         return f"{FLEET_PREFIX}{hash_texts(sorted(self.features))[:12]}"
 
 
-class _FleetTrainer:
-    """Trains the fleet model and the model of each value, one after the other.
+class _PerValueTrainer:
+    """Trains the fleet models and the model of each value, one after the other.
 
     Args:
         settings: All options of `deformer-train`.
@@ -209,102 +209,104 @@ class _FleetTrainer:
         self.errors: list[InputError | ConfigError] = []  # of values that have no new model
         self.settings_digest = hash_texts([json.dumps(self._get_decisive_options(), sort_keys=True)])
 
-    def train(self, members: Sequence[Member]) -> FleetOutput:
+    def train(self, values: Sequence[ValueRows]) -> PerValueOutput:
         """Train the models of all values that have enough records.
 
         Raises:
             InputError: No value has enough records.
         """
         reason_by_value: dict[str, str] = {}
-        usable = [member for member in members if self._count(member, reason_by_value)]
-        fleets = self._plan_fleets(usable)
+        usable = [value_rows for value_rows in values if self._count(value_rows, reason_by_value)]
+        fleets = self._plan_fleet_models(usable)
         self.num_trainings_left = len(usable) + len(fleets)
         fleet_by_value: dict[str, str] = {}
         for fleet in fleets:
             try:
-                self._train_fleet(fleet)
+                self._train_fleet_model(fleet)
             except (InputError, ConfigError) as error:  # such as a feature with the same value in all records
-                names = join_names([member.value for member in fleet.few])
+                names = join_names([value_rows.value for value_rows in fleet.few])
                 self.on_message(f"no fleet model for {names}, which start from their own records: {error}")
             else:
-                fleet_by_value |= {member.value: fleet.folder for member in fleet.few}
-        trained: list[TrainedMember] = []
-        for member in usable:
+                fleet_by_value |= {value_rows.value: fleet.folder for value_rows in fleet.few}
+        trained: list[TrainedValue] = []
+        for value_rows in usable:
             try:
-                trained.append(self._train_member(member, fleet_by_value.get(member.value)))
+                trained.append(self._train_value(value_rows, fleet_by_value.get(value_rows.value)))
             except (InputError, ConfigError) as error:  # one value does not stop the training of the others
-                reason_by_value[member.value] = str(error)
+                reason_by_value[value_rows.value] = str(error)
                 self.errors.append(error)
         if not trained:
             if self.errors and isinstance(self.errors[0], ConfigError):  # an option that fits no value
                 raise self.errors[0]
             value, reason = next(iter(reason_by_value.items()))
             raise InputError(f"no value of {self.settings.per} can be trained on, such as {value!r}: {reason}")
-        return FleetOutput(self.settings.out, tuple(trained), reason_by_value)
+        return PerValueOutput(self.settings.out, tuple(trained), reason_by_value)
 
-    def _plan_fleets(self, members: Sequence[Member]) -> list[_Fleet]:
+    def _plan_fleet_models(self, values: Sequence[ValueRows]) -> list[_FleetModel]:
         """Return the fleet models to train: one for each distinct set of features of the values with few records.
 
         A set of features that only one value has needs none, because that value has no others to learn from.
 
         Args:
-            members: The values that can have a model.
+            values: The values that can have a model.
         """
-        few = [member for member in members if self._has_few_records(member)]
+        few = [value_rows for value_rows in values if self._has_few_records(value_rows)]
         if not few or self.settings.init_from is not None:
             return []
         ignored = {*self.options.exclude, self.settings.per or ""}
         if self.tables.layout == "wide":  # columns of dates are no features unless an option names them
             dates = {column.name for column in self.tables.schema if classify_type(column.type) == "time"}
             ignored |= dates - self.options.named_columns
-        features_by_value = {member.value: find_features(member.tables, self.tables) - ignored for member in members}
-        groups: dict[frozenset[str], list[Member]] = {}
-        for member in few:
-            groups.setdefault(features_by_value[member.value], []).append(member)
+        features_by_value = {
+            value_rows.value: find_features(value_rows.tables, self.tables) - ignored for value_rows in values
+        }
+        groups: dict[frozenset[str], list[ValueRows]] = {}
+        for value_rows in few:
+            groups.setdefault(features_by_value[value_rows.value], []).append(value_rows)
         fleets = []
         for features, group in groups.items():
-            sources = [member for member in members if features <= features_by_value[member.value]]
+            sources = [value_rows for value_rows in values if features <= features_by_value[value_rows.value]]
             if len(sources) > 1:
-                others = frozenset().union(*(features_by_value[member.value] for member in sources)) - features
-                fleets.append(_Fleet(features, tuple(sorted(others)), tuple(sources), tuple(group)))
+                others = frozenset().union(*(features_by_value[value_rows.value] for value_rows in sources)) - features
+                fleets.append(_FleetModel(features, tuple(sorted(others)), tuple(sources), tuple(group)))
             else:
                 self.on_message(
                     f"{group[0].value}: trained on its own records, because no other value has all of its features"
                 )
         return fleets
 
-    def _count(self, member: Member, reason_by_value: dict[str, str]) -> bool:
+    def _count(self, value_rows: ValueRows, reason_by_value: dict[str, str]) -> bool:
         """Count the normal records of a value, and return whether it can have a model.
 
         Args:
-            member: The value. Its `num_records` is set, unless readings are irregular.
+            value_rows: The value. Its `num_records` is set, unless readings are irregular.
             reason_by_value: Receives the reason if it cannot.
         """
         try:
-            make_folder_name(member.value)
+            make_folder_name(value_rows.value)
         except ConfigError as error:
-            reason_by_value[member.value] = str(error)
+            reason_by_value[value_rows.value] = str(error)
             return False
         try:
             if not self.settings.irregular:
-                member.num_records = count_records(member.tables, self.options)
+                value_rows.num_records = count_records(value_rows.tables, self.options)
         except (InputError, ConfigError) as error:  # such as no normal record, or an option that does not fit
-            reason_by_value[member.value] = str(error)
+            reason_by_value[value_rows.value] = str(error)
             self.errors.append(error)
             return False
-        if member.num_records is not None and member.num_records < MIN_RECORDS:
-            reason_by_value[member.value] = (
-                f"{format_count(member.num_records, 'normal record')}, but a model needs at least {MIN_RECORDS}"
+        if value_rows.num_records is not None and value_rows.num_records < MIN_RECORDS:
+            reason_by_value[value_rows.value] = (
+                f"{format_count(value_rows.num_records, 'normal record')}, but a model needs at least {MIN_RECORDS}"
             )
             return False
         return True
 
-    def _has_few_records(self, member: Member) -> bool:
+    def _has_few_records(self, value_rows: ValueRows) -> bool:
         """Return whether the model of a value is adapted if there is a model to start from."""
         limit = DEFAULT_ADAPT_BELOW if self.settings.adapt_below is None else self.settings.adapt_below
-        return member.num_records is not None and member.num_records < limit
+        return value_rows.num_records is not None and value_rows.num_records < limit
 
-    def _train_fleet(self, fleet: _Fleet) -> None:
+    def _train_fleet_model(self, fleet: _FleetModel) -> None:
         """Train a fleet model, unless an earlier run has done so.
 
         Raises:
@@ -317,10 +319,10 @@ class _FleetTrainer:
         if self.settings.resume and is_known and (directory / MANIFEST).exists():
             self.num_trainings_left -= 1
             return
-        num_records = sum(member.num_records or 0 for member in fleet.sources)
+        num_records = sum(value_rows.num_records or 0 for value_rows in fleet.sources)
         self.on_message(
             f"training a fleet model on {format_count(num_records, 'record')} of "
-            f"{join_names([member.value for member in fleet.sources])}"
+            f"{join_names([value_rows.value for value_rows in fleet.sources])}"
         )
         # Options that name features which the fleet model does not have would be refused.
         changes: dict[str, object] = {
@@ -332,62 +334,64 @@ class _FleetTrainer:
         changes["cycle"] = ",".join(f"{name}={period}" for name, period in periods if name in fleet.features)
         changes["faults"] = "off"  # no record is scored by a fleet model
         train(
-            [table for member in fleet.sources for table in member.tables],
+            [table for value_rows in fleet.sources for table in value_rows.tables],
             self._make_settings(directory, changes, fleet.excluded),
             on_status=self.on_status,
             on_message=self.on_message,
             should_stop=self.should_stop,
             budget=self._take_budget(),
-            part_sizes=[member.num_records or 0 for member in fleet.sources],
+            part_sizes=[value_rows.num_records or 0 for value_rows in fleet.sources],
         )
         self.models = replace(self.models, fleet_inputs={**self.models.fleet_inputs, fleet.folder: digest})
         write_model_set(self.settings.out, self.models)
 
-    def _train_member(self, member: Member, fleet_folder: str | None) -> TrainedMember:
+    def _train_value(self, value_rows: ValueRows, fleet_folder: str | None) -> TrainedValue:
         """Train the model of a value, unless an earlier run has done so.
 
         Args:
-            member: The value and its rows.
+            value_rows: The value and its rows.
             fleet_folder: The folder of the fleet model from which the model is adapted; None to train it anew.
 
         Raises:
             InputError: The rows cannot be used.
             ConfigError: An option does not fit the rows.
         """
-        settings, folder = self.settings, make_folder_name(member.value)
+        settings, folder = self.settings, make_folder_name(value_rows.value)
         directory = settings.out / folder
         start_from = () if fleet_folder is None else (self.models.fleet_inputs[fleet_folder],)
-        digest = hash_texts([self.settings_digest, member.digest, *start_from])
-        entry = self.models.entry_by_value.get(member.value)
+        digest = hash_texts([self.settings_digest, value_rows.digest, *start_from])
+        entry = self.models.entry_by_value.get(value_rows.value)
         if settings.resume and entry is not None and entry.input == digest and (directory / MANIFEST).exists():
             self.num_trainings_left -= 1
-            return TrainedMember(member.value, entry, None)
+            return TrainedValue(value_rows.value, entry, None)
         how = "its own records" if fleet_folder is None else "adapted from the fleet model"
-        count = "" if member.num_records is None else f"{format_count(member.num_records, 'record')}, "
-        self.on_message(f"training the model of {member.value} ({count}{how})")
+        count = "" if value_rows.num_records is None else f"{format_count(value_rows.num_records, 'record')}, "
+        self.on_message(f"training the model of {value_rows.value} ({count}{how})")
         changes: dict[str, object] = {}
         if fleet_folder is not None:
             # The fleet model determines the shape of the network.
             fixed = TrainConfig.model_fields.keys() & {"gaussians", *SHAPE_HYPERPARAMETERS}
             changes = {**dict.fromkeys(fixed), "init_from": settings.out / fleet_folder}
         run_job: Callable[..., JobOutput] = train_irregular if settings.irregular else train
-        if fleet_folder is not None and member.num_records is not None:
+        if fleet_folder is not None and value_rows.num_records is not None:
             # The split of the fleet model's training, also if only a sample of the records is used: its calibration
             # records are those that the fleet model has not seen.
-            run_job = functools.partial(run_job, part_sizes=[member.num_records])
+            run_job = functools.partial(run_job, part_sizes=[value_rows.num_records])
         output = run_job(
-            member.tables,
+            value_rows.tables,
             self._make_settings(directory, changes),
             on_status=self.on_status,
             on_message=self.on_message,
             should_stop=self.should_stop,
             budget=self._take_budget(),
         )
-        num_records = member.num_records if member.num_records is not None else sum(output.summary["rows"].values())
+        num_records = (
+            value_rows.num_records if value_rows.num_records is not None else sum(output.summary["rows"].values())
+        )
         entry = ModelEntry(folder, output.fingerprint, num_records, fleet_folder is not None, digest)
-        self.models = replace(self.models, entry_by_value={**self.models.entry_by_value, member.value: entry})
+        self.models = replace(self.models, entry_by_value={**self.models.entry_by_value, value_rows.value: entry})
         write_model_set(settings.out, self.models)
-        return TrainedMember(member.value, entry, output)
+        return TrainedValue(value_rows.value, entry, output)
 
     def _make_settings(self, directory: Path, changes: dict[str, object], excluded: Sequence[str] = ()) -> TrainConfig:
         """Return the settings of one training job.

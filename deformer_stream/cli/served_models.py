@@ -1,27 +1,23 @@
-"""Functions that create the parts of a pipeline from settings: engine, codec, window assigner and file source.
+"""The models of a command: loading them, their engines, and the reload of changed models.
 
 Heavy packages are imported inside the functions, so that `--help` is printed without delay.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import click
+from deformer_stream.cli.codecs import get_field_names, make_window_assigner
 
 if TYPE_CHECKING:
     import threading
 
-    from connectors.files import FileSource, InputFiles, ReadOptions, StandardInput
-    from connectors.schema_registry import SchemaRegistry
     from deformer_stream.calibration.conformal import Calibration
-    from deformer_stream.codec import Codec, FieldNames, Order, SchemaTranslator, WindowAssigner
+    from deformer_stream.codec import Codec, SchemaTranslator
     from deformer_stream.codec.model_choice import ModelChoice, ModelCodecs
-    from deformer_stream.codec.output_formats import OutputFormat, OutputReader, OutputSchema
     from deformer_stream.engine.engine import Engine, Limits
     from deformer_stream.engine.engine_set import EngineSet
     from deformer_stream.engine.explain import ExplanationEffort
@@ -31,63 +27,16 @@ if TYPE_CHECKING:
     from deformer_stream.settings import (
         CalibrateSettings,
         ConsumeSettings,
-        InputSettings,
         ReplaySettings,
         ScoringSettings,
     )
     from deformer_stream.settings.commands import ModelSetSettings
-    from deformer_stream.settings.registry import OutputFormatSettings, RegistryAddressSettings, RegistrySettings
-    from deformer_stream.tables.data_files import DataFile
 
 MAX_LISTED_GROUPS = 8
 """Largest number of calibration groups that a warning names."""
 
 DEFAULT_DRIFT_ODDS = 1000.0
 """Odds at which drift is reported if the option `--drift` is not set."""
-
-DEFAULT_BATCH_EVENTS, MAX_BATCH_FACTOR = 8192, 8
-"""Number of events of a poll of files with one model; and the largest factor by which it grows with several models."""
-
-REGISTRY_PATIENCE = 10.0
-"""Seconds for which requests to a schema registry are repeated by commands without the option `--patience`."""
-
-MIN_READINGS_LIMIT = 4096
-"""Smallest limit of the readings in a message. The limit is larger if the model has more features than this."""
-
-
-def check_paths(
-    inputs: Sequence[str | Path],
-    model: Path | None,
-    outputs: Mapping[str, str | Path | None] | None = None,
-    models: Path | None = None,
-) -> None:
-    """Check that the input files and the model directory exist, before heavy packages are imported.
-
-    So a wrong path is reported at once. The contents of files are checked later.
-
-    Args:
-        inputs: Files, folders and patterns; `-` is standard input.
-        model: The model directory, None if the command needs none.
-        outputs: The path of each output file by its flag, such as `--records`. It must not be an input.
-        models: The folder of several models, None if the command has none.
-
-    Raises:
-        InputError: An input does not exist.
-        ArtifactError: The model directory does not exist or is not one, or the folder has no models.
-        ConfigError: An output file is also an input or another output.
-    """
-    from deformer_stream.errors import ArtifactError
-    from deformer_stream.tables.discovery import check_no_overwrite
-
-    check_no_overwrite(inputs, outputs or {})
-    if model is not None and not (model / "manifest.json").exists():
-        from deformer_stream.model_manifest import name_remedy_if_missing
-
-        raise ArtifactError(f"{model / 'manifest.json'} is missing: {name_remedy_if_missing(model)}")
-    if models is not None:
-        from deformer_stream.model_set import find_models
-
-        find_models(models)
 
 
 @dataclass(slots=True)
@@ -106,8 +55,8 @@ class ServedModels:
     make_engine: Callable[[Artifact], Engine]
     limits: Limits | None = None
 
-    def make_engines(self) -> Engine | EngineSet:
-        """Return a new engine of the only model, or the new engines of several ones.
+    def make_engines(self) -> EngineSet:
+        """Return a new engine of each model.
 
         Raises:
             ConfigError: As `make_engine`.
@@ -115,7 +64,7 @@ class ServedModels:
         from deformer_stream.engine.engine_set import EngineSet
 
         engine_by_name = {name: self.make_engine(artifact) for name, artifact in self.artifact_by_name.items()}
-        return next(iter(engine_by_name.values())) if self.choice is None else EngineSet(engine_by_name, self.limits)
+        return EngineSet(engine_by_name, self.limits)
 
     @property
     def schema_by_name(self) -> dict[str, Schema]:
@@ -460,6 +409,7 @@ def make_engine(
     from deformer_stream.engine.engine import Engine, Limits
     from deformer_stream.errors import ConfigError
     from deformer_stream.settings import ReplaySettings
+    from deformer_stream.settings.base import to_micros
 
     # The longest time that readings wait for further readings of the same event time. `calibrate` lacks this option.
     tie_wait = getattr(settings, "tie_wait", None)
@@ -470,11 +420,11 @@ def make_engine(
             message="--tie-wait has no effect, because irregular readings are scored one after the other; leave it out",
         )
     limits = Limits(
-        record_timeout=None if record_timeout is None else _to_micros(record_timeout),
+        record_timeout=None if record_timeout is None else to_micros(record_timeout),
         max_open_records=settings.max_open_records,
         max_record_bytes=settings.record_memory,
         cache_bytes=settings.cache_memory,
-        tie_wait=None if tie_wait is None else _to_micros(tie_wait),
+        tie_wait=None if tie_wait is None else to_micros(tie_wait),
     )
     if max_suggested and loaded.schema.reading_times is not None:
         raise ConfigError(
@@ -500,333 +450,3 @@ def make_engine(
             f"the cache of {settings.cache_memory} bytes cannot be allocated, because there is not enough memory; "
             "use a smaller --cache-memory"
         ) from None
-
-
-def _to_micros(seconds: float) -> int:
-    """Return a number of seconds in microseconds, the unit of the engine, rounded to an integer."""
-    return round(seconds * 1e6)
-
-
-def format_alphas(alphas: Sequence[float]) -> str:
-    """Return alphas (false-alarm rates) as a comma-separated text, such as "0.05, 0.01"."""
-    return ", ".join(f"{alpha:g}" for alpha in alphas)
-
-
-def get_field_names(settings: ScoringSettings) -> FieldNames:
-    """Return the names of the JSON fields from which the codec reads events, as set by the options of the command."""
-    from deformer_stream.codec import FieldNames
-
-    return FieldNames(
-        record=settings.record_field,
-        feature=settings.feature_field,
-        value=settings.value_field,
-        values=settings.values_field,
-        time=settings.time_field,
-        device=settings.device_field,
-    )
-
-
-def make_window_assigner(schema: Schema, settings: ScoringSettings) -> WindowAssigner | None:
-    """Return the object that assigns events without a record id to windows.
-
-    A window is a record that collects the readings of one device within an interval of event time.
-
-    Args:
-        schema: The schema of the model, which may contain the length of the windows.
-        settings: Options of the command, which may contain the length of the windows (`--window`).
-
-    Returns:
-        The window assigner; None if there are no windows, since every event contains a record id.
-
-    Raises:
-        ConfigError: The options contradict the model or each other.
-    """
-    from deformer_stream.codec import WindowAssigner
-    from deformer_stream.errors import ConfigError
-
-    width = None if settings.window is None else _to_micros(settings.window)
-    assigner = WindowAssigner.from_options(schema, width, _to_micros(settings.grace))
-    if assigner is not None and settings.device_field == settings.record_field:
-        raise ConfigError(
-            "--device-field and --record-field must differ, because one JSON field cannot be both the device and the "
-            "record id of an event: name two different fields"
-        )
-    return assigner
-
-
-def make_codec(loaded: Artifact, settings: ScoringSettings, **others: Any) -> Codec:
-    """Return the codec that decodes messages into events for a model, and encodes alerts.
-
-    Args:
-        loaded: The model.
-        settings: Options of the command.
-        others: Further arguments of `Codec`.
-    """
-    from deformer_stream.codec import Codec
-
-    window_assigner = make_window_assigner(loaded.schema, settings)
-    return Codec(
-        loaded.schema,
-        get_field_names(settings),
-        max_message_bytes=settings.max_message_bytes,
-        # Messages with more readings are rejected. One with one reading for each feature must always be accepted.
-        max_readings=max(MIN_READINGS_LIMIT, len(loaded.schema)),
-        window_assigner=window_assigner,
-        # Events further in the future than this are rejected. None accepts all times.
-        max_ahead_micros=settings.get_max_ahead_micros(window_assigner is not None),
-        **others,
-    )
-
-
-def open_registry(
-    settings: RegistryAddressSettings,
-    patience: float,
-    cleanup: ExitStack,
-    on_wait: Callable[[], None] = lambda: None,
-    stop: threading.Event | None = None,
-) -> SchemaRegistry | None:
-    """Return the client of the schema registry, None if the options name none. It sends no request yet.
-
-    Args:
-        settings: The registry.
-        patience: Seconds for which requests to the registry are repeated.
-        cleanup: The connections are closed with it.
-        on_wait: Called during such a wait.
-        stop: Set when the command must end, also during such a wait.
-
-    Raises:
-        ConfigError: A file that the options name cannot be read.
-    """
-    from connectors.schema_registry import RegistryAddress, SchemaRegistry
-
-    if settings.schema_registry is None:
-        return None
-    address = RegistryAddress(
-        settings.schema_registry,
-        settings.schema_registry_username,
-        settings.read_registry_password(),
-        settings.schema_registry_cafile,
-    )
-    registry = SchemaRegistry(address, patience, stop)
-    cleanup.callback(registry.close)
-    registry.on_wait = on_wait
-    return registry
-
-
-@contextmanager
-def end_if_stopped(stop: threading.Event) -> Iterator[None]:
-    """Return a context in which a service that does not respond is no error if the command must end.
-
-    It is for the start of a command, which has nothing to finish yet.
-
-    Raises:
-        Exit: The command must end, and is not connected; exit code 0.
-    """
-    from deformer_stream import log
-    from deformer_stream.errors import Unavailable
-
-    try:
-        yield
-    except Unavailable as error:
-        if not stop.is_set():
-            raise
-        log.get_logger("start").info("stopped", message=str(error))
-        raise click.exceptions.Exit(0) from None
-
-
-def make_translator(
-    settings: RegistrySettings, registry: SchemaRegistry | None, max_message_bytes: int
-) -> SchemaTranslator | None:
-    """Return the object that converts the messages of a schema registry to JSON, None if the messages are JSON.
-
-    Args:
-        settings: The format of the messages.
-        registry: The registry.
-        max_message_bytes: Largest accepted message in bytes.
-
-    Raises:
-        ConfigError: The registry refuses the login, or the libraries of the format are not installed.
-        Unavailable: The registry does not respond.
-        Exit: It does not respond, and the command must end.
-    """
-    from deformer_stream.codec import SchemaTranslator
-
-    if settings.format == "json" or registry is None:
-        return None
-    translator = SchemaTranslator(settings.format, registry.fetch, max_message_bytes)
-    with end_if_stopped(registry.stop):
-        registry.check()
-    return translator
-
-
-def register_output_schemas(
-    settings: OutputFormatSettings, registry: SchemaRegistry | None, topic_by_schema: Mapping[OutputSchema, str]
-) -> dict[OutputSchema, OutputFormat]:
-    """Return the format of the messages of each output topic, after its schema was registered.
-
-    Args:
-        settings: The format.
-        registry: The registry, for Avro.
-        topic_by_schema: The topics by the names of their schemas.
-
-    Raises:
-        ConfigError: The registry refuses a schema or the login, or fastavro is not installed.
-        Unavailable: The registry does not respond.
-        Exit: It does not respond, and the command must end.
-    """
-    from deformer_stream.codec.output_formats import JSON_FORMAT, AvroFormat, check_avro_package, load_schema
-
-    if settings.output_format == "json" or registry is None:
-        return dict.fromkeys(topic_by_schema, JSON_FORMAT)
-    check_avro_package("--output-format avro")
-    text_by_name = {name: load_schema(name) for name in topic_by_schema}
-    with end_if_stopped(registry.stop):
-        return {
-            name: AvroFormat(text, registry.register(f"{topic_by_schema[name]}-value", "AVRO", text))
-            for name, text in text_by_name.items()
-        }
-
-
-def make_output_reader(registry: SchemaRegistry | None) -> OutputReader:
-    """Return the function that converts messages which this program has written, JSON or Avro, to JSON.
-
-    Args:
-        registry: The registry, None if the messages are JSON.
-
-    Raises:
-        ConfigError: The registry refuses the login, or fastavro is not installed.
-        Unavailable: The registry does not respond.
-        Exit: It does not respond, and the command must end.
-    """
-    from deformer_stream.codec.output_formats import OutputReader
-
-    if registry is None:
-        return OutputReader()
-    reader = OutputReader(registry.fetch)
-    with end_if_stopped(registry.stop):
-        registry.check()
-    return reader
-
-
-def open_inputs(
-    inputs: Sequence[str], models: ServedModels, settings: InputSettings
-) -> tuple[Codec | ModelCodecs, FileSource | StandardInput]:
-    """Open the input files of a command, and create the codec that decodes their events.
-
-    Args:
-        inputs: Files or folders; `-` is standard input.
-        models: The models that score the events.
-        settings: Options of the command.
-
-    Returns:
-        The codec that decodes the events, and the source that reads them.
-
-    Raises:
-        ConfigError: The order of the readings is set, but the readings of the model are irregular; or as
-            `ServedModels.check_same_form`.
-    """
-    from connectors.files import open_source
-
-    source = open_source(list(inputs), list(models.schema_by_name.values()), _make_read_options(models, settings))
-    return make_row_codecs(models, settings), source
-
-
-def open_input_files(
-    inputs: Sequence[str],
-    models: ServedModels,
-    settings: InputSettings,
-    choose: Callable[[Sequence[DataFile]], Sequence[DataFile]] | None = None,
-) -> InputFiles:
-    """Open the input files of a command as `open_inputs` does, so that parts of them can be read.
-
-    Args:
-        inputs: Files, folders and patterns.
-        models: The models that score the events.
-        settings: Options of the command.
-        choose: Returns those of the files to open; None for all of them.
-
-    Raises:
-        ConfigError: As for `open_inputs`.
-    """
-    from connectors.files import open_input_files
-
-    options = _make_read_options(models, settings)
-    return open_input_files(list(inputs), list(models.schema_by_name.values()), options, choose)
-
-
-def make_row_codecs(models: ServedModels, settings: InputSettings) -> Codec | ModelCodecs:
-    """Return the codec of a command that scores files with one model, or the codecs of several models."""
-    return models.combine_codecs(
-        lambda loaded: make_row_codec(loaded, settings, models.choice), settings, translator=None
-    )
-
-
-def make_row_codec(loaded: Artifact, settings: InputSettings, choice: ModelChoice | None = None) -> Codec:
-    """Return the codec of a command that scores files. It orders the readings of a row of a wide table.
-
-    Args:
-        loaded: The model.
-        settings: Options of the command.
-        choice: What chooses the model, if it is one of several.
-    """
-    order = choose_order_of_rows(loaded, settings)
-    return make_codec(
-        loaded, settings, order=order, seed=settings.seed, model_field=None if choice is None else choice.field
-    )
-
-
-def choose_batch_events(models: ServedModels) -> int:
-    """Return the number of events of a poll of files.
-
-    Each of several models handles a part of a poll. Larger polls keep these parts large enough for efficient matrix
-    products.
-    """
-    return DEFAULT_BATCH_EVENTS * min(len(models.artifact_by_name), MAX_BATCH_FACTOR)
-
-
-def _make_read_options(models: ServedModels, settings: InputSettings) -> ReadOptions:
-    """Return how files are read, which the options of a command determine.
-
-    Raises:
-        ConfigError: The order of the readings is set, but the readings of the model are irregular; or as
-            `ServedModels.check_same_form`.
-    """
-    from connectors.files import ReadOptions
-    from deformer_stream.errors import ConfigError
-    from deformer_stream.tables.table import TableOptions
-
-    schema = next(iter(models.schema_by_name.values()))
-    if schema.reading_times is not None and settings.input_order not in (None, "arrival"):
-        raise ConfigError(
-            f"--order {settings.input_order} is for records with one reading of each feature, but the readings of the "
-            "model are irregular and are scored in the order of arrival: leave the option out"
-        )
-    if models.choice is not None:
-        models.check_same_form(settings)
-    return ReadOptions(
-        layout=settings.layout,
-        order=settings.input_order or "arrival",  # without the option, logs are read in their own order
-        seed=settings.seed,
-        field_names=get_field_names(settings),
-        record_column=settings.record_column,
-        time_column=settings.time_column,
-        device_column=settings.device_column,
-        table_options=TableOptions.from_settings(settings),
-        batch_events=choose_batch_events(models),
-        max_message_bytes=settings.max_message_bytes,
-        window_assigner=make_window_assigner(schema, settings),
-        model_column=None if models.choice is None else models.choice.field,
-    )
-
-
-def choose_order_of_rows(loaded: Artifact, settings: InputSettings) -> Order:
-    """Return the order in which the readings of a row of a wide table (one record per row) are scored.
-
-    Such readings have no order of arrival. By default they are scored in the order in which the model was calibrated,
-    because the false-alarm rate is guaranteed only for this order.
-
-    Args:
-        loaded: The model with its calibration.
-        settings: Options of the command. `--order` has precedence.
-    """
-    return loaded.calibration.row_order if settings.input_order is None else settings.input_order

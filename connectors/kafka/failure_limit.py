@@ -11,7 +11,7 @@ WARNING_SECONDS = 10.0
 """Shortest time in seconds between two warnings about failures of one kind."""
 
 
-class Patience:
+class FailureLimit:
     """A time limit for consecutive failures of one kind of request.
 
     The time begins with the first failure and ends with the first success after it.

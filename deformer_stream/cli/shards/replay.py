@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from deformer_stream import __version__
-from deformer_stream.cli import factory, incident_files, shard_run
-from deformer_stream.cli.file_runs import log_columns
-from deformer_stream.cli.shard_tasks import load_job_models, prepare_scoring
+from deformer_stream.cli import incident_files
+from deformer_stream.cli.file_runs import format_alphas, log_columns
+from deformer_stream.cli.shards import run as shard_run
+from deformer_stream.cli.shards.tasks import load_job_models, prepare_scoring
 from deformer_stream.cli_utils import INTERRUPTED_EXIT_CODE
 from deformer_stream.durable_file import replace_file
-from deformer_stream.runtime.shard_job import SUMMARY, ShardJob, choose_outputs, lock_folder
+from deformer_stream.runtime.shard_job import SUMMARY, AnyShardJob, choose_outputs, lock_folder
 
 if TYPE_CHECKING:
     import threading
@@ -71,7 +72,7 @@ def replay_in_shards(inputs: Sequence[str], settings: ReplaySettings, folder: Pa
     return 0
 
 
-def _summarize(job: ShardJob, alphas: Sequence[float]) -> dict[str, Any]:
+def _summarize(job: AnyShardJob, alphas: Sequence[float]) -> dict[str, Any]:
     """Return the totals of all shards."""
     receipts = shard_run.read_receipts(job)
     rejected: Counter[str] = Counter()
@@ -101,7 +102,7 @@ def _describe_summary(summary: dict[str, Any], rate: float | None) -> str:
     warnings = [(entry["shard"], entry["warning"]) for entry in summary["warnings"]]
     return (
         f"{summary['readings']} events accepted, {rejected.total()} refused{f' ({reasons})' if reasons else ''}, "
-        f"{summary['records']} records, {summary['alerts']} alerts at alpha {factory.format_alphas(summary['alpha'])} "
+        f"{summary['records']} records, {summary['alerts']} alerts at alpha {format_alphas(summary['alpha'])} "
         f"in {summary['shards']} shards"
         + (f", {summary['combined']} readings combined with others of their time slot" if summary["combined"] else "")
         + (f", {rate:,.0f} events per second in this run" if rate is not None else "")
@@ -109,7 +110,7 @@ def _describe_summary(summary: dict[str, Any], rate: float | None) -> str:
     )
 
 
-def _merge_evidence(job: ShardJob, path: Path) -> None:
+def _merge_evidence(job: AnyShardJob, path: Path) -> None:
     """Write the evidence of all shards to one file, in order of time."""
     from connectors.files.evidence_files import merge_evidence_files
     from connectors.files.sinks import LinesSink

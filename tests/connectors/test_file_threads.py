@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from connectors.files.background import BackgroundWriter, Prefetcher
+from connectors.files.file_threads import BackgroundWriter, Prefetcher
 
 
 def test_prefetcher_keeps_the_order_and_reads_depth_items_ahead() -> None:

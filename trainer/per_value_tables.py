@@ -32,7 +32,7 @@ BATCH_ROWS = 65_536
 
 
 @dataclass
-class Member:
+class ValueRows:
     """One value and its rows.
 
     Attributes:
@@ -79,7 +79,9 @@ def open_tables_with_column(sources: Sequence[TableSource], options: DataOptions
     return tables
 
 
-def split_by_value(tables: InputTables, column: str, folder: Path, on_message: Callable[[str], None]) -> list[Member]:
+def split_by_value(
+    tables: InputTables, column: str, folder: Path, on_message: Callable[[str], None]
+) -> list[ValueRows]:
     """Write the rows of each value to files of their own.
 
     Args:
@@ -95,7 +97,7 @@ def split_by_value(tables: InputTables, column: str, folder: Path, on_message: C
         InputError: A table cannot be read, or the column has no value or too many.
     """
     on_message(f"splitting the rows by {column}")
-    member_by_value: dict[str, Member] = {}
+    rows_by_value: dict[str, ValueRows] = {}
     num_left_out = 0
     keep_column = column == tables.device_column  # windows of time need their device
     for number, table in enumerate(tables.tables):
@@ -109,17 +111,17 @@ def split_by_value(tables: InputTables, column: str, folder: Path, on_message: C
         parts, num_without_value = split_table(table, column, make_path, keep_column=keep_column)
         num_left_out += num_without_value
         for value, part in parts.items():
-            member = member_by_value.setdefault(value, Member(value))
-            member.tables.append(part)
+            value_rows = rows_by_value.setdefault(value, ValueRows(value))
+            value_rows.tables.append(part)
             # A table whose value comes from its path is not written to a file of its own.
-            member.digest = hash_texts([member.digest, *_describe_content(table, paths.get(value))])
+            value_rows.digest = hash_texts([value_rows.digest, *_describe_content(table, paths.get(value))])
     if bad_rows := describe_bad_rows(tables.tables):
         on_message(bad_rows)
     if num_left_out:
         on_message(f"left out: {format_count(num_left_out, 'row')} without {column}")
-    if not member_by_value:
+    if not rows_by_value:
         raise InputError(f"the column {column!r} of --per has no value in any row: choose another column")
-    return [member_by_value[value] for value in sorted(member_by_value)]
+    return [rows_by_value[value] for value in sorted(rows_by_value)]
 
 
 def _describe_content(table: Table, part: Path | None) -> tuple[str, ...]:

@@ -17,13 +17,13 @@ from deformer_stream import model_store
 from deformer_stream.errors import ConfigError, InputError
 from deformer_stream.model_set import read_model_set
 from tests.trainer.tables import write
-from trainer import fleet, fleet_tables, job
+from trainer import job, per_value, per_value_tables
 from trainer.budget import TimeBudget
 from trainer.data import Split
 from trainer.distributed import Ranks
 from trainer.fit import Interrupted
-from trainer.fleet import train_per_value
 from trainer.job import TrainingOutput
+from trainer.per_value import train_per_value
 from trainer.settings import TrainConfig
 
 SMALL: dict[str, Any] = {"d_model": 16, "layers": 1, "heads": 2, "feedforward": 32, "mixtures": 4, "hidden": (16,)}
@@ -62,7 +62,7 @@ def table(tmp_path: Path, rng: np.random.Generator) -> Path:
     return write(tmp_path / "machines.parquet", machines(rng))
 
 
-FLEET = "_fleet-" + fleet_tables.hash_texts(["flow", "power"])[:12]
+FLEET = "_fleet-" + per_value_tables.hash_texts(["flow", "power"])[:12]
 """Name of the fleet model of the table, whose types have the same features."""
 
 
@@ -81,7 +81,7 @@ def jobs(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, TrainingOutput]]
         outputs[output.directory.name] = output
         return output
 
-    monkeypatch.setattr(fleet, "train", record)
+    monkeypatch.setattr(per_value, "train", record)
     return outputs
 
 
@@ -106,7 +106,7 @@ def test_values_with_many_records_get_their_own_model_and_others_an_adapted_one(
 ) -> None:
     messages: list[str] = []
     result = train_per_value([table], make_settings(tmp_path / "models"), on_message=messages.append)
-    assert [(member.value, member.entry.records, member.entry.adapted) for member in result.members] == [
+    assert [(model.value, model.entry.records, model.entry.adapted) for model in result.models] == [
         ("fan", 60, True),
         ("pump", 148, False),
     ]
@@ -164,7 +164,7 @@ def test_value_whose_features_no_other_value_has_is_trained_on_its_own_records(
     messages: list[str] = []
     table = write(tmp_path / "t.parquet", columns)
     result = train_per_value([table], make_settings(tmp_path / "models"), on_message=messages.append)
-    assert {member.value: member.entry.adapted for member in result.members} == {"fan": False, "pump": False}
+    assert {model.value: model.entry.adapted for model in result.models} == {"fan": False, "pump": False}
     assert "fan: trained on its own records, because no other value has all of its features" in messages
     assert jobs["fan"].data.schema.names == ("flow", "power", "speed")
     assert jobs["pump"].data.schema.names == ("flow", "power")
@@ -191,14 +191,14 @@ def test_each_set_of_features_has_a_fleet_model_of_the_values_that_have_them(
     out = tmp_path / "models"
     # An option concerns the fleet models that have the feature.
     result = train_per_value([table], make_settings(out, continuous="speed,power"))
-    assert {member.value: member.entry.adapted for member in result.members} == {
+    assert {model.value: model.entry.adapted for model in result.models} == {
         "fan": True,
         "mixer": True,
         "motor": True,
         "pump": False,
     }
     names = {name: output.data.schema.names for name, output in jobs.items()}
-    other = "_fleet-" + fleet_tables.hash_texts(["power", "speed"])[:12]
+    other = "_fleet-" + per_value_tables.hash_texts(["power", "speed"])[:12]
     assert names == {
         FLEET: ("flow", "power"),
         other: ("power", "speed"),
@@ -224,7 +224,7 @@ def test_an_option_that_does_not_fit_one_value_does_not_stop_the_others(
     columns["speed"] = ["fast" if kind == "fan" else str(rng.normal()) for kind in columns["type"]]
     table = write(tmp_path / "t.parquet", columns)
     result = train_per_value([table], make_settings(tmp_path / "models", adapt_below=0, continuous="speed"))
-    assert [member.value for member in result.members] == ["pump"]
+    assert [model.value for model in result.models] == ["pump"]
     assert "texts that are not numbers, such as 'fast'" in result.reason_by_value["fan"]
     with pytest.raises(ConfigError, match="--context nothing"):  # it fits no value
         train_per_value([table], make_settings(tmp_path / "others", adapt_below=0, context="nothing"))
@@ -281,7 +281,7 @@ def test_long_table_is_split_by_its_rows(tmp_path: Path, rng: np.random.Generato
             rows["type"].append(columns["type"][record])
     table = write(tmp_path / "long.parquet", rows)
     result = train_per_value([table], make_settings(tmp_path / "models"))
-    assert [(member.value, member.entry.records) for member in result.members] == [("fan", 60), ("pump", 148)]
+    assert [(model.value, model.entry.records) for model in result.models] == [("fan", 60), ("pump", 148)]
     rows["type"][rows["type"].index("fan") + 1] = "pump"  # the second row of a record
     mixed = write(tmp_path / "mixed.parquet", rows)
     with pytest.raises(InputError, match="the rows of one record have different values in the column 'type' of --per"):
@@ -298,7 +298,7 @@ def test_windows_have_a_model_for_each_device(tmp_path: Path, rng: np.random.Gen
     }
     table = write(tmp_path / "t.parquet", columns)
     result = train_per_value([table], make_settings(tmp_path / "models", per="device", window="60s", adapt_below=0))
-    assert [(member.value, member.entry.records) for member in result.members] == [("a", 40), ("b", 40)]
+    assert [(model.value, model.entry.records) for model in result.models] == [("a", 40), ("b", 40)]
     assert model_store.read(tmp_path / "models" / "a").schema.window is not None
 
 
@@ -313,8 +313,8 @@ def test_finished_trainings_are_skipped_when_the_command_is_resumed(
     jobs.clear()
     result = train_per_value([table], make_settings(out, epochs=4, resume=True))
     assert set(jobs) == {"pump"}
-    assert [(member.value, member.output is None) for member in result.members] == [("fan", True), ("pump", False)]
-    assert result.members[0].entry.fingerprint == first["fan"].fingerprint
+    assert [(model.value, model.output is None) for model in result.models] == [("fan", True), ("pump", False)]
+    assert result.models[0].entry.fingerprint == first["fan"].fingerprint
     jobs.clear()
     train_per_value([table], make_settings(out, epochs=4, resume=True, seed=1))  # other options
     assert set(jobs) == {FLEET, "fan", "pump"}
@@ -355,7 +355,7 @@ def test_trainings_share_the_time_limit(tmp_path: Path, table: Path, monkeypatch
         limits.append(budget.limit)
         return run(*args, budget=TimeBudget(None), **options)
 
-    monkeypatch.setattr(fleet, "train", record)
+    monkeypatch.setattr(per_value, "train", record)
     budget = TimeBudget(300.0, clock=lambda: 0.0)  # no time passes
     train_per_value([table], make_settings(tmp_path / "models"), budget=budget)
     assert limits == [100.0, 150.0, 300.0]

@@ -12,21 +12,29 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic
 
 import numpy as np
 
 from deformer_stream import log
-from deformer_stream.cli import factory, file_runs
+from deformer_stream.cli import codecs, file_runs, input_files, served_models
 from deformer_stream.durable_file import replace_file
 from deformer_stream.errors import ArtifactError, InputError
-from deformer_stream.runtime.shard_job import RECEIPT, ShardJob, describe_files, get_file_name, new_folder
+from deformer_stream.runtime.shard_job import (
+    RECEIPT,
+    AnyShardJob,
+    JobSettings,
+    ShardJob,
+    describe_files,
+    get_file_name,
+    new_folder,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from connectors.files import InputFiles
-    from deformer_stream.cli.factory import ServedModels
+    from deformer_stream.cli.served_models import ServedModels
     from deformer_stream.codec.payloads import Payload
     from deformer_stream.runtime.pipeline import Totals
     from deformer_stream.runtime.ports import Clock, Sink
@@ -39,13 +47,13 @@ Receipt = dict[str, Any]
 _TIMES_FILE = "times.npy"
 
 
-def prepare_partitioning(job: ShardJob) -> Callable[[int, Report], Receipt]:
+def prepare_partitioning(job: AnyShardJob) -> Callable[[int, Report], Receipt]:
     """Open the input files, and return the function that divides the rows of a part of them among the shards."""
     models = _prepare_process(job)
     files = _open_files(job, models)
     # All models have windows or none has.
     schema = next(iter(models.schema_by_name.values()))
-    has_windows = factory.make_window_assigner(schema, job.settings) is not None
+    has_windows = codecs.make_window_assigner(schema, job.settings) is not None
 
     def partition(part: int, report: Report) -> Receipt:
         """Write the rows of a part of the input to a file for each shard; return the number of rows of each."""
@@ -57,7 +65,7 @@ def prepare_partitioning(job: ShardJob) -> Callable[[int, Report], Receipt]:
                 files.iterate(start, stop),
                 temporary,
                 job.plan.num_shards,
-                factory.make_row_codecs(models, job.settings),
+                input_files.make_row_codecs(models, job.settings),
                 has_windows,
                 job.settings.record_timeout is not None,
                 report,
@@ -70,17 +78,19 @@ def prepare_partitioning(job: ShardJob) -> Callable[[int, Report], Receipt]:
     return partition
 
 
-def prepare_scoring(job: ShardJob) -> Callable[[int, Report], Receipt]:
+def prepare_scoring(job: ShardJob[ReplaySettings]) -> Callable[[int, Report], Receipt]:
     """Load the models, and return the function of `replay` that scores a shard and writes its outputs."""
     return _prepare_shards(job, _write_outputs)
 
 
-def prepare_calibration(job: ShardJob) -> Callable[[int, Report], Receipt]:
+def prepare_calibration(job: ShardJob[CalibrateSettings]) -> Callable[[int, Report], Receipt]:
     """Load the model, and return the function of `calibrate` that scores a shard and writes what is kept of it."""
     return _prepare_shards(job, _collect_records)
 
 
-def _prepare_shards(job: ShardJob, score: Callable[[_Shard, Path], Receipt]) -> Callable[[int, Report], Receipt]:
+def _prepare_shards(
+    job: ShardJob[JobSettings], score: Callable[[_Shard[JobSettings], Path], Receipt]
+) -> Callable[[int, Report], Receipt]:
     """Load the models, and return the function that scores a shard and returns its receipt.
 
     Args:
@@ -126,16 +136,16 @@ def load_job_models(settings: ReplaySettings | CalibrateSettings, warns: bool = 
 
     Args:
         settings: Options of the command.
-        warns: Whether warnings are logged, as by `factory.load_model`.
+        warns: Whether warnings are logged, as by `served_models.load_model`.
     """
     from deformer_stream.settings import CalibrateSettings
 
     if isinstance(settings, CalibrateSettings):
-        return factory.load_model_to_calibrate(settings)
-    return factory.load_models(settings, None, settings.suspicious_records is not None, warns=warns)
+        return served_models.load_model_to_calibrate(settings)
+    return served_models.load_models(settings, None, settings.suspicious_records is not None, warns=warns)
 
 
-def _prepare_process(job: ShardJob) -> ServedModels:
+def _prepare_process(job: AnyShardJob) -> ServedModels:
     """Set up a worker process, and return the models.
 
     Raises:
@@ -143,12 +153,15 @@ def _prepare_process(job: ShardJob) -> ServedModels:
     """
     import pyarrow as pa
 
+    from deformer_stream.settings import ReplaySettings
+
     log.configure(job.is_debugging, only_warnings=True)
     os.chdir(job.working_directory)
     pa.set_cpu_count(1)
     models = load_job_models(job.settings)
     if (models.fingerprint, models.fault_entries) != (job.fingerprint, job.fault_entries):
-        directory = getattr(job.settings, "models", None) or job.settings.model
+        models_folder = job.settings.models if isinstance(job.settings, ReplaySettings) else None
+        directory = models_folder or job.settings.model
         raise ArtifactError(
             f"{directory}: the model was replaced while shards were scored with {job.fingerprint}; restore it, or "
             f"delete {job.folder} and start again"
@@ -156,7 +169,7 @@ def _prepare_process(job: ShardJob) -> ServedModels:
     return models
 
 
-def _open_files(job: ShardJob, models: ServedModels) -> InputFiles:
+def _open_files(job: AnyShardJob, models: ServedModels) -> InputFiles:
     """Return the input files of the manifest. Files that were added since then are left out.
 
     Raises:
@@ -173,10 +186,10 @@ def _open_files(job: ShardJob, models: ServedModels) -> InputFiles:
             raise InputError(f"{changed}: the input has changed while it was read; delete {job.folder} and start again")
         return files
 
-    return factory.open_input_files(job.inputs, models, job.settings, choose)
+    return input_files.open_inputs_for_shards(job.inputs, models, job.settings, choose)
 
 
-class _Shard:
+class _Shard(Generic[JobSettings]):
     """A shard that a worker process scores.
 
     Args:
@@ -191,7 +204,7 @@ class _Shard:
     """
 
     def __init__(
-        self, job: ShardJob, models: ServedModels, files: InputFiles | None, number: int, report: Report
+        self, job: ShardJob[JobSettings], models: ServedModels, files: InputFiles | None, number: int, report: Report
     ) -> None:
         self.job, self.models, self.num_rows = job, models, 0
         self._files, self._number, self._report = files, number, report
@@ -204,16 +217,16 @@ class _Shard:
         job, number = self.job, self._number
         clock: Clock = EventClock()
         payloads: Iterator[Payload | None]
-        batch_events = factory.choose_batch_events(self.models)
+        batch_events = input_files.choose_batch_events(self.models)
         if self._files is not None:
             payloads = self._files.iterate(*job.plan.ranges[number])
         elif job.settings.record_timeout is None:
             payloads = _read_partitioned(job, number, batch_events)
         else:
             payloads, clock = _repeat_polls(job, number, batch_events)
-        codec, engine = factory.make_row_codecs(self.models, job.settings), self.models.make_engines()
+        codec, engines = input_files.make_row_codecs(self.models, job.settings), self.models.make_engines()
         never = threading.Event()  # a process that must stop is ended
-        return file_runs.run_pipeline(PayloadSource(payloads), codec, engine, sinks, clock, never, self._count_rows)
+        return file_runs.run_pipeline(PayloadSource(payloads), codec, engines, sinks, clock, never, self._count_rows)
 
     def _count_rows(self, num_scored: int) -> None:
         """Count rows that were scored."""
@@ -221,9 +234,9 @@ class _Shard:
         self._report(num_scored)
 
 
-def _write_outputs(shard: _Shard, folder: Path) -> Receipt:
+def _write_outputs(shard: _Shard[ReplaySettings], folder: Path) -> Receipt:
     """Score a shard as `replay` does, write its outputs, and return the numbers for its receipt."""
-    settings = _place_outputs(shard.job, folder)
+    settings = _place_outputs(shard.job.settings, folder)
     with ExitStack() as cleanup:
         models = shard.models
         sinks = file_runs.open_replay_sinks(settings, models.schema_by_name, cleanup, models.has_faults)
@@ -237,20 +250,19 @@ def _write_outputs(shard: _Shard, folder: Path) -> Receipt:
     return _describe_totals(totals)
 
 
-def _collect_records(shard: _Shard, folder: Path) -> Receipt:
+def _collect_records(shard: _Shard[CalibrateSettings], folder: Path) -> Receipt:
     """Score a shard as `calibrate` does, write what is kept of its records, and return the numbers for its receipt."""
     from connectors.files.calibration_files import write_collected_records
     from deformer_stream.cli.record_collector import RecordCollector
 
     (loaded,) = shard.models.artifact_by_name.values()
-    settings: Any = shard.job.settings  # those of `calibrate`
-    collector = RecordCollector(loaded, settings)
+    collector = RecordCollector(loaded, shard.job.settings)
     totals = shard.run(collector.sinks)
     write_collected_records(folder, collector.collect())
     return _describe_totals(totals)
 
 
-def _read_partitioned(job: ShardJob, shard: int, batch_events: int) -> Iterator[Payload]:
+def _read_partitioned(job: AnyShardJob, shard: int, batch_events: int) -> Iterator[Payload]:
     """Yield the rows of a shard, part by part in the order of the input."""
     from connectors.files.shards import get_shard_path, read_shard
 
@@ -259,7 +271,7 @@ def _read_partitioned(job: ShardJob, shard: int, batch_events: int) -> Iterator[
             yield payload
 
 
-def _repeat_polls(job: ShardJob, shard: int, batch_events: int) -> tuple[Iterator[Payload | None], Clock]:
+def _repeat_polls(job: AnyShardJob, shard: int, batch_events: int) -> tuple[Iterator[Payload | None], Clock]:
     """Return the rows of a shard for each poll of the whole input, and the clock by which records time out."""
     from connectors.files.shards import PollTimes, get_shard_path, read_shard
 
@@ -274,11 +286,17 @@ def _repeat_polls(job: ShardJob, shard: int, batch_events: int) -> tuple[Iterato
     return iterate(), clock
 
 
-def _place_outputs(job: ShardJob, folder: Path) -> Any:
+def _place_outputs(settings: ReplaySettings, folder: Path) -> ReplaySettings:
     """Return the settings with the outputs in the folder of a shard, and without incidents."""
-    settings: Any = job.settings  # those of `replay`
-    fields = ("output", "records", "explain", "rejected", "evidence", "suspicious_records")
-    placed: dict[str, Any] = {name: folder / path for name in fields if (path := getattr(settings, name))}
+    path_by_field = {
+        "output": settings.output,
+        "records": settings.records,
+        "explain": settings.explain,
+        "rejected": settings.rejected,
+        "evidence": settings.evidence,
+        "suspicious_records": settings.suspicious_records,
+    }
+    placed: dict[str, Any] = {name: folder / path for name, path in path_by_field.items() if path}
     if settings.alerts:
         placed["alerts"] = str(folder / settings.alerts)
     return settings.model_copy(update=placed | {"incidents": None})

@@ -1,6 +1,6 @@
 """Runs in shards: divide the input, score the shards by several processes, and continue an interrupted run.
 
-First the input is divided into shards, part by part (`runtime.shard_job`, `shard_tasks`). Then the shards are scored.
+First the input is divided into shards, part by part (`runtime.shard_job`, `tasks`). Then the shards are scored.
 The command makes its results of them afterwards.
 """
 
@@ -15,13 +15,15 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from deformer_stream import log
-from deformer_stream.cli import factory
-from deformer_stream.cli.shard_tasks import Receipt, prepare_partitioning, read_receipt
+from deformer_stream.cli import input_files
+from deformer_stream.cli.shards.tasks import Receipt, prepare_partitioning, read_receipt
 from deformer_stream.cli_utils import is_debugging
 from deformer_stream.counts import format_count
 from deformer_stream.errors import ConfigError
 from deformer_stream.runtime.shard_job import (
     PARTITION_FOLDER,
+    AnyShardJob,
+    JobSettings,
     ShardJob,
     delete_folder,
     delete_temporary_folders,
@@ -43,9 +45,8 @@ if TYPE_CHECKING:
     import threading
 
     from connectors.files import InputFiles
-    from deformer_stream.cli.factory import ServedModels
+    from deformer_stream.cli.served_models import ServedModels
     from deformer_stream.runtime.worker_pool import Prepare
-    from deformer_stream.settings import CalibrateSettings, ReplaySettings
 
 
 def check_inputs(inputs: Sequence[str], folder: Path, remedy: str) -> None:
@@ -80,11 +81,11 @@ def check_inputs(inputs: Sequence[str], folder: Path, remedy: str) -> None:
 def open_job(
     inputs: Sequence[str],
     models: ServedModels,
-    settings: ReplaySettings | CalibrateSettings,
+    settings: JobSettings,
     folder: Path,
     flag: str,
     remedy: str,
-) -> tuple[ShardJob, InputFiles]:
+) -> tuple[ShardJob[JobSettings], InputFiles]:
     """Check options and input; return the job with the plan in force, and the input files.
 
     Args:
@@ -98,7 +99,7 @@ def open_job(
     Raises:
         ConfigError: The folder holds shards of another run, or readings were to be put in another order.
     """
-    opened = factory.open_input_files(inputs, models, settings)
+    opened = input_files.open_inputs_for_shards(inputs, models, settings)
     if settings.input_order not in (None, "arrival") and opened.needs_reordering:
         raise ConfigError(
             f"--order {settings.input_order} changes the order of rows that are single readings, for which all of them "
@@ -124,9 +125,9 @@ def open_job(
 
 
 def run_shards(
-    job: ShardJob,
+    job: ShardJob[JobSettings],
     title: str,
-    prepare: Callable[[ShardJob], Callable[..., Receipt]],
+    prepare: Callable[[ShardJob[JobSettings]], Callable[..., Receipt]],
     num_input_rows: int | None,
     stop: threading.Event,
 ) -> int | None:
@@ -170,7 +171,7 @@ def run_shards(
     return num_scored
 
 
-def _wait_until_written(job: ShardJob, list_missing: Callable[[], list[int]], stop: threading.Event) -> list[int]:
+def _wait_until_written(job: AnyShardJob, list_missing: Callable[[], list[int]], stop: threading.Event) -> list[int]:
     """Check that this process sees what the processes have written, and wait for it if they are processes of Ray.
 
     Processes of Ray may run on other machines. What processes of this machine have written is seen at once.
@@ -215,7 +216,7 @@ def _wait_until_written(job: ShardJob, list_missing: Callable[[], list[int]], st
     return missing
 
 
-def read_receipts(job: ShardJob) -> list[Receipt]:
+def read_receipts(job: AnyShardJob) -> list[Receipt]:
     """Return the receipts of all shards, which are finished."""
     return [read_receipt(job.get_shard_folder(shard)) for shard in range(job.plan.num_shards)]
 
@@ -238,10 +239,10 @@ def describe_warnings(warnings: Sequence[tuple[int, str]], place: str = "") -> s
 
 
 def _run_tasks(
-    job: ShardJob,
+    job: ShardJob[JobSettings],
     title: str,
     noun: str,
-    prepare: Callable[[ShardJob], Callable[..., Receipt]],
+    prepare: Callable[[ShardJob[JobSettings]], Callable[..., Receipt]],
     tasks: Sequence[int],
     num_rows: int | None,
     stop: threading.Event,
@@ -275,7 +276,7 @@ def _run_tasks(
 def _make_pool(
     engine: str,
     prepare: Prepare[Receipt],
-    arguments: tuple[ShardJob],
+    arguments: tuple[AnyShardJob],
     num_workers: int,
     describe: Callable[[int], str],
 ) -> Any:
@@ -293,7 +294,7 @@ def _make_pool(
     return WorkerPool(prepare, arguments, num_workers, describe)
 
 
-def _count_rows(job: ShardJob, shards: Sequence[int]) -> int:
+def _count_rows(job: AnyShardJob, shards: Sequence[int]) -> int:
     """Return the number of rows of some shards, after the input was partitioned."""
     receipts = [read_receipt(job.get_part_folder(part)) for part in range(len(job.plan.ranges))]
     return sum(int(receipt["rows"][shard]) for receipt in receipts for shard in shards)
