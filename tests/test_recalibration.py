@@ -15,6 +15,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.csv as pacsv
 import pyarrow.parquet as pq
 import pytest
 
@@ -24,6 +25,7 @@ from deformer_stream.calibration.conformal import Calibration
 from deformer_stream.report.pages import render_page, render_paragraph
 from deformer_stream.runtime.next_order import score_in_chosen_order
 from deformer_stream.runtime.reload import ModelReloader
+from tests.commands import assert_command_failed
 from tests.models import SCHEMA, draw_rows, write_model
 
 Run = Callable[..., SimpleNamespace]
@@ -103,6 +105,40 @@ def test_order_next_scores_records_in_the_chosen_order(cli: Run, model_dir: Path
     np.testing.assert_allclose(model_store.read(chosen).calibration.scores, np.sort(after_alert), rtol=1e-5)
     assert not np.allclose(after_alert, expected)
     assert cli("calibrate", lines, "--model", model_dir, "--out", tmp_path / "x", "--order", "last").code == 2
+
+
+@pytest.mark.parametrize("ending", ["csv", "parquet"])
+@pytest.mark.parametrize("options", [(), ("--workers", "2")])
+def test_only_rows_with_the_normal_label_of_the_training_are_used(
+    cli: Run, model_dir: Path, tmp_path: Path, options: tuple[str, ...], ending: str
+) -> None:
+    """A fault in one of three rows; the labels are spelt otherwise than in the training."""
+    loaded = model_store.read(model_dir)
+    training = {"options": {"label": "fault", "normal": "0"}}
+    model_store.write(tmp_path / "m", loaded.model, loaded.calibration, training, "")
+    rows = draw_rows(SCHEMA, 150, 21, missing_share=0.0)
+    columns = {f.name: [row[f.name] for row in rows] for f in SCHEMA.features}
+    normal = pa.table(columns)
+    faulty = pa.table({name: [values[-1]] * 75 for name, values in columns.items()})
+    table = pa.concat_tables([normal, faulty]).append_column("fault", pa.array(["0.0", " 0"] * 75 + ["7"] * 75))
+    path = tmp_path / f"new.{ending}"
+    (pacsv.write_csv if ending == "csv" else pq.write_table)(table, path)
+    pq.write_table(normal, tmp_path / "normal.parquet")
+    words = ("calibrate", path, "--model", tmp_path / "m")
+    result = cli(*words, "--out", tmp_path / "chosen", *options)
+    assert result.code == 0, result.err
+    assert "calibrated on 150 records" in result.lines[-1]
+    assert "only rows with fault = 0 were used (--label, --normal)" in result.lines[-1]
+    assert cli("calibrate", tmp_path / "normal.parquet", "--model", model_dir, "--out", tmp_path / "plain").code == 0
+    chosen, plain = (model_store.read(tmp_path / name).calibration for name in ("chosen", "plain"))
+    np.testing.assert_allclose(chosen.scores, plain.scores, rtol=1e-5)
+    result = cli(*words, "--out", tmp_path / "all", "--label", "", *options)
+    assert "calibrated on 225 records" in result.lines[-1]
+    assert len(model_store.read(tmp_path / "all").calibration.scores) == 225
+    result = cli(*words, "--out", tmp_path / "none", "--label", "fault", "--normal", "ok", *options)
+    assert result.code == 3
+    assert result.lines[-1].endswith("no row has fault = ok: check --label and --normal")
+    assert_command_failed(cli(*words, "--label", "fault"), 2, "--label and --normal belong together")
 
 
 def test_output_and_report_compare_both_calibrations(cli: Run, model_dir: Path, tmp_path: Path) -> None:

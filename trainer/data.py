@@ -31,6 +31,7 @@ from deformer_stream.model.windows import Window, format_duration
 from deformer_stream.record_limits import MAX_FEATURES
 from deformer_stream.runtime.repeated_readings import compute_max_slots
 from deformer_stream.settings.base import Layout
+from deformer_stream.tables.labels import encode_labels, normalize_number_text
 from deformer_stream.tables.table import TableOptions, describe_bad_rows, join_names
 from trainer.feature_kinds import (
     ColumnStatistics,
@@ -62,9 +63,7 @@ from trainer.tables import (
     ValueForm,
     classify_type,
     convert_to_numbers,
-    encode_labels,
     index_records,
-    normalize_number_text,
     open_tables,
 )
 

@@ -31,8 +31,9 @@ from deformer_stream.model.schema import (
     FeatureKind,
     format_label,
 )
+from deformer_stream.tables.labels import encode_labels
 from trainer.identifiers import MIN_RISES, OrderStatistics, describe_identifier, describe_trend
-from trainer.tables import ValueForm, classify_type, convert_to_numbers, encode_labels, has_leading_zeros
+from trainer.tables import ValueForm, classify_type, convert_to_numbers, has_leading_zeros
 
 MAX_SAMPLE = 20_000
 """Largest number of readings of a column that are kept as a random sample.

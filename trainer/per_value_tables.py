@@ -18,11 +18,12 @@ from deformer_stream.codec.columns import decode_dictionary
 from deformer_stream.counts import format_count
 from deformer_stream.errors import ConfigError, InputError
 from deformer_stream.tables.data_files import RemoteFile
+from deformer_stream.tables.labels import encode_labels
 from deformer_stream.tables.parts import encode_values, split_table
 from deformer_stream.tables.table import Table, describe_bad_rows
 from trainer.data import DataOptions, create_data_options, open_training_tables
 from trainer.settings import TrainConfig
-from trainer.tables import FEATURE, RECORD, VALUE, InputTables, TableSource, encode_labels, iterate_record_values
+from trainer.tables import FEATURE, RECORD, VALUE, InputTables, TableSource, iterate_record_values
 
 PARTS_FOLDER = ".parts"
 """Name of the folder in `--out` with the rows of each value, which is deleted at the end."""

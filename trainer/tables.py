@@ -11,7 +11,6 @@ of each row are in memory as well.
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -25,7 +24,6 @@ from numpy.typing import NDArray
 from deformer_stream.codec import columns
 from deformer_stream.codec.columns import (
     convert_times_of_day,
-    encode_distinct,
     format_cell,
     is_time_of_day,
     to_python_values,
@@ -34,10 +32,10 @@ from deformer_stream.codec.validation import RejectionError
 from deformer_stream.counts import format_count
 from deformer_stream.engine.events import NO_TIME
 from deformer_stream.errors import ConfigError, InputError
-from deformer_stream.model.schema import format_label
 from deformer_stream.model.windows import Window, floor_to_window
 from deformer_stream.settings.base import Layout
 from deformer_stream.tables.discovery import CSV, PARQUET, find_data_files, is_delta_table
+from deformer_stream.tables.labels import encode_labels, match_normal_label, normalize_label
 from deformer_stream.tables.table import CellForm, Table, TableOptions, join_names
 from trainer.identifiers import OrderStatistics
 from trainer.reading_time import ReadingMonitor
@@ -619,56 +617,6 @@ def _unify_columns(tables: InputTables, batch: pa.RecordBatch) -> pa.RecordBatch
             texts = pa.array(labels, pa.string()).take(indexes)
             batch = batch.set_column(index, name, texts)
     return batch
-
-
-def match_normal_label(values: pa.Array, normal_label: str) -> NDArray[np.bool_]:
-    """Return for each of N values of the label column whether it marks a normal record.
-
-    Values are compared as text, without the white space around them. A number matches in every spelling: the value 0.0
-    matches the option `--normal 0`.
-
-    Args:
-        values: N values of the column that `--label` names.
-        normal_label: The value of the option `--normal`.
-
-    Returns:
-        (N,) bool, False for null.
-    """
-    spelling = normalize_label(normal_label)
-    label_indexes, labels = encode_labels(values)
-    # The index of a null is −1, which selects the last element.
-    is_normal_label = np.array([normalize_label(label) == spelling for label in labels] + [False])
-    is_normal: NDArray[np.bool_] = is_normal_label[label_indexes]
-    return is_normal
-
-
-def normalize_label(text: str) -> str:
-    """Return a label of a record as labels are compared: without white space around it, and numbers in one spelling."""
-    return normalize_number_text(text.strip())
-
-
-def normalize_number_text(text: str) -> str:
-    """Return the text of a number in the spelling of numeric labels, such as "1" for "1.0"; other text unchanged."""
-    try:
-        return format_label(float(text))
-    except ValueError:
-        return text
-
-
-def encode_labels(values: pa.Array) -> tuple[NDArray[np.int64], list[str]]:
-    """Replace N labels by indexes into a list of their distinct labels.
-
-    Args:
-        values: N labels: numbers, booleans or texts, perhaps dictionary-encoded.
-
-    Returns:
-        (indexes, labels). `indexes` has shape (N,) and contains −1 for null and NaN. `labels` are texts. Equal numbers
-        have the same text, such as "1" for 1 and 1.0. Some labels may not occur in `values`.
-    """
-    cell_indexes, cells = encode_distinct(values)
-    # NaN is a missing value like null, which has the index after the last cell.
-    indexes = [-1 if isinstance(cell, float) and math.isnan(cell) else index for index, cell in enumerate(cells)]
-    return np.array([*indexes, -1], np.int64)[cell_indexes], [format_cell(cell) for cell in cells]
 
 
 def parse_times(values: pa.Array, where: str) -> tuple[NDArray[np.int64], dict[int, RejectionError]]:

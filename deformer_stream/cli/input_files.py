@@ -6,6 +6,7 @@ Heavy packages are imported inside the functions, so that `--help` is printed wi
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,9 +17,7 @@ if TYPE_CHECKING:
     from deformer_stream.cli.served_models import ServedModels
     from deformer_stream.codec import Codec
     from deformer_stream.codec.model_choice import ModelCodecs
-    from deformer_stream.settings import (
-        InputSettings,
-    )
+    from deformer_stream.settings import InputSettings
     from deformer_stream.tables.data_files import DataFile
 
 DEFAULT_BATCH_EVENTS, MAX_BATCH_FACTOR = 8192, 8
@@ -131,6 +130,8 @@ def _make_read_options(models: ServedModels, settings: InputSettings) -> ReadOpt
     """
     from connectors.files import ReadOptions
     from deformer_stream.errors import ConfigError
+    from deformer_stream.settings import CalibrateSettings
+    from deformer_stream.tables.filters import select_label
     from deformer_stream.tables.table import TableOptions
 
     schema = next(iter(models.schema_by_name.values()))
@@ -141,6 +142,10 @@ def _make_read_options(models: ServedModels, settings: InputSettings) -> ReadOpt
         )
     if models.choice is not None:
         models.check_same_form(settings)
+    table_options = TableOptions.from_settings(settings)
+    if isinstance(settings, CalibrateSettings) and settings.label and settings.normal is not None:
+        where = select_label(settings.label, settings.normal, table_options.where)
+        table_options = replace(table_options, where=where)
     return ReadOptions(
         layout=settings.layout,
         order=settings.input_order or "arrival",  # without the option, logs are read in their own order
@@ -149,7 +154,7 @@ def _make_read_options(models: ServedModels, settings: InputSettings) -> ReadOpt
         record_column=settings.record_column,
         time_column=settings.time_column,
         device_column=settings.device_column,
-        table_options=TableOptions.from_settings(settings),
+        table_options=table_options,
         batch_events=choose_batch_events(models),
         max_message_bytes=settings.max_message_bytes,
         window_assigner=make_window_assigner(schema, settings),

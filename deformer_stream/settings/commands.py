@@ -585,6 +585,12 @@ class CalibrateSettings(InputSettings, ShardSettings):
         "is the record id up to the last occurrence of this text. device groups windows by their device. Default: no "
         "groups.",
     )
+    label: str | None = Field(
+        None,
+        description="Column of tables that says which rows are normal; with --normal. Only these rows are used. "
+        "Default: as in the training, if a table has that column. Set it to '' for all rows.",
+    )
+    normal: str | None = Field(None, description="Value of the column --label in normal rows.")
     trim: MinorityShare = text_default(
         0,
         "Share of the records with the largest scores to leave out, if the input may contain up to this share of "
@@ -635,8 +641,10 @@ class CalibrateSettings(InputSettings, ShardSettings):
     )
 
     @model_validator(mode="after")
-    def _check_trim(self) -> Self:
-        """Raise `ValueError` if `--anomalous` and `--trim` would both leave records out."""
+    def _check_selection(self) -> Self:
+        """Raise `ValueError` if options that select records contradict each other."""
+        if (self.normal is not None) != bool(self.label):
+            raise ValueError("--label and --normal belong together: set both, or leave both out")
         if self.anomalous is not None and self.trim:
             raise ValueError("--anomalous and --trim cannot be combined: leave out --trim, so that alpha is guaranteed")
         return self

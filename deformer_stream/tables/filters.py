@@ -27,6 +27,7 @@ from deformer_stream.codec.number_texts import parse_number_texts
 from deformer_stream.engine.events import NO_TIME
 from deformer_stream.errors import ConfigError
 from deformer_stream.tables.conversion import convert_times
+from deformer_stream.tables.labels import match_normal_label
 
 MAX_TEXT_LENGTH = 10_000
 """Largest number of characters of a condition."""
@@ -67,6 +68,14 @@ class _IsNull:
 
 
 @dataclass(frozen=True, slots=True)
+class _HasLabel:
+    """Whether a column has a label, as `labels.match_normal_label` compares it."""
+
+    column: str
+    label: str
+
+
+@dataclass(frozen=True, slots=True)
 class _Not:
     """The opposite of a condition."""
 
@@ -81,7 +90,7 @@ class _Combination:
     conditions: tuple[_Node, ...]
 
 
-_Leaf = _Comparison | _IsNull
+_Leaf = _Comparison | _IsNull | _HasLabel
 _Node = _Leaf | _Not | _Combination
 
 
@@ -157,6 +166,9 @@ class BoundFilter:
             column = values[leaf.column]
             if isinstance(leaf, _IsNull):
                 return ~column.is_present, column.is_present
+            if isinstance(leaf, _HasLabel):
+                has_label = match_normal_label(columns[leaf.column], leaf.label)
+                return has_label, ~has_label
             is_equal = column.compare(_OPERATORS[leaf.operator], self._constants[leaf])
             return is_equal & column.is_present, ~is_equal & column.is_present
 
@@ -172,6 +184,8 @@ class BoundFilter:
 
         def evaluate(leaf: _Leaf) -> tuple[bool, bool]:
             """Return whether a leaf may be true for a row, and whether it may be false."""
+            if isinstance(leaf, _HasLabel):
+                return True, True
             known = ranges.get(leaf.column, unknown)
             if leaf.column not in self._kind_by_column or known.values is None:
                 return (known.may_be_null, True) if isinstance(leaf, _IsNull) else (True, True)
@@ -373,6 +387,21 @@ def parse_where(text: str) -> RowFilter:
     except RecursionError:
         raise ConfigError("--where: the condition is nested too deeply; simplify it") from None
     return RowFilter(text, tuple(dict.fromkeys(leaf.column for leaf in _iterate_leaves(root))), root)
+
+
+def select_label(column: str, label: str, where: RowFilter | None = None) -> RowFilter:
+    """Return the condition that a column has a label, as `--label` and `--normal` of the training choose rows.
+
+    Args:
+        column: The column of labels.
+        label: The label.
+        where: A further condition, None if there is none.
+    """
+    leaf = _HasLabel(column, label)
+    if where is None:
+        return RowFilter(f"{column} = {label}", (column,), leaf)
+    columns = tuple(dict.fromkeys((*where.columns, column)))
+    return RowFilter(f"({where.text}) AND {column} = {label}", columns, _Combination(True, (where._root, leaf)))
 
 
 def _make_error(part: object) -> ConfigError:

@@ -22,9 +22,10 @@ from deformer_stream.model.windows import Window
 from deformer_stream.settings.base import Layout
 from deformer_stream.tables import conversion
 from deformer_stream.tables.discovery import CSV, PARQUET, find_files, has_ending
+from deformer_stream.tables.labels import encode_labels
 from deformer_stream.tables.table import DEFAULT_RECORD_COLUMN, CellForm, Table, TableOptions, map_read_errors
 from trainer.feature_kinds import ColumnStatistics, infer_feature
-from trainer.tables import DEVICE, FEATURE, TIME, VALUE, classify_type, encode_labels
+from trainer.tables import DEVICE, FEATURE, TIME, VALUE, classify_type
 
 MAX_ROWS, MAX_CELLS = 20_000, 1_000_000
 """Largest number of rows, and of cells (rows times columns), that are read."""
