@@ -28,7 +28,7 @@ from deformer_stream.codec.timestamps import (
 from deformer_stream.codec.validation import RejectionError, encode_label, not_finite_error, quote
 from deformer_stream.engine.events import NO_TIME, RejectionReason
 from deformer_stream.errors import InputError
-from deformer_stream.model.schema import SECONDS_PER_DAY, Feature, format_label
+from deformer_stream.model.schema import SECONDS_PER_DAY, Feature, format_label, spell_boolean
 
 _UNITS_PER_SECOND = {"s": 1.0, "ms": 1e3, "us": 1e6, "ns": 1e9}
 """Arrow's names of time units, with the number of units in a second."""
@@ -90,7 +90,8 @@ def _choose_label(value: object, code_by_label: dict[str, int]) -> str:
     label = format_label(value)
     if label in code_by_label or not isinstance(value, str):
         return label
-    return next((spelling for spelling in _list_spellings(value) if spelling in code_by_label), label)
+    spellings = [spell_boolean(spelling, code_by_label) for spelling in _list_spellings(value)]
+    return next((spelling for spelling in spellings if spelling in code_by_label), label)
 
 
 def _list_spellings(text: str) -> list[str]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TypeGuard
 
 from deformer_stream.engine.events import RejectionReason
-from deformer_stream.model.schema import Schema
+from deformer_stream.model.schema import Schema, spell_boolean
 
 MAX_TEXT_CHARS = 1024
 """Maximum length of a record id, a device name and a label, in characters."""
@@ -190,7 +190,7 @@ def encode_label(text: str, code_by_label: dict[str, int], name: str) -> tuple[f
     """Return the label code of a discrete value, and its text if the label did not occur in training.
 
     Args:
-        text: The label as `deformer_stream.model.schema.format_label` writes it.
+        text: The label as `deformer_stream.model.schema.format_label` writes it. A boolean may also be a number.
         code_by_label: The codes of the labels that occurred in training: 0 to K − 1 for K labels.
         name: The feature name, for error messages.
 
@@ -201,7 +201,7 @@ def encode_label(text: str, code_by_label: dict[str, int], name: str) -> tuple[f
     Raises:
         RejectionError: If an unseen label is too long or cannot be encoded as UTF-8.
     """
-    code = code_by_label.get(text)
+    code = code_by_label.get(spell_boolean(text, code_by_label))
     if code is not None:
         return code, None
     if not is_unicode(text):

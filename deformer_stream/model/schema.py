@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -507,6 +507,25 @@ class Schema:
         if self.reading_times is not None:
             rows.append({"reading_times": self.reading_times.to_json()})
         return hashlib.sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest()[:16]
+
+
+BOOLEANS, BOOLEAN_NUMBERS = ("false", "true"), ("0", "1")
+"""The labels of booleans, and the numbers that other programs write for them, in the same order."""
+
+
+def spell_boolean(label: str, known_labels: Container[str]) -> str:
+    """Return a boolean in the spelling of the known labels, and any other label unchanged.
+
+    One program may write false and true, and another one 0 and 1.
+
+    Args:
+        label: The label.
+        known_labels: The labels that occurred in training.
+    """
+    for names, numbers in ((BOOLEANS, BOOLEAN_NUMBERS), (BOOLEAN_NUMBERS, BOOLEANS)):
+        if label in numbers and label not in known_labels and all(name in known_labels for name in names):
+            return names[numbers.index(label)]
+    return label
 
 
 def format_label(value: object) -> str:

@@ -56,6 +56,7 @@ class AlertShareReport:
         is_rising: Whether the blamed values of this feature rise from alert to alert, as those of a counter do.
         is_outside: Whether most of these values are outside of the range of the training records.
         is_explained: Whether the alerts name readings at all.
+        unknown_label: If these values are labels and `is_outside` is true, one of those that training has not seen.
     """
 
     alpha: float
@@ -67,6 +68,7 @@ class AlertShareReport:
     is_rising: bool
     is_outside: bool
     is_explained: bool
+    unknown_label: str | None = None
 
     @property
     def share(self) -> float:
@@ -84,7 +86,12 @@ class AlertShareReport:
             blamed = f"`{name}` is blamed first: "
             observations = [
                 *(["rise in time"] if self.is_rising else []),
-                *(["are outside the range of training"] if self.is_outside else []),
+                *(["are outside the range of training"] if self.is_outside and self.unknown_label is None else []),
+                *(
+                    []
+                    if self.unknown_label is None
+                    else [f"are labels that training has not seen, such as {self.unknown_label!r}"]
+                ),
             ]
             values = f", and its values {' and '.join(observations)}" if observations else ""
             figures.append(f"`{name}` is first in {_format_share(self.main_share)} of the alerts{values}")
@@ -126,12 +133,14 @@ class _BlameCounts:
         num_outside: By sensor, how many of these readings were outside the range of training.
         num_rises: By sensor, how often such a reading was larger than the one before it.
         last_value: By sensor, the last such reading.
+        unknown_label: By sensor, the last such label that was not among those of training.
     """
 
     num_first: Counter[str] = field(default_factory=Counter)
     num_outside: Counter[str] = field(default_factory=Counter)
     num_rises: Counter[str] = field(default_factory=Counter)
     last_value: dict[str, float] = field(default_factory=dict)
+    unknown_label: dict[str, str] = field(default_factory=dict)
 
     def add(self, sensor: str, value: float | str | None, is_outside: bool) -> None:
         """Count one alert whose first contribution is a reading of a sensor."""
@@ -140,6 +149,8 @@ class _BlameCounts:
         if isinstance(value, int | float):
             self.num_rises[sensor] += sensor in self.last_value and value > self.last_value[sensor]
             self.last_value[sensor] = value
+        elif isinstance(value, str) and is_outside:
+            self.unknown_label[sensor] = value
 
 
 class _Counts:
@@ -162,6 +173,7 @@ class _Counts:
         ((main, num_first),) = blame.num_first.most_common(1) or (("", 0),)
         num_explained = blame.num_first.total()
         is_main = num_explained > 0 and num_first >= MAIN_SHARE * num_explained
+        is_outside = is_main and blame.num_outside[main] >= OUTSIDE_SHARE * num_first
         num_differences = num_first - 1
         return AlertShareReport(
             alpha=alpha,
@@ -171,8 +183,9 @@ class _Counts:
             main_feature=main if is_main else None,
             main_share=num_first / num_explained if is_main else 0.0,
             is_rising=num_differences >= MIN_RISES and blame.num_rises[main] >= RISING_SHARE * num_differences,
-            is_outside=is_main and blame.num_outside[main] >= OUTSIDE_SHARE * num_first,
+            is_outside=is_outside,
             is_explained=num_explained > 0,
+            unknown_label=blame.unknown_label.get(main) if is_outside else None,
         )
 
 

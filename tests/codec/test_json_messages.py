@@ -22,8 +22,10 @@ from deformer_stream.codec import (
     get_message,
     get_position,
 )
+from deformer_stream.codec.columns import parse_labels
 from deformer_stream.codec.payloads import WideRows
 from deformer_stream.engine.events import NO_TIME, Rejection, RejectionReason
+from deformer_stream.model.schema import Feature, Schema
 from tests.codec.json_examples import BROKER_TIME, CODEC, SCHEMA, decode, list_readings, make_messages, make_reading
 
 # --- messages that are accepted
@@ -90,6 +92,24 @@ def test_times_of_all_forms(time: Any, micros: int) -> None:
 def test_labels_are_canonical_and_unseen_labels_are_kept(value: Any, code: int, unseen: dict[int, str]) -> None:
     batch, rejections = decode(make_reading(value, "state"))
     assert (batch.values.tolist(), batch.unseen_labels, rejections) == ([code], unseen, [])
+
+
+@pytest.mark.parametrize("labels", [("false", "true"), ("0", "1")])
+@pytest.mark.parametrize(
+    ("value", "code"), [(False, 0), (True, 1), (0, 0), (1, 1), (1.0, 1), ("0", 0), ("true", 1), (2, 2), ("yes", 2)]
+)
+def test_booleans_may_be_numbers(labels: tuple[str, str], value: object, code: int) -> None:
+    """One program writes false and true, and another one 0 and 1: in messages and in tables."""
+    schema = Schema((Feature("valve", "discrete", labels=labels),))
+    batch, rejections = decode({"record": "r", "feature": "valve", "value": value}, codec=Codec(schema))
+    assert (batch.values.tolist(), rejections) == ([code], [])
+    assert parse_labels(pa.array([value, None]), schema.code_by_label[0], "valve")[0].tolist()[0] == code
+
+
+def test_only_booleans_may_be_numbers() -> None:
+    assert parse_labels(pa.array([0, 1]), {"false": 0, "true": 1, "unknown": 2}, "x")[0].tolist() == [0, 1]
+    assert parse_labels(pa.array([True, False]), {"0": 0, "1": 1, "true": 2}, "x")[0].tolist() == [2, 0]
+    assert parse_labels(pa.array([0, 1]), {"a": 0, "true": 1}, "x")[0].tolist() == [2, 2]
 
 
 def test_null_declares_that_a_feature_will_not_be_observed() -> None:

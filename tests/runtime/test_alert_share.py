@@ -183,7 +183,11 @@ def test_counter_is_recognised() -> None:
     [
         ([("flow", 30.0 + i % 3) for i in range(77)], ["`flow`", "outside the range of training"], ["counter", "rise"]),
         ([("flow", 120.0 + i % 3) for i in range(77)], ["`flow`", "another machine"], ["outside", "rise"]),
-        ([("mode", "stop") for _ in range(77)], ["`mode`", "outside the range of training"], ["rise"]),
+        (
+            [("mode", "stop") for _ in range(77)],
+            ["`mode`", "are labels that training has not seen, such as 'stop'"],
+            ["rise", "range"],
+        ),
         ([("mode", "run") for _ in range(77)], ["`mode`"], ["outside"]),
         ([("id", 1.0), ("flow", 120.0), ("mode", "run")] * 20, ["no single feature", "another machine"], ["`"]),
         ([], ["another machine", "or are that many records faulty?"], ["`", "blamed"]),
