@@ -89,7 +89,7 @@ def test_members_of_groups_have_permanent_names(name: str) -> None:
     """Otherwise alerts arrive late after a crash, and a restarted process waits for its partitions."""
     assert "INSTANCE" in load_document("compose.yaml")["services"][SERVICES[name]]["environment"]["DEFORMER_INSTANCE"]
     template = (CHART / "templates" / f"{name}.yaml").read_text()
-    assert f'list "{name}" "--config=/etc/deformer/config/deformer.toml" "--instance=$(POD_NAME)"' in template
+    assert '(printf "--instance=%s-$(POD_NAME)" .Release.Namespace)' in template
     assert "kind: StatefulSet" in template, "the names of its pods stay the same"
 
 

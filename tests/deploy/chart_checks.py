@@ -45,16 +45,25 @@ def run_program(name: str, *words: str, text: str | None = None) -> subprocess.C
 
 def render(*words: str, version: str = NEWEST, release: str = "plant") -> str:
     """Return the objects of a release of the chart as YAML."""
-    result = run_program(
-        "helm", "template", release, str(CHART), "--kube-version", version, "--namespace", "plant", *words
-    )
+    result = run_program("helm", "template", release, str(CHART), "--kube-version", version, *words)
     assert result.returncode == 0, result.stderr
     return result.stdout
 
 
-def load_objects(*words: str, release: str = "plant") -> list[dict[str, Any]]:
+class UniqueKeyLoader(yaml.SafeLoader):
+    """A loader that refuses mappings in which a key comes twice, which YAML forbids."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """Return a mapping."""
+        keys = [self.construct_object(key) for key, _ in node.value]
+        assert len(set(keys)) == len(keys), f"{node.start_mark}: a key comes twice among {keys}"
+        return super().construct_mapping(node, deep)
+
+
+def load_objects(*words: str, release: str = "plant", namespace: str = "plant") -> list[dict[str, Any]]:
     """Return the objects of a release of the chart."""
-    return [document for document in yaml.safe_load_all(render(*words, release=release)) if document]
+    text = render(*words, "--namespace", namespace, release=release)
+    return [document for document in yaml.load_all(text, UniqueKeyLoader) if document]
 
 
 def get_pods(objects: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -212,8 +221,11 @@ def test_the_login_of_the_bridge_is_in_its_pod_only(tmp_path: Path) -> None:
 
 def test_names_of_consumers_stay_the_same() -> None:
     objects = load_objects(*MINIMAL)
-    container = get_pods(objects)["consume"]["containers"][0]
-    assert "--instance=$(POD_NAME)" in container["args"]
+    for name in ("consume", "incidents"):
+        assert "--instance=plant-$(POD_NAME)" in get_pods(objects)[name]["containers"][0]["args"]
+        # Releases of one name in two namespaces may use one Kafka.
+        other = get_pods(load_objects(*MINIMAL, namespace="spare"))[name]
+        assert "--instance=spare-$(POD_NAME)" in other["containers"][0]["args"]
     assert find_object(objects, "StatefulSet", "-consume")["spec"]["replicas"] == 2
 
 
