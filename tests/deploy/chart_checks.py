@@ -240,6 +240,47 @@ def test_receivers_are_notified_by_one_process() -> None:
 
 
 def test_passwords_are_in_secrets_only() -> None:
+@pytest.mark.parametrize(("is_separate", "name"), [("false", "incidents"), ("true", "delivery")])
+def test_the_address_of_a_webhook_can_be_a_secret(is_separate: str, name: str) -> None:
+    secret = ["--set", f"receivers.secret.existing=hooks,receivers.secret.webhook=true,delivery.enabled={is_separate}"]
+    for component, pod in get_pods(load_objects(*MINIMAL, *secret)).items():
+        variables = {variable["name"]: variable for variable in pod["containers"][0]["env"]}
+        assert ("DEFORMER_WEBHOOK" in variables) == (component == name)
+        if component == name:
+            source = {"secretKeyRef": {"name": "hooks", "key": "webhook"}}
+            assert variables["DEFORMER_WEBHOOK"]["valueFrom"] == source
+
+
+@pytest.mark.parametrize(
+    "receiver",
+    [
+        '{"extraEnv": [{"name": "DEFORMER_WEBHOOK", "valueFrom": {"secretKeyRef": {"name": "hooks", "key": "url"}}}]}',
+        '{"extraEnvFrom": [{"secretRef": {"name": "hooks"}}]}',
+        '{"extraArgs": ["--notify=json://hooks.example"]}',
+    ],
+)
+def test_receivers_can_be_named_in_the_values_of_their_process(receiver: str) -> None:
+    words = ["--set-json", f"delivery={receiver}", "--set", "delivery.enabled=true"]
+    assert "delivery" in get_pods(load_objects(*MINIMAL, *words))
+
+
+def test_labels_and_annotations_that_are_given_twice_come_once(tmp_path: Path) -> None:
+    values = tmp_path / "values.yaml"
+    values.write_text(
+        "commonLabels: {team: a, site: s, app.kubernetes.io/version: v7, release: x}\n"
+        "consume: {podLabels: {team: b}, podAnnotations: {prometheus.io/scrape: 'false'}}\n"
+        "monitoring: {podMonitor: {enabled: true, labels: {release: prometheus}}}\n"
+    )
+    objects = load_objects(*MINIMAL, "--values", str(values))
+    found = find_object(objects, "StatefulSet", "-consume")
+    pod = found["spec"]["template"]["metadata"]
+    assert (pod["labels"]["team"], pod["labels"]["site"]) == ("b", "s")
+    assert pod["annotations"]["prometheus.io/scrape"] == "false"
+    assert found["metadata"]["labels"]["app.kubernetes.io/version"] == "v7"
+    assert found["spec"]["selector"]["matchLabels"].items() <= pod["labels"].items()
+    assert find_object(objects, "PodMonitor", "")["metadata"]["labels"]["release"] == "prometheus"
+
+
     words = ["--set", "kafka.security.protocol=SASL_SSL,kafka.security.mechanism=PLAIN"]
     login = [
         "--set",
@@ -468,3 +509,22 @@ def test_alert_rules_fire_when_they_should_and_only_then() -> None:
 def test_hadolint_finds_no_fault_in_the_dockerfile() -> None:
     result = run_program("hadolint", str(DEPLOY / "Dockerfile"))
     assert result.returncode == 0, result.stdout
+        ("kafka.security.existingSecret=s", "a login needs protocol SASL_SSL or SASL_PLAINTEXT, and it is PLAINTEXT"),
+        ("kafka.security.protocol=SSL,kafka.security.mechanism=PLAIN", "a login needs protocol SASL_SSL"),
+        ("kafka.security.tls.existingSecret=ca", "with PLAINTEXT, connections to the brokers are not encrypted"),
+        (
+            "kafka.security.protocol=SASL_PLAINTEXT,kafka.security.mechanism=PLAIN,kafka.security.existingSecret=s,"
+            "kafka.security.tls.existingSecret=ca",
+            "with SASL_PLAINTEXT, connections",
+        ),
+        ("kafka.security.protocol=SSL,kafka.security.tls.clientCertificate=true", "needs kafka.security.tls.existing"),
+        ("receivers.secret.pagerdutyKey=true", "receivers.secret.existing"),
+        ("receivers.secret.webhookSecret=true", "receivers.secret.existing"),
+        ("receivers.secret.notify=true,delivery.enabled=true", "receivers.secret.existing"),
+        ("receivers.secret.webhook=true", "receivers.secret.existing"),
+        (
+            "receivers.webhook={https://example.org/a},receivers.secret.webhook=true,receivers.secret.existing=s",
+            "one would be ignored",
+        ),
+        ("commonLabels.app\\.kubernetes\\.io/component=x", "commonLabels: the chart finds its pods by the label"),
+        ("serve.podLabels.app\\.kubernetes\\.io/name=x", "serve.podLabels: the chart finds its pods"),
