@@ -218,6 +218,36 @@ def test_alarms_separate_the_releases_of_one_prometheus() -> None:
         assert all(selector.startswith('{job=~"deformer.*"') for selector in selectors), rule["expr"]
         assert not re.search(r"\b(sum|count|max|min|avg) ?\(", rule["expr"]), rule["expr"]
         for labels in re.findall(r"\b(?:by|on) \((.*?)\)", rule["expr"]):
+def read_section(page: str, heading: str) -> str:
+    """Return the text of a section of a page, by the line of its heading."""
+    text = (ROOT / page).read_text()
+    found = re.search(rf"^{re.escape(heading)}\n(.*?)(?=^##|\Z)", text, re.MULTILINE | re.DOTALL)
+    assert found is not None, heading
+    return found[1]
+
+
+def test_incidents_are_calibrated_before_they_are_started() -> None:
+    """Without a calibration, `incidents` ends with exit code 2, unless records are windows."""
+    steps = read_section(RUNBOOK, "## Kubernetes in ten minutes")
+    assert 0 < steps.index("calibrate --incidents") < steps.index("kubectl cp model") < steps.index("helm install")
+    assert "incidents.options.records-per-day" in steps
+    assert "calibrate --incidents" in (DEPLOY / "compose.yaml").read_text().partition("services:")[0]
+    assert "calibrate --incidents" in (CHART / "values.yaml").read_text().partition("\nincidents:")[0]
+
+
+def test_the_user_of_the_image_is_named_where_files_are_given_to_it() -> None:
+    user = load_document("helm/deformer-stream/values.yaml")["podSecurityContext"]["runAsUser"]
+    assert f"sudo chown {user} token" in (DEPLOY / "compose.yaml").read_text().partition("services:")[0]
+    assert f"sudo chown {user} token" in read_section("docs/how-to/operators-page.md", "## Let others use it")
+
+
+def test_the_runbook_names_both_reasons_for_two_models() -> None:
+    text = read_section(RUNBOOK, "### DeformerStreamTwoModels")
+    for event, module in (("model_not_readable", "reload"), ("model_rejected", "pipeline")):
+        assert f'"{event}"' in (ROOT / "deformer_stream" / "runtime" / f"{module}.py").read_text()
+        assert f"`{event}`" in text
+
+
             assert labels.startswith("namespace, release, job"), rule["expr"]
 
 

@@ -5,6 +5,7 @@ pytest collects this file only if it is named, as `make test-deploy` does, which
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -383,6 +384,44 @@ def test_the_number_of_replicas_is_left_to_autoscaling() -> None:
     by_load = load_objects(*MINIMAL, "--set", "autoscaling.hpa.enabled=true")
     assert "replicas" not in find_object(by_load, "StatefulSet", "-consume")["spec"]
     assert not any(one["kind"] == "HorizontalPodAutoscaler" for one in load_objects(*MINIMAL))
+
+
+def test_the_page_says_how_to_stop_consumers_that_are_scaled() -> None:
+    """KEDA would start them again, and an HPA would leave them at 0."""
+    section = (ROOT / "docs" / "how-to" / "deploy.md").read_text().partition("### Stop all consumers")[2]
+    section = section.partition("\n### ")[0]
+    for kind, scaler in (("ScaledObject", "keda"), ("HorizontalPodAutoscaler", "hpa")):
+        objects = load_objects(*MINIMAL, "--set", f"autoscaling.{scaler}.enabled=true", release="deformer")
+        scaled = find_object(objects, kind, "-consume")
+        name = find_object(objects, "StatefulSet", "-consume")["metadata"]["name"]
+        (row,) = (line for line in section.splitlines() if line.startswith(f"| {scaler.upper()} |"))
+        if scaler == "keda":
+            named = f"kubectl annotate scaledobject/{scaled['metadata']['name']} autoscaling.keda.sh/paused-replicas"
+            assert row.count(f"{named}=0`") == row.count(f"{named}-`") == 1
+        else:
+            assert f"kubectl scale statefulset/{name} --replicas=0" in row
+            assert f"kubectl scale statefulset/{name} --replicas=2" in row
+    labels = find_object(objects, "StatefulSet", "-consume")["spec"]["template"]["metadata"]["labels"]
+    (selector,) = (line.split()[-1] for line in section.splitlines() if "--selector" in line)
+    assert dict(pair.split("=") for pair in selector.split(",")).items() <= labels.items()
+
+
+def test_the_notes_say_that_incidents_need_a_calibration(tmp_path: Path) -> None:
+    # `helm template` does not print the notes, and `helm install` needs a cluster. So the notes become an object.
+    chart = tmp_path / "chart"
+    shutil.copytree(CHART, chart)
+    notes = (chart / "templates" / "NOTES.txt").read_text()
+    (chart / "templates" / "_notes.tpl").write_text(f'{{{{- define "notes" -}}}}{notes}{{{{- end -}}}}')
+    (chart / "templates" / "notes.yaml").write_text('text: {{ include "notes" . | toJson }}')
+    for setting, is_shown in (
+        ("incidents.enabled=true", True),
+        ("incidents.options.records-per-day=86400", False),
+        ("incidents.enabled=false", False),
+    ):
+        words = ("template", "plant", str(chart), "--kube-version", NEWEST, "--show-only", "templates/notes.yaml")
+        result = run_program("helm", *words, *MINIMAL, "--set", setting)
+        assert result.returncode == 0, result.stderr
+        assert ("calibrate --incidents" in yaml.safe_load(result.stdout)["text"]) == is_shown
 
 
 def test_network_policies_select_pods_of_the_chart() -> None:
