@@ -18,12 +18,19 @@ from typing import Any
 import click
 import pytest
 import yaml
+from prometheus_client.parser import text_string_to_metric_families
+from starlette.testclient import TestClient
 
 from deformer_stream.cli.bridge import build_bridge
 from deformer_stream.cli.incidents import build_incidents
 from deformer_stream.cli.serve import build_serve
 from deformer_stream.cli.stream import build_consume
+from deformer_stream.codec.sparkplug import SparkplugTranslator
+from deformer_stream.page.app import Page, PageOptions, make_app
+from deformer_stream.page.store import IncidentStore
+from deformer_stream.runtime.bridge_metrics import BridgeMetrics, SourceMetrics
 from deformer_stream.runtime.detection_metrics import DetectionMetrics
+from deformer_stream.runtime.incident_memory import MemoryFeedbackLog
 from deformer_stream.runtime.incident_metrics import DeliveryMetrics, OpenIncidentMetrics
 from deformer_stream.runtime.metrics import Metrics
 from tests.conftest import ROOT
@@ -53,10 +60,18 @@ def list_metrics() -> set[str]:
     incidents = DetectionMetrics()
     DeliveryMetrics(incidents.registry)
     OpenIncidentMetrics(incidents.registry)
+    bridge = BridgeMetrics()
+    SourceMetrics(bridge, SparkplugTranslator(1000))
+    page = TestClient(
+        make_app(Page(PageOptions("sensors"), IncidentStore(), MemoryFeedbackLog())), base_url="http://127.0.0.1:8080"
+    )
+    families = [
+        *(family for one in (Metrics(), incidents, bridge) for family in one.registry.collect()),
+        *text_string_to_metric_families(page.get("/metrics").text),
+    ]
     return {
         family.name + "_total" * (family.type == "counter")
-        for registry in (Metrics().registry, incidents.registry)
-        for family in registry.collect()
+        for family in families
         if family.name.startswith("deformer_")
     }
 
@@ -203,21 +218,6 @@ def test_the_dashboard_shows_one_release_of_one_prometheus() -> None:
             assert set(selectors) == {'{namespace=~"$namespace",release=~"$release",job=~"$job"}'}, target["expr"]
 
 
-def load_rules() -> list[dict[str, Any]]:
-    """Return the alert rules."""
-    return [rule for group in load_document("prometheus-rules.yaml")["groups"] for rule in group["rules"]]
-
-
-def test_alarms_ask_for_metrics_that_there_are() -> None:
-    assert find_metrics([rule["expr"] for rule in load_rules()]) <= list_metrics()
-
-
-def test_alarms_separate_the_releases_of_one_prometheus() -> None:
-    for rule in load_rules():
-        selectors = re.findall(r"\b(?:deformer_|process_|up\b)\w*(\{[^}]*\})?", rule["expr"])
-        assert all(selector.startswith('{job=~"deformer.*"') for selector in selectors), rule["expr"]
-        assert not re.search(r"\b(sum|count|max|min|avg) ?\(", rule["expr"]), rule["expr"]
-        for labels in re.findall(r"\b(?:by|on) \((.*?)\)", rule["expr"]):
 def read_section(page: str, heading: str) -> str:
     """Return the text of a section of a page, by the line of its heading."""
     text = (ROOT / page).read_text()
@@ -248,6 +248,21 @@ def test_the_runbook_names_both_reasons_for_two_models() -> None:
         assert f"`{event}`" in text
 
 
+def load_rules() -> list[dict[str, Any]]:
+    """Return the alert rules."""
+    return [rule for group in load_document("prometheus-rules.yaml")["groups"] for rule in group["rules"]]
+
+
+def test_alarms_ask_for_metrics_that_there_are() -> None:
+    assert find_metrics([rule["expr"] for rule in load_rules()]) <= list_metrics()
+
+
+def test_alarms_separate_the_releases_of_one_prometheus() -> None:
+    for rule in load_rules():
+        selectors = re.findall(r"\b(?:deformer_|process_|up\b)\w*(\{[^}]*\})?", rule["expr"])
+        assert all(selector.startswith('{job=~"deformer.*"') for selector in selectors), rule["expr"]
+        assert not re.search(r"\b(sum|count|max|min|avg) ?\(", rule["expr"]), rule["expr"]
+        for labels in re.findall(r"\b(?:by|on) \((.*?)\)", rule["expr"]):
             assert labels.startswith("namespace, release, job"), rule["expr"]
 
 

@@ -240,7 +240,6 @@ def test_receivers_are_notified_by_one_process() -> None:
         assert notifying == {name}
 
 
-def test_passwords_are_in_secrets_only() -> None:
 @pytest.mark.parametrize(("is_separate", "name"), [("false", "incidents"), ("true", "delivery")])
 def test_the_address_of_a_webhook_can_be_a_secret(is_separate: str, name: str) -> None:
     secret = ["--set", f"receivers.secret.existing=hooks,receivers.secret.webhook=true,delivery.enabled={is_separate}"]
@@ -282,6 +281,7 @@ def test_labels_and_annotations_that_are_given_twice_come_once(tmp_path: Path) -
     assert find_object(objects, "PodMonitor", "")["metadata"]["labels"]["release"] == "prometheus"
 
 
+def test_passwords_are_in_secrets_only() -> None:
     words = ["--set", "kafka.security.protocol=SASL_SSL,kafka.security.mechanism=PLAIN"]
     login = [
         "--set",
@@ -463,8 +463,8 @@ def test_two_releases_in_one_prometheus_do_not_share_alerts(tmp_path: Path) -> N
         objects = load_objects(*MINIMAL, *monitoring, *team, release=release)
         rules = find_object(objects, "PrometheusRule", release)["spec"]
         (tmp_path / f"{release}.yaml").write_text(yaml.safe_dump(rules))
-    labels = find_object(objects, "PodMonitor", "spare")["spec"]["podMetricsEndpoints"][0]["relabelings"]
-    assert [label["targetLabel"] for label in labels] == ["job", "release"]
+    for endpoint in find_object(objects, "PodMonitor", "spare")["spec"]["podMetricsEndpoints"]:
+        assert [label["targetLabel"] for label in endpoint["relabelings"]] == ["job", "release"]
     target = '{namespace="plant", release="plant", job="deformer-consume", instance="10.0.0.1:9464"}'
     missing = {"alertname": "DeformerStreamDown", "namespace": "plant", "release": "spare", "team": "spare"}
     not_ready = {"alertname": "DeformerStreamNotReady", "namespace": "plant", "release": "plant", "team": "plant"}
@@ -472,6 +472,7 @@ def test_two_releases_in_one_prometheus_do_not_share_alerts(tmp_path: Path) -> N
         "interval": "1m",
         "input_series": [
             {"series": f"up{target}", "values": "1x30"},
+            {"series": f"deformer_events_total{target}", "values": "0+10x30"},
             {"series": f"deformer_ready{target}", "values": "0x30"},
         ],
         "promql_expr_test": [
@@ -489,6 +490,45 @@ def test_two_releases_in_one_prometheus_do_not_share_alerts(tmp_path: Path) -> N
     file.write_text(yaml.safe_dump({"rule_files": ["plant.yaml", "spare.yaml"], "tests": [test]}))
     tested = run_program("promtool", "test", "rules", str(file))
     assert tested.returncode == 0, tested.stdout + tested.stderr
+
+
+def test_prometheus_reads_the_metrics_of_every_pod() -> None:
+    words = [
+        "--set",
+        "monitoring.podMonitor.enabled=true,delivery.enabled=true,receivers.webhook={https://example.org}",
+    ]
+    policy = [
+        "--set-json",
+        'networkPolicy={"enabled": true, "metricsFrom": [{"podSelector": {"matchLabels": {"app": "prometheus"}}}], '
+        '"pageFrom": [{"podSelector": {"matchLabels": {"app": "ingress"}}}]}',
+    ]
+    objects = load_objects(*MINIMAL, *BRIDGE, *words, *policy)
+    ports = {endpoint["port"] for endpoint in find_object(objects, "PodMonitor", "")["spec"]["podMetricsEndpoints"]}
+    workloads = [one for one in objects if one["kind"] in ("StatefulSet", "Deployment")]
+    assert len(workloads) == 5
+    for one in workloads:
+        template = one["spec"]["template"]
+        ((port,),) = (container["ports"] for container in template["spec"]["containers"])
+        assert port["name"] in ports
+        assert template["metadata"]["annotations"]["prometheus.io/scrape"] == "true"
+        assert template["metadata"]["annotations"]["prometheus.io/port"] == str(port["containerPort"])
+        component = template["metadata"]["labels"]["app.kubernetes.io/component"]
+        (rule,) = find_object(objects, "NetworkPolicy", f"-{component}")["spec"]["ingress"]
+        assert rule["ports"] == [{"port": port["name"]}]
+        assert {"podSelector": {"matchLabels": {"app": "prometheus"}}} in rule["from"]
+
+
+@pytest.mark.parametrize(
+    "replicas", ["consume.replicas=0", "autoscaling.keda.enabled=true,autoscaling.keda.minReplicas=0"]
+)
+def test_a_release_that_may_have_no_consumers_does_not_alert_about_it(replicas: str) -> None:
+    rules = ["--set", "monitoring.prometheusRule.enabled=true"]
+    names = []
+    for words in (rules, [*rules, "--set", replicas]):
+        groups = find_object(load_objects(*MINIMAL, *words), "PrometheusRule", "")["spec"]["groups"]
+        names.append({rule["alert"] for group in groups for rule in group["rules"]})
+    assert names[0] - names[1] == {"DeformerStreamNoConsumers"}
+    assert names[1] < names[0]
 
 
 def test_a_packaged_chart_has_the_rules_and_the_dashboard(tmp_path: Path) -> None:
@@ -514,6 +554,25 @@ def test_a_packaged_chart_has_the_rules_and_the_dashboard(tmp_path: Path) -> Non
         ("serve.auth.existingSecret=", "serve.auth"),
         ("kafka.security.protocol=SASL_SSL,kafka.security.mechanism=PLAIN", "existingSecret"),
         ("kafka.security.protocol=SASL_SSL,kafka.security.existingSecret=s", "mechanism is required"),
+        ("kafka.security.existingSecret=s", "a login needs protocol SASL_SSL or SASL_PLAINTEXT, and it is PLAINTEXT"),
+        ("kafka.security.protocol=SSL,kafka.security.mechanism=PLAIN", "a login needs protocol SASL_SSL"),
+        ("kafka.security.tls.existingSecret=ca", "with PLAINTEXT, connections to the brokers are not encrypted"),
+        (
+            "kafka.security.protocol=SASL_PLAINTEXT,kafka.security.mechanism=PLAIN,kafka.security.existingSecret=s,"
+            "kafka.security.tls.existingSecret=ca",
+            "with SASL_PLAINTEXT, connections",
+        ),
+        ("kafka.security.protocol=SSL,kafka.security.tls.clientCertificate=true", "needs kafka.security.tls.existing"),
+        ("receivers.secret.pagerdutyKey=true", "receivers.secret.existing"),
+        ("receivers.secret.webhookSecret=true", "receivers.secret.existing"),
+        ("receivers.secret.notify=true,delivery.enabled=true", "receivers.secret.existing"),
+        ("receivers.secret.webhook=true", "receivers.secret.existing"),
+        (
+            "receivers.webhook={https://example.org/a},receivers.secret.webhook=true,receivers.secret.existing=s",
+            "one would be ignored",
+        ),
+        ("commonLabels.app\\.kubernetes\\.io/component=x", "commonLabels: the chart finds its pods by the label"),
+        ("serve.podLabels.app\\.kubernetes\\.io/name=x", "serve.podLabels: the chart finds its pods"),
         ("model.by=type", "set model.several=true"),
         ("model.several=yes", "several"),
         ("delivery.enabled=true", "delivery has no receiver"),
@@ -548,22 +607,3 @@ def test_alert_rules_fire_when_they_should_and_only_then() -> None:
 def test_hadolint_finds_no_fault_in_the_dockerfile() -> None:
     result = run_program("hadolint", str(DEPLOY / "Dockerfile"))
     assert result.returncode == 0, result.stdout
-        ("kafka.security.existingSecret=s", "a login needs protocol SASL_SSL or SASL_PLAINTEXT, and it is PLAINTEXT"),
-        ("kafka.security.protocol=SSL,kafka.security.mechanism=PLAIN", "a login needs protocol SASL_SSL"),
-        ("kafka.security.tls.existingSecret=ca", "with PLAINTEXT, connections to the brokers are not encrypted"),
-        (
-            "kafka.security.protocol=SASL_PLAINTEXT,kafka.security.mechanism=PLAIN,kafka.security.existingSecret=s,"
-            "kafka.security.tls.existingSecret=ca",
-            "with SASL_PLAINTEXT, connections",
-        ),
-        ("kafka.security.protocol=SSL,kafka.security.tls.clientCertificate=true", "needs kafka.security.tls.existing"),
-        ("receivers.secret.pagerdutyKey=true", "receivers.secret.existing"),
-        ("receivers.secret.webhookSecret=true", "receivers.secret.existing"),
-        ("receivers.secret.notify=true,delivery.enabled=true", "receivers.secret.existing"),
-        ("receivers.secret.webhook=true", "receivers.secret.existing"),
-        (
-            "receivers.webhook={https://example.org/a},receivers.secret.webhook=true,receivers.secret.existing=s",
-            "one would be ignored",
-        ),
-        ("commonLabels.app\\.kubernetes\\.io/component=x", "commonLabels: the chart finds its pods by the label"),
-        ("serve.podLabels.app\\.kubernetes\\.io/name=x", "serve.podLabels: the chart finds its pods"),
