@@ -18,12 +18,19 @@ from typing import Any
 import click
 import pytest
 import yaml
+from prometheus_client.parser import text_string_to_metric_families
+from starlette.testclient import TestClient
 
 from deformer_stream.cli.bridge import build_bridge
 from deformer_stream.cli.incidents import build_incidents
 from deformer_stream.cli.serve import build_serve
 from deformer_stream.cli.stream import build_consume
+from deformer_stream.codec.sparkplug import SparkplugTranslator
+from deformer_stream.page.app import Page, PageOptions, make_app
+from deformer_stream.page.store import IncidentStore
+from deformer_stream.runtime.bridge_metrics import BridgeMetrics, SourceMetrics
 from deformer_stream.runtime.detection_metrics import DetectionMetrics
+from deformer_stream.runtime.incident_memory import MemoryFeedbackLog
 from deformer_stream.runtime.incident_metrics import DeliveryMetrics, OpenIncidentMetrics
 from deformer_stream.runtime.metrics import Metrics
 from tests.conftest import ROOT
@@ -53,10 +60,18 @@ def list_metrics() -> set[str]:
     incidents = DetectionMetrics()
     DeliveryMetrics(incidents.registry)
     OpenIncidentMetrics(incidents.registry)
+    bridge = BridgeMetrics()
+    SourceMetrics(bridge, SparkplugTranslator(1000))
+    page = TestClient(
+        make_app(Page(PageOptions("sensors"), IncidentStore(), MemoryFeedbackLog())), base_url="http://127.0.0.1:8080"
+    )
+    families = [
+        *(family for one in (Metrics(), incidents, bridge) for family in one.registry.collect()),
+        *text_string_to_metric_families(page.get("/metrics").text),
+    ]
     return {
         family.name + "_total" * (family.type == "counter")
-        for registry in (Metrics().registry, incidents.registry)
-        for family in registry.collect()
+        for family in families
         if family.name.startswith("deformer_")
     }
 
@@ -89,7 +104,7 @@ def test_members_of_groups_have_permanent_names(name: str) -> None:
     """Otherwise alerts arrive late after a crash, and a restarted process waits for its partitions."""
     assert "INSTANCE" in load_document("compose.yaml")["services"][SERVICES[name]]["environment"]["DEFORMER_INSTANCE"]
     template = (CHART / "templates" / f"{name}.yaml").read_text()
-    assert f'list "{name}" "--config=/etc/deformer/config/deformer.toml" "--instance=$(POD_NAME)"' in template
+    assert '(printf "--instance=%s-$(POD_NAME)" .Release.Namespace)' in template
     assert "kind: StatefulSet" in template, "the names of its pods stay the same"
 
 
@@ -201,6 +216,36 @@ def test_the_dashboard_shows_one_release_of_one_prometheus() -> None:
         for target in panel["targets"]:
             selectors = re.findall(r"\bdeformer_\w+(\{[^}]*\})?", target["expr"])
             assert set(selectors) == {'{namespace=~"$namespace",release=~"$release",job=~"$job"}'}, target["expr"]
+
+
+def read_section(page: str, heading: str) -> str:
+    """Return the text of a section of a page, by the line of its heading."""
+    text = (ROOT / page).read_text()
+    found = re.search(rf"^{re.escape(heading)}\n(.*?)(?=^##|\Z)", text, re.MULTILINE | re.DOTALL)
+    assert found is not None, heading
+    return found[1]
+
+
+def test_incidents_are_calibrated_before_they_are_started() -> None:
+    """Without a calibration, `incidents` ends with exit code 2, unless records are windows."""
+    steps = read_section(RUNBOOK, "## Kubernetes in ten minutes")
+    assert 0 < steps.index("calibrate --incidents") < steps.index("kubectl cp model") < steps.index("helm install")
+    assert "incidents.options.records-per-day" in steps
+    assert "calibrate --incidents" in (DEPLOY / "compose.yaml").read_text().partition("services:")[0]
+    assert "calibrate --incidents" in (CHART / "values.yaml").read_text().partition("\nincidents:")[0]
+
+
+def test_the_user_of_the_image_is_named_where_files_are_given_to_it() -> None:
+    user = load_document("helm/deformer-stream/values.yaml")["podSecurityContext"]["runAsUser"]
+    assert f"sudo chown {user} token" in (DEPLOY / "compose.yaml").read_text().partition("services:")[0]
+    assert f"sudo chown {user} token" in read_section("docs/how-to/operators-page.md", "## Let others use it")
+
+
+def test_the_runbook_names_both_reasons_for_two_models() -> None:
+    text = read_section(RUNBOOK, "### DeformerStreamTwoModels")
+    for event, module in (("model_not_readable", "reload"), ("model_rejected", "pipeline")):
+        assert f'"{event}"' in (ROOT / "deformer_stream" / "runtime" / f"{module}.py").read_text()
+        assert f"`{event}`" in text
 
 
 def load_rules() -> list[dict[str, Any]]:

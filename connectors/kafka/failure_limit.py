@@ -19,10 +19,11 @@ class FailureLimit:
     Args:
         seconds: Seconds after which a further failure is raised.
         event: The name of the warning that is logged about failures, at most once in `WARNING_SECONDS`.
+        component: The name of the component in the log.
     """
 
-    def __init__(self, seconds: float, event: str) -> None:
-        self._seconds, self._event = seconds, event
+    def __init__(self, seconds: float, event: str, component: str = "kafka") -> None:
+        self._seconds, self._event, self._component = seconds, event, component
         # Both times are monotonic.
         self._failing_since: float | None = None  # when the first of the latest consecutive failures was recorded
         self._warned_at = -WARNING_SECONDS  # long ago, so that the first failure is logged at once
@@ -42,7 +43,7 @@ class FailureLimit:
             raise error
         if now - self._warned_at >= WARNING_SECONDS:
             self._warned_at = now
-            log.get_logger("kafka").warning(self._event, error=str(error))
+            log.get_logger(self._component).warning(self._event, error=str(error))
 
     def record_success(self) -> None:
         """Record that a request did not fail."""

@@ -199,7 +199,20 @@ class KafkaSource:
     @property
     def assigned_partitions(self) -> frozenset[int]:
         """The numbers of the partitions that this process owns."""
-        return frozenset(tp.partition for tp in self._consumer.assignment)
+        return frozenset(tp.partition for tp in self._assignment)
+
+    @property
+    def _assignment(self) -> frozenset[TopicPartition]:
+        """The partitions of the topic that this process owns."""
+        return self._select_own(self._consumer.assignment)
+
+    def _select_own(self, partitions: Iterable[TopicPartition]) -> frozenset[TopicPartition]:
+        """Return those of the given partitions that belong to the topic of this source.
+
+        A process that restarts with another topic and the same instance name gets the partitions of the previous
+        process at first, because Kafka does not rebalance the group then. `GroupMembership.check_owners` joins again.
+        """
+        return frozenset(tp for tp in partitions if tp.topic == self.topic)
 
     @property
     def has_joined(self) -> bool:
@@ -285,16 +298,14 @@ class KafkaSource:
         """
         for number in np.unique(messages.partitions).tolist():
             tp = TopicPartition(self.topic, number)
-            if tp in self._consumer.assignment:
+            if tp in self._assignment:
                 first_offset = int(messages.offsets[messages.partitions == number].min())
                 self._consumer.stop([tp])
                 self._stopped_at[tp] = self._polled_positions[tp] = first_offset
 
     def _list_active(self) -> list[TopicPartition]:
         """Return the partitions that are being read."""
-        return [
-            tp for tp in self._consumer.assignment if tp not in self._restorer.unrestored and tp not in self._stopped_at
-        ]
+        return [tp for tp in self._assignment if tp not in self._restorer.unrestored and tp not in self._stopped_at]
 
     def _fetch(self, timeout: float) -> MessageColumns | None:
         """Poll the consumer and handle its errors.
@@ -320,7 +331,7 @@ class KafkaSource:
             offsets = {tp.partition: offset for tp, offset in error.offset_by_partition.items()}
             log.get_logger("kafka").warning("offset_out_of_range", offsets=offsets)
             # Treat the partitions as if they were revoked and assigned again.
-            partitions = frozenset(error.offset_by_partition) & self._consumer.assignment
+            partitions = frozenset(error.offset_by_partition) & self._assignment
             self._consumer.stop(partitions)
             self._remove_partitions(partitions)
             self._restorer.add_gone({tp: error.offset_by_partition[tp] for tp in partitions})
@@ -505,7 +516,7 @@ class KafkaSource:
         the events before its committed offset have been read again to bring that state up to date. The same is true of
         `waiting_partitions`.
         """
-        committable = filter(self._is_committable, self._consumer.assignment)
+        committable = filter(self._is_committable, self._assignment)
         # A partition that waits no longer is stopped until the next poll, which starts it where it was stopped.
         positions = {tp: self._stopped_at.get(tp, self._consumer.get_position(tp)) for tp in committable}
         return {tp: position for tp, position in positions.items() if position is not None}
@@ -527,7 +538,7 @@ class KafkaSource:
             A mapping from (topic, partition number) to the number of messages.
         """
         lag_by_partition = {}
-        for tp in self._consumer.assignment:
+        for tp in self._assignment:
             position = self._consumer.get_position(tp)
             # The response with messages can be older than the last request for end offsets.
             ends = (self._consumer.get_known_end(tp), self._liveness.end_offsets.get(tp))
@@ -550,10 +561,15 @@ class KafkaSource:
     # The consumer calls the following methods, possibly in another thread, while our thread waits inside a call.
 
     def on_assigned(self, partitions: frozenset[TopicPartition]) -> None:
-        """Note newly assigned partitions, which the next polls restore."""
-        self._restorer.add(partitions)
-        numbers = sorted(tp.partition for tp in partitions)
+        """Note newly assigned partitions, which the next polls restore. Those of another topic are left out."""
+        assigned = self._select_own(partitions)
+        self._restorer.add(assigned)
+        numbers = sorted(tp.partition for tp in assigned)
         log.get_logger("kafka").info("partitions_assigned", topic=self.topic, partitions=numbers)
+        if others := sorted(partitions - assigned):
+            log.get_logger("kafka").warning(
+                "partitions_of_another_topic", topic=self.topic, others=[f"{tp.topic}-{tp.partition}" for tp in others]
+            )
 
     def on_revoked(self, partitions: frozenset[TopicPartition]) -> Offsets:
         """Commit the offsets and the state of revoked partitions, so that the next owner continues there.
@@ -570,7 +586,7 @@ class KafkaSource:
         offsets = {} if self._is_closed or not committable else self._commit_revoked(committable)
         self._revocations.append(bool(offsets))
         # At once, because the partitions can be assigned again before the consumer has committed their offsets.
-        self._remove_partitions(partitions)
+        self._remove_partitions(self._select_own(partitions))
         return offsets
 
     def _commit_revoked(self, revoked: Iterable[TopicPartition]) -> Offsets:
@@ -647,7 +663,7 @@ class KafkaSource:
         Args:
             partitions: The partitions that this process owned.
         """
-        self._remove_partitions(partitions)
+        self._remove_partitions(self._select_own(partitions))
 
     def _remove_partitions(self, partitions: Iterable[TopicPartition]) -> None:
         """Delete what is stored about partitions that now belong to another process, and list them as revoked."""

@@ -125,8 +125,15 @@ def _connect(
 
     patience = get_start_patience(settings)
     sink, translator, sparkplug = connect_with_retries(connect, patience, stop, metrics.record_progress, cleanup)
-    source = _connect_mqtt(settings, pattern) if is_mqtt else _connect_opcua(settings)
-    cleanup.callback(source.close)
+
+    def open_source(attempt: ExitStack) -> BridgeSource:
+        """Connect to the source; the connection is closed if that fails."""
+        source = _connect_mqtt(settings, pattern) if is_mqtt else _connect_opcua(settings)
+        attempt.callback(source.close)
+        return source
+
+    component = "mqtt" if is_mqtt else "opcua"
+    source = connect_with_retries(open_source, patience, stop, metrics.record_progress, cleanup, component)
     return BridgePipeline(source, translator, sink, metrics, SourceMetrics(metrics, sparkplug))
 
 

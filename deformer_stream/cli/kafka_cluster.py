@@ -1,4 +1,4 @@
-"""The Kafka cluster that the options of a command name, and the connection to it when the command starts."""
+"""The Kafka cluster that the options of a command name, and connections that are made when the command starts."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def join_group(
 
 
 def get_start_patience(settings: StartSettings) -> float | None:
-    """Return the seconds for which a command that starts waits for the brokers; None if it does not wait.
+    """Return the seconds for which a command waits for brokers and its source at the start; None if it does not wait.
 
     A process with --http is supervised, and its health is examined while it waits. For a person at a terminal, a wrong
     address is likelier than an outage, and one attempt is better.
@@ -136,8 +136,9 @@ def connect_with_retries(
     stop: threading.Event,
     on_wait: Callable[[], None],
     cleanup: ExitStack,
+    component: str = "kafka",
 ) -> Result:
-    """Connect to Kafka when a command starts; try again while the brokers do not respond.
+    """Connect to Kafka, or to a source in a plant, when a command starts; try again while it does not respond.
 
     So a process that starts within an outage waits for its end, as a process that already runs does.
 
@@ -148,6 +149,7 @@ def connect_with_retries(
         stop: Set when the command must end. An attempt that fails is then the last one.
         on_wait: A function that another thread calls again and again during an attempt, and this one between two.
         cleanup: An exit stack, to which the functions that close the connections are added.
+        component: The name in the log of the component that connects.
 
     Returns:
         What `connect` has returned.
@@ -164,7 +166,7 @@ def connect_with_retries(
     from deformer_stream import log
     from deformer_stream.errors import Unavailable
 
-    failures = None if patience is None else FailureLimit(patience, "connection_failed_retrying")
+    failures = None if patience is None else FailureLimit(patience, "connection_failed_retrying", component)
     while True:
         with ExitStack() as attempt:
             try:
@@ -178,7 +180,7 @@ def connect_with_retries(
                         raise
                     failures.record_failure(error)
                 if stop.wait(RETRY_SECONDS):
-                    log.get_logger("kafka").info("stopped", message="the brokers have not responded yet")
+                    log.get_logger(component).info("stopped", message="the brokers have not responded yet")
                     raise click.exceptions.Exit(0) from None
             else:
                 cleanup.push(attempt.pop_all())

@@ -122,6 +122,7 @@ def connect_to_mqtt(
     from connectors.files import StateFolder
     from connectors.mqtt import AlertTopic, MqttAlertSink, MqttSource
     from deformer_stream.cli import codecs
+    from deformer_stream.cli.kafka_cluster import connect_with_retries, get_start_patience
     from deformer_stream.codec.bridge_messages import PrefixTranslator, TopicPattern, ValueTranslator
     from deformer_stream.codec.sparkplug import PREFIX, SparkplugTranslator
     from deformer_stream.errors import InvariantViolated
@@ -141,10 +142,18 @@ def connect_to_mqtt(
     sparkplug = SparkplugTranslator(max_bytes)
     store = StateFolder(settings.state_dir)
     cleanup.callback(store.close)
-    sink = MqttAlertSink(options, alert_topic, metrics.record_progress, stop)
-    cleanup.callback(sink.close)
-    mqtt = MqttSource(options)
-    cleanup.callback(mqtt.close)
+
+    def connect(attempt: ExitStack) -> tuple[MqttAlertSink, MqttSource]:
+        """Connect to the broker; the connections are closed if that fails."""
+        sink = MqttAlertSink(options, alert_topic, metrics.record_progress, stop)
+        attempt.callback(sink.close)
+        source = MqttSource(options)
+        attempt.callback(source.close)
+        return sink, source
+
+    sink, mqtt = connect_with_retries(
+        connect, get_start_patience(settings), stop, metrics.record_progress, cleanup, "mqtt"
+    )
     translator = PrefixTranslator({PREFIX: sparkplug}, values)
     source = PlantSource(mqtt, translator, sparkplug, store, options.filter, SourceMetrics(metrics, sparkplug))
     return source, [sink]

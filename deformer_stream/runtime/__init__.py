@@ -5,6 +5,7 @@ The modules are:
     ports                the protocols of sources, sinks and clocks
     pipeline             the loop that scores events
     source_status        whether a loop is ready, and how far it is behind its source
+    group_metrics        metrics of every process that reads partitions of a topic
     recovery, reload, timing          restored partitions; new models; clocks and the schedule of commits
     alert_rate, alert_share, repeated_readings   limits and warnings
     metrics, process_metrics, http_server        metrics and health

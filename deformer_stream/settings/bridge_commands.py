@@ -57,8 +57,8 @@ class BridgeSettings(KafkaSettings, PlantSourceSettings, TranslationSettings):
     )
     patience: Timeout = text_default(
         "2m",
-        description="Time to retry while the source or the brokers cannot be reached; for the brokers, at the start "
-        "only with --http. After it, the command ends with exit code 4.",
+        description="Time to retry while the source or the brokers cannot be reached; at the start only with --http. "
+        "After it, the command ends with exit code 4.",
     )
     http: str | None = Field(
         None,

@@ -422,7 +422,7 @@ class Group:
             admin.remove_group_members(self.name, [MemberToRemove(get_member_id(member.source))])
 
     def read_committed(self) -> dict[int, OffsetAndMetadata]:
-        """Return the committed offset with its metadata, by partition."""
+        """Return the committed offset of the topic with its metadata, by partition."""
         deadline = time.monotonic() + TIMEOUT_SECONDS
         with open_admin(self.bootstrap) as admin:
             while True:
@@ -434,7 +434,7 @@ class Group:
                     return {
                         tp.partition: offset._replace(metadata=offset.metadata.rstrip("\0"))  # of confluent-kafka
                         for tp, offset in offsets.items()
-                        if offset.offset >= 0
+                        if tp.topic == self.topic and offset.offset >= 0
                     }
 
     def read_positions(self) -> dict[int, int]:

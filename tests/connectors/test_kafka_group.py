@@ -148,6 +148,24 @@ def test_restarted_instance_keeps_its_partitions(group: Callable[..., Group], mo
     assert world.mode == "at-least-once" or len(world.list_alerts()) == world.num_sent
 
 
+def test_restart_with_another_topic_reads_that_topic(group: Callable[..., Group]) -> None:
+    """Kafka gives a process the partitions of its predecessor, which are those of the previous topic."""
+    former, world = group(2), group(2)
+    world.name = former.name
+    former.produce(20)
+    world.produce(30)
+    first = former.add_member("one", session_seconds=60.0)
+    first.read(20)
+    first.commit()
+    first.close()
+    second = world.add_member("one", session_seconds=60.0)
+    second.read(30)
+    second.commit()
+    assert second.source.assigned_partitions == {0, 1}
+    world.check_effects(second)
+    assert sum(former.read_positions().values()) == 20
+
+
 @pytest.mark.parametrize("instance", [None, "two"])
 def test_restart_within_a_rebalance_leaves_no_partition_without_a_member(
     group: Callable[..., Group], instance: str | None

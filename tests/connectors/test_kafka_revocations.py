@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from structlog.testing import capture_logs
+
 from connectors.kafka.ports import CommittedOffset, OutgoingMessage, TopicPartition
 from connectors.kafka.source import KafkaSource
 from deformer_stream.errors import Unavailable
@@ -48,3 +50,25 @@ def test_offsets_that_the_consumer_could_not_commit_are_committed_again(fake_kaf
     assert fake_kafka.committed == {}
     source.commit()
     assert fake_kafka.committed == {TPS[1]: CommittedOffset(5)}
+
+
+def test_partitions_of_another_topic_are_neither_read_nor_committed(fake_kafka: FakeKafka, clock: Clock) -> None:
+    """Kafka assigns the partitions of the previous topic to a process that restarts under its name with another one."""
+    source, consumer = open_source(fake_kafka)
+    source.waiting_partitions = frozenset([2])
+    others = [TopicPartition("earlier-events", number) for number in range(3)]
+    with capture_logs() as logs:
+        consumer.give(*others)
+    assert [entry["others"] for entry in logs if entry["event"] == "partitions_of_another_topic"] == [
+        ["earlier-events-0", "earlier-events-1", "earlier-events-2"]
+    ]
+    polled = source.poll(0.0)
+    assert polled.restored_partitions == ()
+    assert source.assigned_partitions == {0, 1}
+    source.commit()
+    assert fake_kafka.committed == dict.fromkeys(TPS, CommittedOffset(5))
+    assert source.on_revoked(frozenset(others[:2])) == {}
+    source.on_revoked_committed(None)
+    source.on_lost(frozenset(others[2:]))
+    consumer.take(*others)
+    assert source.poll(0.0).revoked_partitions == (), "the partitions of the same numbers are still owned"

@@ -5,6 +5,7 @@ pytest collects this file only if it is named, as `make test-deploy` does, which
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -45,16 +46,25 @@ def run_program(name: str, *words: str, text: str | None = None) -> subprocess.C
 
 def render(*words: str, version: str = NEWEST, release: str = "plant") -> str:
     """Return the objects of a release of the chart as YAML."""
-    result = run_program(
-        "helm", "template", release, str(CHART), "--kube-version", version, "--namespace", "plant", *words
-    )
+    result = run_program("helm", "template", release, str(CHART), "--kube-version", version, *words)
     assert result.returncode == 0, result.stderr
     return result.stdout
 
 
-def load_objects(*words: str, release: str = "plant") -> list[dict[str, Any]]:
+class UniqueKeyLoader(yaml.SafeLoader):
+    """A loader that refuses mappings in which a key comes twice, which YAML forbids."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """Return a mapping."""
+        keys = [self.construct_object(key) for key, _ in node.value]
+        assert len(set(keys)) == len(keys), f"{node.start_mark}: a key comes twice among {keys}"
+        return super().construct_mapping(node, deep)
+
+
+def load_objects(*words: str, release: str = "plant", namespace: str = "plant") -> list[dict[str, Any]]:
     """Return the objects of a release of the chart."""
-    return [document for document in yaml.safe_load_all(render(*words, release=release)) if document]
+    text = render(*words, "--namespace", namespace, release=release)
+    return [document for document in yaml.load_all(text, UniqueKeyLoader) if document]
 
 
 def get_pods(objects: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -212,8 +222,11 @@ def test_the_login_of_the_bridge_is_in_its_pod_only(tmp_path: Path) -> None:
 
 def test_names_of_consumers_stay_the_same() -> None:
     objects = load_objects(*MINIMAL)
-    container = get_pods(objects)["consume"]["containers"][0]
-    assert "--instance=$(POD_NAME)" in container["args"]
+    for name in ("consume", "incidents"):
+        assert "--instance=plant-$(POD_NAME)" in get_pods(objects)[name]["containers"][0]["args"]
+        # Releases of one name in two namespaces may use one Kafka.
+        other = get_pods(load_objects(*MINIMAL, namespace="spare"))[name]
+        assert "--instance=spare-$(POD_NAME)" in other["containers"][0]["args"]
     assert find_object(objects, "StatefulSet", "-consume")["spec"]["replicas"] == 2
 
 
@@ -225,6 +238,47 @@ def test_receivers_are_notified_by_one_process() -> None:
             name for name, pod in pods.items() if "--webhook=https://example.org/hook" in pod["containers"][0]["args"]
         }
         assert notifying == {name}
+
+
+@pytest.mark.parametrize(("is_separate", "name"), [("false", "incidents"), ("true", "delivery")])
+def test_the_address_of_a_webhook_can_be_a_secret(is_separate: str, name: str) -> None:
+    secret = ["--set", f"receivers.secret.existing=hooks,receivers.secret.webhook=true,delivery.enabled={is_separate}"]
+    for component, pod in get_pods(load_objects(*MINIMAL, *secret)).items():
+        variables = {variable["name"]: variable for variable in pod["containers"][0]["env"]}
+        assert ("DEFORMER_WEBHOOK" in variables) == (component == name)
+        if component == name:
+            source = {"secretKeyRef": {"name": "hooks", "key": "webhook"}}
+            assert variables["DEFORMER_WEBHOOK"]["valueFrom"] == source
+
+
+@pytest.mark.parametrize(
+    "receiver",
+    [
+        '{"extraEnv": [{"name": "DEFORMER_WEBHOOK", "valueFrom": {"secretKeyRef": {"name": "hooks", "key": "url"}}}]}',
+        '{"extraEnvFrom": [{"secretRef": {"name": "hooks"}}]}',
+        '{"extraArgs": ["--notify=json://hooks.example"]}',
+    ],
+)
+def test_receivers_can_be_named_in_the_values_of_their_process(receiver: str) -> None:
+    words = ["--set-json", f"delivery={receiver}", "--set", "delivery.enabled=true"]
+    assert "delivery" in get_pods(load_objects(*MINIMAL, *words))
+
+
+def test_labels_and_annotations_that_are_given_twice_come_once(tmp_path: Path) -> None:
+    values = tmp_path / "values.yaml"
+    values.write_text(
+        "commonLabels: {team: a, site: s, app.kubernetes.io/version: v7, release: x}\n"
+        "consume: {podLabels: {team: b}, podAnnotations: {prometheus.io/scrape: 'false'}}\n"
+        "monitoring: {podMonitor: {enabled: true, labels: {release: prometheus}}}\n"
+    )
+    objects = load_objects(*MINIMAL, "--values", str(values))
+    found = find_object(objects, "StatefulSet", "-consume")
+    pod = found["spec"]["template"]["metadata"]
+    assert (pod["labels"]["team"], pod["labels"]["site"]) == ("b", "s")
+    assert pod["annotations"]["prometheus.io/scrape"] == "false"
+    assert found["metadata"]["labels"]["app.kubernetes.io/version"] == "v7"
+    assert found["spec"]["selector"]["matchLabels"].items() <= pod["labels"].items()
+    assert find_object(objects, "PodMonitor", "")["metadata"]["labels"]["release"] == "prometheus"
 
 
 def test_passwords_are_in_secrets_only() -> None:
@@ -332,6 +386,44 @@ def test_the_number_of_replicas_is_left_to_autoscaling() -> None:
     assert not any(one["kind"] == "HorizontalPodAutoscaler" for one in load_objects(*MINIMAL))
 
 
+def test_the_page_says_how_to_stop_consumers_that_are_scaled() -> None:
+    """KEDA would start them again, and an HPA would leave them at 0."""
+    section = (ROOT / "docs" / "how-to" / "deploy.md").read_text().partition("### Stop all consumers")[2]
+    section = section.partition("\n### ")[0]
+    for kind, scaler in (("ScaledObject", "keda"), ("HorizontalPodAutoscaler", "hpa")):
+        objects = load_objects(*MINIMAL, "--set", f"autoscaling.{scaler}.enabled=true", release="deformer")
+        scaled = find_object(objects, kind, "-consume")
+        name = find_object(objects, "StatefulSet", "-consume")["metadata"]["name"]
+        (row,) = (line for line in section.splitlines() if line.startswith(f"| {scaler.upper()} |"))
+        if scaler == "keda":
+            named = f"kubectl annotate scaledobject/{scaled['metadata']['name']} autoscaling.keda.sh/paused-replicas"
+            assert row.count(f"{named}=0`") == row.count(f"{named}-`") == 1
+        else:
+            assert f"kubectl scale statefulset/{name} --replicas=0" in row
+            assert f"kubectl scale statefulset/{name} --replicas=2" in row
+    labels = find_object(objects, "StatefulSet", "-consume")["spec"]["template"]["metadata"]["labels"]
+    (selector,) = (line.split()[-1] for line in section.splitlines() if "--selector" in line)
+    assert dict(pair.split("=") for pair in selector.split(",")).items() <= labels.items()
+
+
+def test_the_notes_say_that_incidents_need_a_calibration(tmp_path: Path) -> None:
+    # `helm template` does not print the notes, and `helm install` needs a cluster. So the notes become an object.
+    chart = tmp_path / "chart"
+    shutil.copytree(CHART, chart)
+    notes = (chart / "templates" / "NOTES.txt").read_text()
+    (chart / "templates" / "_notes.tpl").write_text(f'{{{{- define "notes" -}}}}{notes}{{{{- end -}}}}')
+    (chart / "templates" / "notes.yaml").write_text('text: {{ include "notes" . | toJson }}')
+    for setting, is_shown in (
+        ("incidents.enabled=true", True),
+        ("incidents.options.records-per-day=86400", False),
+        ("incidents.enabled=false", False),
+    ):
+        words = ("template", "plant", str(chart), "--kube-version", NEWEST, "--show-only", "templates/notes.yaml")
+        result = run_program("helm", *words, *MINIMAL, "--set", setting)
+        assert result.returncode == 0, result.stderr
+        assert ("calibrate --incidents" in yaml.safe_load(result.stdout)["text"]) == is_shown
+
+
 def test_network_policies_select_pods_of_the_chart() -> None:
     objects = load_objects("--values", str(DEPLOY / "helm" / "values-production.yaml"))
     labels = [
@@ -371,8 +463,8 @@ def test_two_releases_in_one_prometheus_do_not_share_alerts(tmp_path: Path) -> N
         objects = load_objects(*MINIMAL, *monitoring, *team, release=release)
         rules = find_object(objects, "PrometheusRule", release)["spec"]
         (tmp_path / f"{release}.yaml").write_text(yaml.safe_dump(rules))
-    labels = find_object(objects, "PodMonitor", "spare")["spec"]["podMetricsEndpoints"][0]["relabelings"]
-    assert [label["targetLabel"] for label in labels] == ["job", "release"]
+    for endpoint in find_object(objects, "PodMonitor", "spare")["spec"]["podMetricsEndpoints"]:
+        assert [label["targetLabel"] for label in endpoint["relabelings"]] == ["job", "release"]
     target = '{namespace="plant", release="plant", job="deformer-consume", instance="10.0.0.1:9464"}'
     missing = {"alertname": "DeformerStreamDown", "namespace": "plant", "release": "spare", "team": "spare"}
     not_ready = {"alertname": "DeformerStreamNotReady", "namespace": "plant", "release": "plant", "team": "plant"}
@@ -380,6 +472,7 @@ def test_two_releases_in_one_prometheus_do_not_share_alerts(tmp_path: Path) -> N
         "interval": "1m",
         "input_series": [
             {"series": f"up{target}", "values": "1x30"},
+            {"series": f"deformer_events_total{target}", "values": "0+10x30"},
             {"series": f"deformer_ready{target}", "values": "0x30"},
         ],
         "promql_expr_test": [
@@ -397,6 +490,45 @@ def test_two_releases_in_one_prometheus_do_not_share_alerts(tmp_path: Path) -> N
     file.write_text(yaml.safe_dump({"rule_files": ["plant.yaml", "spare.yaml"], "tests": [test]}))
     tested = run_program("promtool", "test", "rules", str(file))
     assert tested.returncode == 0, tested.stdout + tested.stderr
+
+
+def test_prometheus_reads_the_metrics_of_every_pod() -> None:
+    words = [
+        "--set",
+        "monitoring.podMonitor.enabled=true,delivery.enabled=true,receivers.webhook={https://example.org}",
+    ]
+    policy = [
+        "--set-json",
+        'networkPolicy={"enabled": true, "metricsFrom": [{"podSelector": {"matchLabels": {"app": "prometheus"}}}], '
+        '"pageFrom": [{"podSelector": {"matchLabels": {"app": "ingress"}}}]}',
+    ]
+    objects = load_objects(*MINIMAL, *BRIDGE, *words, *policy)
+    ports = {endpoint["port"] for endpoint in find_object(objects, "PodMonitor", "")["spec"]["podMetricsEndpoints"]}
+    workloads = [one for one in objects if one["kind"] in ("StatefulSet", "Deployment")]
+    assert len(workloads) == 5
+    for one in workloads:
+        template = one["spec"]["template"]
+        ((port,),) = (container["ports"] for container in template["spec"]["containers"])
+        assert port["name"] in ports
+        assert template["metadata"]["annotations"]["prometheus.io/scrape"] == "true"
+        assert template["metadata"]["annotations"]["prometheus.io/port"] == str(port["containerPort"])
+        component = template["metadata"]["labels"]["app.kubernetes.io/component"]
+        (rule,) = find_object(objects, "NetworkPolicy", f"-{component}")["spec"]["ingress"]
+        assert rule["ports"] == [{"port": port["name"]}]
+        assert {"podSelector": {"matchLabels": {"app": "prometheus"}}} in rule["from"]
+
+
+@pytest.mark.parametrize(
+    "replicas", ["consume.replicas=0", "autoscaling.keda.enabled=true,autoscaling.keda.minReplicas=0"]
+)
+def test_a_release_that_may_have_no_consumers_does_not_alert_about_it(replicas: str) -> None:
+    rules = ["--set", "monitoring.prometheusRule.enabled=true"]
+    names = []
+    for words in (rules, [*rules, "--set", replicas]):
+        groups = find_object(load_objects(*MINIMAL, *words), "PrometheusRule", "")["spec"]["groups"]
+        names.append({rule["alert"] for group in groups for rule in group["rules"]})
+    assert names[0] - names[1] == {"DeformerStreamNoConsumers"}
+    assert names[1] < names[0]
 
 
 def test_a_packaged_chart_has_the_rules_and_the_dashboard(tmp_path: Path) -> None:
@@ -422,6 +554,25 @@ def test_a_packaged_chart_has_the_rules_and_the_dashboard(tmp_path: Path) -> Non
         ("serve.auth.existingSecret=", "serve.auth"),
         ("kafka.security.protocol=SASL_SSL,kafka.security.mechanism=PLAIN", "existingSecret"),
         ("kafka.security.protocol=SASL_SSL,kafka.security.existingSecret=s", "mechanism is required"),
+        ("kafka.security.existingSecret=s", "a login needs protocol SASL_SSL or SASL_PLAINTEXT, and it is PLAINTEXT"),
+        ("kafka.security.protocol=SSL,kafka.security.mechanism=PLAIN", "a login needs protocol SASL_SSL"),
+        ("kafka.security.tls.existingSecret=ca", "with PLAINTEXT, connections to the brokers are not encrypted"),
+        (
+            "kafka.security.protocol=SASL_PLAINTEXT,kafka.security.mechanism=PLAIN,kafka.security.existingSecret=s,"
+            "kafka.security.tls.existingSecret=ca",
+            "with SASL_PLAINTEXT, connections",
+        ),
+        ("kafka.security.protocol=SSL,kafka.security.tls.clientCertificate=true", "needs kafka.security.tls.existing"),
+        ("receivers.secret.pagerdutyKey=true", "receivers.secret.existing"),
+        ("receivers.secret.webhookSecret=true", "receivers.secret.existing"),
+        ("receivers.secret.notify=true,delivery.enabled=true", "receivers.secret.existing"),
+        ("receivers.secret.webhook=true", "receivers.secret.existing"),
+        (
+            "receivers.webhook={https://example.org/a},receivers.secret.webhook=true,receivers.secret.existing=s",
+            "one would be ignored",
+        ),
+        ("commonLabels.app\\.kubernetes\\.io/component=x", "commonLabels: the chart finds its pods by the label"),
+        ("serve.podLabels.app\\.kubernetes\\.io/name=x", "serve.podLabels: the chart finds its pods"),
         ("model.by=type", "set model.several=true"),
         ("model.several=yes", "several"),
         ("delivery.enabled=true", "delivery has no receiver"),

@@ -121,6 +121,7 @@ def test_every_option_that_is_mentioned_exists() -> None:
     known |= {"--no-cache-dir", "--index-url", "--extra-index-url", "--torch-backend", "--build-arg"}  # pip, uv, docker
     known |= {"--target", "--build-context"}  # of docker
     known |= {"--from-literal", "--set", "--image", "--overrides", "--replicas", "--for"}  # of helm and kubectl
+    known |= {"--timeout", "--selector"}  # of kubectl wait
     known |= {"--readings", "--members"}  # of benchmarks.capacity
     pages = [ROOT / "README.md", *(page for page in PAGES if {"how-to", "tutorial.md"} & set(page.parts))]
     for page in pages:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from tests.codec.sparkplug_messages import SimulatedNode
-from tests.conftest import KafkaOfTests, start_broker
+from tests.conftest import KafkaOfTests, find_free_port, start_broker
 from tests.effort import IS_LONG
 from tests.integration.programs import Cluster, RunningConsumer, run, wait_until
 from tests.mosquitto import Mosquitto, open_publisher, publish, run_mosquitto
@@ -266,6 +266,37 @@ def test_a_sparkplug_node_dies_and_is_reborn_while_the_bridge_is_killed(
         (line, "x", 3.0),
         (line, "x", 4.0),
     ]
+
+
+def test_a_source_that_is_away_at_the_start_is_waited_for(
+    kafka: KafkaOfTests, mosquitto: Mosquitto, topic: Callable[..., str], tmp_path: Path
+) -> None:
+    name = topic()
+    mosquitto.stop()
+    source = f"mqtt://127.0.0.1:{mosquitto.port}/plant/#"
+    with Bridge(tmp_path / "log", kafka, source, name, "--patience", "5m") as bridge:
+        bridge.wait_for(lambda: bool(bridge.list_log_events("connection_failed_retrying")), "a failed attempt")
+        assert bridge.read_metrics()["deformer_ready"] == 0
+        mosquitto.start()
+        bridge.wait_until_ready()
+        publish(mosquitto.port, [("plant/p/flow", "1")])
+        wait_for_readings(bridge, 1)
+        bridge.stop()
+    assert {line["logger"] for line in bridge.list_log_events("connection_failed_retrying")} == {"mqtt"}
+    with Bridge(tmp_path / "opcua", kafka, f"opc.tcp://127.0.0.1:{find_free_port()}", name) as bridge:
+        bridge.wait_for(lambda: bool(bridge.list_log_events("connection_failed_retrying")), "a failed attempt")
+        bridge.stop()
+
+
+def test_without_health_checks_a_source_that_is_away_ends_the_command(
+    kafka: KafkaOfTests, topic: Callable[..., str]
+) -> None:
+    """For a person at a terminal, a wrong address is likelier than an outage."""
+    source = f"mqtt://127.0.0.1:{find_free_port()}/plant/#"
+    words = ("--source", source, "--topic", topic(), "--bootstrap-servers", kafka.bootstrap)
+    done = run("deformer-stream", "bridge", *words)
+    assert done.returncode == 4
+    assert "check --source" in done.stderr
 
 
 def test_messages_wait_while_kafka_is_away(mosquitto: Mosquitto, tmp_path: Path) -> None:

@@ -176,6 +176,19 @@ def test_alerts_are_those_of_a_replay(
     assert "plant/pump-1" in consumer.list_log_events("message_refused")[0]["detail"]
 
 
+def test_a_broker_that_is_away_at_the_start_is_waited_for(
+    mosquitto: Mosquitto, model_dir: Path, tmp_path: Path
+) -> None:
+    mosquitto.stop()
+    with start_consumer(tmp_path / "log", mosquitto, model_dir, "--patience", "5m") as consumer:
+        consumer.wait_for(lambda: bool(consumer.list_log_events("connection_failed_retrying")), "a failed attempt")
+        mosquitto.start()
+        consumer.wait_until_ready()
+        publish(mosquitto.port, map(to_message, make_readings(1)))
+        consumer.wait_for(lambda: has_events(consumer), "events")
+        consumer.stop()
+
+
 def test_births_of_sparkplug_survive_a_kill(mosquitto: Mosquitto, model_dir: Path, tmp_path: Path) -> None:
     """After a restart, data that name their metrics by aliases are read without a request for a new birth."""
     node = SimulatedNode()

@@ -20,13 +20,21 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 
 {{/* Labels of every object. */}}
 {{- define "deformer.labels" -}}
-{{ include "deformer.selectorLabels" . }}
-app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
-app.kubernetes.io/managed-by: {{ .Release.Service }}
-helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
-{{- with .Values.commonLabels }}
-{{ toYaml . }}
-{{- end }}
+{{ include "deformer.extendLabels" (dict "root" .) }}
+{{- end -}}
+
+{{/*
+Labels of an object, each once: YAML forbids a key that comes twice. Its argument is a dict:
+  root   the context of the chart
+  extra  further labels, which have precedence
+*/}}
+{{- define "deformer.extendLabels" -}}
+{{- with .root -}}
+{{- $version := printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" -}}
+{{- $labels := dict "app.kubernetes.io/version" .Chart.AppVersion "app.kubernetes.io/managed-by" .Release.Service "helm.sh/chart" $version -}}
+{{- $selector := include "deformer.selectorLabels" . | fromYaml -}}
+{{- toYaml (mergeOverwrite $labels (.Values.commonLabels | default dict) ($.extra | default dict) $selector) -}}
+{{- end -}}
 {{- end -}}
 
 {{- define "deformer.serviceAccountName" -}}
@@ -253,6 +261,17 @@ http{{ if .Values.serve.ingress.tlsSecret }}s{{ end }}://{{ .Values.serve.ingres
 {{- end }}
 {{- end -}}
 
+{{/* The variables with receivers of incidents, whose addresses are secret. */}}
+{{- define "deformer.receiverEnv" -}}
+{{- with .Values.receivers.secret }}
+{{- if .webhook }}
+- name: DEFORMER_WEBHOOK
+  valueFrom:
+    secretKeyRef: {name: {{ .existing }}, key: webhook}
+{{- end }}
+{{- end }}
+{{- end -}}
+
 {{/* Fails if values contradict each other. */}}
 {{- define "deformer.check" -}}
 {{- if and .Values.autoscaling.keda.enabled .Values.autoscaling.hpa.enabled -}}
@@ -278,6 +297,15 @@ http{{ if .Values.serve.ingress.tlsSecret }}s{{ end }}://{{ .Values.serve.ingres
 {{- if and (include "deformer.hasPassword" .) (not $login.existingSecret) (not (and $login.username $login.password)) -}}
 {{- fail "kafka.security: SASL needs existingSecret (keys username and password), or username and password" -}}
 {{- end -}}
+{{- if and (not (include "deformer.hasLogin" .)) (or $login.mechanism $login.existingSecret $login.username $login.password) -}}
+{{- fail (printf "kafka.security: a login needs protocol SASL_SSL or SASL_PLAINTEXT, and it is %s: correct it, or remove mechanism, existingSecret, username and password" $login.protocol) -}}
+{{- end -}}
+{{- if and $login.tls.existingSecret (not (hasSuffix "SSL" $login.protocol)) -}}
+{{- fail (printf "kafka.security.tls.existingSecret needs protocol SSL or SASL_SSL: with %s, connections to the brokers are not encrypted" $login.protocol) -}}
+{{- end -}}
+{{- if and $login.tls.clientCertificate (not $login.tls.existingSecret) -}}
+{{- fail "kafka.security.tls.clientCertificate needs kafka.security.tls.existingSecret, a Secret with ca.crt, tls.crt and tls.key" -}}
+{{- end -}}
 {{- if and .Values.serve.enabled (not .Values.serve.auth.existingSecret) (not .Values.serve.auth.token) -}}
 {{- fail "serve.auth: name a Secret with the key token or users (serve.auth.existingSecret), give serve.auth.token, or set serve.enabled=false" -}}
 {{- end -}}
@@ -298,11 +326,32 @@ http{{ if .Values.serve.ingress.tlsSecret }}s{{ end }}://{{ .Values.serve.ingres
 {{- fail "bridge.security.tls.clientCertificate needs bridge.security.tls.existingSecret, a Secret with ca.crt, tls.crt and tls.key" -}}
 {{- end -}}
 {{- end -}}
+{{- range $name, $labels := dict "commonLabels" .Values.commonLabels "bridge.podLabels" .Values.bridge.podLabels "consume.podLabels" .Values.consume.podLabels "incidents.podLabels" .Values.incidents.podLabels "delivery.podLabels" .Values.delivery.podLabels "serve.podLabels" .Values.serve.podLabels -}}
+{{- range list "app.kubernetes.io/name" "app.kubernetes.io/instance" "app.kubernetes.io/component" -}}
+{{- if hasKey ($labels | default dict) . -}}
+{{- fail (printf "%s: the chart finds its pods by the label %s, so its value cannot be replaced: remove it, or set nameOverride" $name .) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
 {{- if and .Values.serve.ingress.enabled (not .Values.serve.ingress.host) -}}
 {{- fail "serve.ingress.host is required with serve.ingress.enabled" -}}
 {{- end -}}
 {{- $receivers := .Values.receivers -}}
-{{- if and .Values.delivery.enabled (not (or $receivers.alertmanager $receivers.webhook $receivers.extraArgs (and $receivers.secret.existing (or $receivers.secret.pagerdutyKey $receivers.secret.notify)))) -}}
-{{- fail "delivery has no receiver: set receivers.alertmanager, receivers.webhook, or receivers.secret" -}}
+{{- range $key := list "webhook" "webhookSecret" "pagerdutyKey" "notify" -}}
+{{- if and (get $receivers.secret $key) (not $receivers.secret.existing) -}}
+{{- fail (printf "receivers.secret.%s says what a Secret has: name the Secret in receivers.secret.existing" $key) -}}
+{{- end -}}
+{{- end -}}
+{{- if and $receivers.webhook $receivers.secret.webhook -}}
+{{- fail "receivers.webhook and receivers.secret.webhook both give addresses of webhooks, and one would be ignored: put all of them into one of the two" -}}
+{{- end -}}
+{{- $named := or $receivers.alertmanager $receivers.webhook $receivers.extraArgs $receivers.secret.webhook $receivers.secret.pagerdutyKey $receivers.secret.notify .Values.delivery.extraArgs .Values.delivery.extraEnvFrom -}}
+{{- range .Values.delivery.extraEnv -}}
+{{- if has .name (list "DEFORMER_ALERTMANAGER" "DEFORMER_WEBHOOK" "DEFORMER_PAGERDUTY_KEY" "DEFORMER_PAGERDUTY_KEY_FILE" "DEFORMER_NOTIFY" "DEFORMER_NOTIFY_FILE") -}}
+{{- $named = true -}}
+{{- end -}}
+{{- end -}}
+{{- if and .Values.delivery.enabled (not $named) -}}
+{{- fail "delivery has no receiver: set receivers.alertmanager, receivers.webhook or receivers.secret, or a variable such as DEFORMER_WEBHOOK in delivery.extraEnv" -}}
 {{- end -}}
 {{- end -}}

@@ -7,6 +7,7 @@ The template of a pod. Its argument is a dict:
   args       list of arguments in YAML
   readiness  path of the readiness probe, and startup that of the startup probe
   needsModel whether the model is mounted
+  env        further variables in YAML, "" or missing if there are none
   secrets    list of dicts: name of the Secret, folder below /etc/deformer, and keys (all of them if missing)
 */}}
 {{- define "deformer.pod" -}}
@@ -31,25 +32,18 @@ The template of a pod. Its argument is a dict:
 metadata:
   labels:
     # Without the version of the chart, so that a new one does not restart pods that stay the same.
-    {{- include "deformer.selectorLabels" $root | nindent 4 }}
-    app.kubernetes.io/component: {{ .component }}
-    {{- with $root.Values.commonLabels }}
-    {{- toYaml . | nindent 4 }}
-    {{- end }}
-    {{- with $values.podLabels }}
-    {{- toYaml . | nindent 4 }}
-    {{- end }}
+    {{- $selector := include "deformer.selectorLabels" $root | fromYaml }}
+    {{- $_ := set $selector "app.kubernetes.io/component" .component }}
+    {{- toYaml (mergeOverwrite (dict) ($root.Values.commonLabels | default dict) ($values.podLabels | default dict) $selector) | nindent 4 }}
   annotations:
     # A change of the configuration or of a Secret of the chart restarts the pods one after the other.
-    checksum/config: {{ include "deformer.config" $root | sha256sum }}
-    checksum/secret: {{ printf "%s %s %s" $kafka.security.username $kafka.security.password $root.Values.serve.auth.token | sha256sum }}
-    {{- if and $root.Values.monitoring.scrapeAnnotations (ne .component "serve") }}
-    prometheus.io/scrape: "true"
-    prometheus.io/port: {{ .port | quote }}
+    {{- $secret := printf "%s %s %s" $kafka.security.username $kafka.security.password $root.Values.serve.auth.token }}
+    {{- $annotations := dict "checksum/config" (include "deformer.config" $root | sha256sum) "checksum/secret" ($secret | sha256sum) }}
+    {{- if $root.Values.monitoring.scrapeAnnotations }}
+    {{- $_ := set $annotations "prometheus.io/scrape" "true" }}
+    {{- $_ := set $annotations "prometheus.io/port" (.port | toString) }}
     {{- end }}
-    {{- with $values.podAnnotations }}
-    {{- toYaml . | nindent 4 }}
-    {{- end }}
+    {{- toYaml (mergeOverwrite $annotations ($values.podAnnotations | default dict)) | nindent 4 }}
 spec:
   serviceAccountName: {{ include "deformer.serviceAccountName" $root }}
   automountServiceAccountToken: false
@@ -144,6 +138,9 @@ spec:
         - name: DEFORMER_SASL_USERNAME
           valueFrom:
             secretKeyRef: {name: {{ include "deformer.kafkaSecret" $root }}, key: username}
+        {{- end }}
+        {{- with .env }}
+        {{- . | trim | nindent 8 }}
         {{- end }}
         {{- with $values.extraEnv }}
         {{- toYaml . | nindent 8 }}
