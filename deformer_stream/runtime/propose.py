@@ -5,6 +5,8 @@
 1. The incidents without patterns and those under today's patterns are computed. Labels name incidents by their ids.
 2. The largest score of each incident is computed, and records are selected for review.
 3. If requested, records and segments are calibrated again, without the records that a person has confirmed as faulty.
+   If both are, they share no records (`_LogSplit`): by comparison with themselves, records would have p-values that are
+   too regular, and the threshold of the segments would be too low.
 4. The incidents of the candidate are computed and compared with those of today.
 
 Each past incident is compared with the others of its pattern and not with itself, because patterns have the same effect
@@ -298,9 +300,13 @@ def propose(
     )
     unpatterned = label_incidents(unpatterned_incidents, overlay)
     today = label_incidents(today_incidents, overlay)
+    has_new_segments = "segments" in options.changes or ("records" in options.changes and options.has_segments)
+    split = None
+    if "records" in options.changes and has_new_segments:
+        split = _LogSplit(max(_list_segment_lengths(detection)), options.seed)
     spans = IncidentSpans(unpatterned, 0)
     label_by_record = _find_record_labels(labels)
-    scores, review, kept = _collect_scores(read_distinct, detection, spans, overlay, label_by_record, options)
+    scores, review, kept = _collect_scores(read_distinct, detection, spans, overlay, label_by_record, options, split)
     unpatterned = [replace(entry, max_score=scores.get(entry.incident.id, math.nan)) for entry in unpatterned]
 
     calibration = None
@@ -317,8 +323,9 @@ def propose(
         label_by_record=label_by_record,
         options=options,
         calibration=calibration,
-        replan=replan,
+        replan=replan if has_new_segments else None,
         tail=tail,
+        split=split,
     )
     log = replace(log, num_alerts_removed=found.num_alerts_removed, num_alerts_new=found.num_alerts_new)
     difference = found.difference
@@ -384,6 +391,7 @@ def _find_candidate(
     calibration: Calibration | None,
     replan: Callable[[Sequence[SegmentCalibration]], DetectionPlan] | None,
     tail: ScoreTail | None,
+    split: _LogSplit | None,
 ) -> _Candidate:
     """Return the candidate whose patterns lose no confirmed fault, by replays of the log.
 
@@ -396,13 +404,13 @@ def _find_candidate(
         label_by_record: The labels of single records.
         options: What the candidate replaces, and what is compared.
         calibration: The candidate's calibration of records, None if it stays.
-        replan: As in `propose`.
+        replan: As in `propose`; None if the segments stay.
         tail: As in `propose`, of the candidate's calibration.
+        split: Which parts of the log calibrate the records; None if all or none do.
     """
     margin = detection.options.gap
     spans = IncidentSpans(unpatterned, margin)
     rescorer = None if calibration is None else _Rescorer(calibration, options.alpha)
-    has_new_segments = "segments" in options.changes or (calibration is not None and options.has_segments)
     kinds: list[PatternCandidate] = []
     patterns = list(detection.patterns)
     if "patterns" in options.changes:
@@ -411,9 +419,8 @@ def _find_candidate(
     dropped: dict[str, str] = {}
     for _ in range(MAX_REPLAYS):
         plan, segments = detection.with_patterns(patterns), None
-        if has_new_segments:
-            assert replan is not None  # noqa: S101 - a programming error of the caller
-            segments = _collect_segments(read_log, plan, spans, overlay, label_by_record, tail, rescorer)
+        if replan is not None:
+            segments = _collect_segments(read_log, plan, spans, overlay, label_by_record, tail, rescorer, split)
             plan = replan(segments).with_patterns(patterns)
         found, num_removed, num_new = _replay(read_log, plan, spans, rescorer, options)
         incidents = label_incidents(found, overlay)
@@ -646,6 +653,7 @@ def _collect_scores(
     overlay: Overlay,
     label_by_record: dict[str, str],
     options: ProposalOptions,
+    split: _LogSplit | None,
 ) -> tuple[dict[str, float], Review, _KeptRecords]:
     """Return the largest score of each incident by id, the records for review, and the records for a new calibration.
 
@@ -656,6 +664,7 @@ def _collect_scores(
         overlay: The maintenance windows.
         label_by_record: The labels of single records.
         options: Numbers of records for review, and whether a calibration of records is made.
+        split: Which parts of the log a calibration of records uses; None for all.
     """
     score_by_incident: dict[str, float] = {}
     chooser, kept = _ReviewChooser(label_by_record, options), _KeptRecords(options.seed)
@@ -680,7 +689,8 @@ def _collect_scores(
                 id_ = owner.incident.id
                 score_by_incident[id_] = max(score, score_by_incident.get(id_, -math.inf))
             chooser.add(ReviewRecord(record, device, time, score, p_value, id_), is_alerted, owner)
-            if collects and not _is_excluded(record, device, time, owner, label_by_record, overlay):
+            is_used = collects and (split is None or split.is_for_records(device, time))
+            if is_used and not _is_excluded(record, device, time, owner, label_by_record, overlay):
                 kept.add(record, score, record_score)
     return score_by_incident, chooser.make_review(), kept
 
@@ -711,6 +721,39 @@ def _hash_record(record: str, seed: int) -> float:
     """Return a number from 0 to 1 that is a hash of a record id and a seed."""
     digest = hashlib.blake2b(f"{seed}\0{record}".encode("utf-8", "surrogatepass"), digest_size=8).digest()
     return int.from_bytes(digest, "big") / 2**64
+
+
+def _list_segment_lengths(plan: DetectionPlan) -> list[int]:
+    """Return the lengths of segments for which a calibration is made, in microseconds, the longest first."""
+    return sorted({*SEGMENT_LENGTHS, *([plan.plan.segment] if plan.plan.segment else [])}, reverse=True)
+
+
+@dataclass(frozen=True, slots=True)
+class _LogSplit:
+    """A random half of the log, which calibrates the records. The other half calibrates the segments.
+
+    Attributes:
+        length: Length of a part of the log of one device that is in one half, in microseconds.
+        seed: Seed of the choice.
+    """
+
+    length: int
+    seed: int
+
+    def is_for_records(self, device: str, time: int) -> bool:
+        """Return whether a time of a device is in the half that calibrates the records."""
+        return _hash_record(f"{device}\0{time // self.length}", self.seed) < 0.5
+
+    def has_calibrated_records(self, device: str, length: int, number: int) -> bool:
+        """Return whether a segment, which is not longer than a part, is partly in this half.
+
+        Args:
+            device: The device.
+            length: Length of the segment in microseconds.
+            number: Its number, as `time // length`.
+        """
+        start = number * length
+        return self.is_for_records(device, start) or self.is_for_records(device, start + length - 1)
 
 
 class _Best:
@@ -786,6 +829,7 @@ def _collect_segments(
     label_by_record: Mapping[str, str],
     tail: ScoreTail | None,
     rescorer: _Rescorer | None,
+    split: _LogSplit | None,
 ) -> tuple[SegmentCalibration, ...]:
     """Return calibrations by the segments of the log without confirmed faults and maintenance.
 
@@ -800,15 +844,22 @@ def _collect_segments(
         label_by_record: The labels of single records.
         tail: The tail by which p-values are extended, None if they are not.
         rescorer: Computes the p-values anew, None if they stay.
+        split: Which parts of the log have calibrated the records, and are left out; None for none.
     """
-    lengths = sorted({*SEGMENT_LENGTHS, *([plan.plan.segment] if plan.plan.segment else [])}, reverse=True)
+    lengths = _list_segment_lengths(plan)
     excluded: set[tuple[str, int, int]] = set()
+    examined: set[tuple[str, int, int]] = set()
     get_device = plan.options.get_device
     for batch in _iterate_own(read_log, plan):
         for record, time in zip(batch.closed.record_ids, batch.closed.times.tolist(), strict=True):
             device = get_device(record)
+            segments = [(device, length, time // length) for length in lengths]
             if _is_excluded(record, device, time, spans.find(device, time), label_by_record, overlay):
-                excluded.update((device, length, time // length) for length in lengths)
+                excluded.update(segments)
+            if split is not None:
+                new = [segment for segment in segments if segment not in examined]
+                examined.update(new)
+                excluded.update(segment for segment in new if split.has_calibrated_records(*segment))
     opens_early = plan.plan.opens_early
     collectors = [SegmentCollector(length, tail, plan.plan.kind, opens_early) for length in lengths]
     adjuster = PatternAdjuster(plan.patterns, plan.options.gap, plan.model, _make_finder(spans))

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from deformer_stream.calibration.conformal import Calibration
 from deformer_stream.calibration.false_alarm_patterns import FalseAlarmPattern
-from deformer_stream.calibration.incident_segments import SegmentCalibration
+from deformer_stream.calibration.incident_segments import SegmentCalibration, SegmentCollector
 from deformer_stream.codec.feedback_messages import make_label
 from deformer_stream.errors import InputError
 from deformer_stream.incidents.events import EvidenceBatch, FeedbackLabel, Incident
@@ -262,16 +262,47 @@ def test_a_calibration_of_records_leaves_out_only_what_was_confirmed(
         assert len(set(ids)) == len(ids) == len(scores)
         return Calibration.from_statistics(scores[:: len(scores) // NUM_CALIBRATION], "arrival")
 
-    options = ProposalOptions(changes=("patterns", "records"), has_segments=True)
+    options = ProposalOptions(changes=("patterns", "records"))
     proposal = propose(fleet.read, detection, labels, options, recalibrate, make_detection)
     num_records = NUM_DEVICES * NUM_DAYS * 144
     assert proposal.calibration is not None
     assert num_records - 150 < len(given["scores"]) < num_records - 50, "the records of seven faults are left out"
-    assert proposal.segments is not None, "p-values change, so the segments must"
+    assert proposal.segments is None
     assert proposal.log.num_alerts_removed > 0, "the kind is a part of the new normal"
     again = propose(fleet.read, detection, labels, options, recalibrate, make_detection)
     assert again.calibration is not None
     np.testing.assert_array_equal(again.calibration.scores, proposal.calibration.scores)
+
+
+def test_records_and_segments_are_calibrated_with_different_days(
+    detection: DetectionPlan, fleet: Fleet, labels: list[FeedbackLabel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """p-values by comparison with themselves would be too regular, and the threshold of the segments too low."""
+    days: set[tuple[str, int]] = set()
+    records: set[str] = set()
+
+    def recalibrate(
+        ids: Sequence[str], scores: NDArray[np.float64], record_scores: NDArray[np.float64] | None
+    ) -> Calibration:
+        records.update(ids)
+        return Calibration.from_statistics(scores[:: len(scores) // NUM_CALIBRATION], "arrival")
+
+    def add(self: SegmentCollector, device: str, time: int, p_value: float, score: float, record: str = "") -> None:
+        assert record not in records
+        days.add((device, time // DAY))
+        add_to_segment(self, device, time, p_value, score, record)
+
+    add_to_segment = SegmentCollector.add
+    monkeypatch.setattr(SegmentCollector, "add", add)
+    options = ProposalOptions(changes=("records",), has_segments=True)
+    proposal = propose(fleet.read, detection, labels, options, recalibrate, make_detection)
+    assert proposal.segments is not None, "p-values change, so the segments must"
+    num_days = NUM_DEVICES * NUM_DAYS
+    assert 0.4 * num_days * 144 < len(records) < 0.6 * num_days * 144
+    assert 0.4 * num_days < len(days) < 0.6 * num_days
+    by_length = {calibration.length: calibration for calibration in proposal.segments}
+    assert by_length[DAY].num_segments <= len(days)
+    assert by_length[8 * HOUR].num_segments > 2.5 * len(days)
 
 
 def test_labels_of_single_records_count_in_new_calibrations(
@@ -286,18 +317,21 @@ def test_labels_of_single_records_count_in_new_calibrations(
         given.update(ids)
         return Calibration.from_statistics(scores[:: len(scores) // NUM_CALIBRATION], "arrival")
 
-    options = ProposalOptions(changes=("records", "segments"))
-    plain = propose(fleet.read, detection, labels, options, recalibrate, make_detection)
     fault, maintenance, normal = (fleet.batches[144 * day + 70].closed.record_ids[day] for day in range(3))
-    assert {fault, maintenance, normal} <= given
-    given.clear()
     more = [
         make_label("true", 1, record=fault),
         make_label("maintenance", 1, record=maintenance),
         make_label("false-alarm", 1, record=normal),
     ]
-    proposal = propose(fleet.read, detection, [*labels, *more], options, recalibrate, make_detection)
+    options = ProposalOptions(changes=("records",))
+    propose(fleet.read, detection, labels, options, recalibrate, make_detection)
+    assert {fault, maintenance, normal} <= given
+    given.clear()
+    propose(fleet.read, detection, [*labels, *more], options, recalibrate, make_detection)
     assert {fault, maintenance, normal} & given == {normal}
+    options = ProposalOptions(changes=("segments",))
+    plain = propose(fleet.read, detection, labels, options, replan=make_detection)
+    proposal = propose(fleet.read, detection, [*labels, *more], options, replan=make_detection)
     assert plain.segments is not None
     assert proposal.segments is not None
     assert [segments.num_segments for segments in proposal.segments] == [
