@@ -21,6 +21,7 @@ from deformer_stream.settings import (
     CalibrateSettings,
     ConsumeSettings,
     ImputeSettings,
+    InitSettings,
     ProduceSettings,
     ReplaySettings,
     SampleSettings,
@@ -202,6 +203,21 @@ def test_a_proxy_that_is_trusted_is_an_address_or_a_network(proxies: str) -> Non
     assert allowed.trusted_proxy == ("10.0.0.1", "::1", "10.0.0.0/8")
     with pytest.raises(ConfigError, match=r"--trusted-proxy .*write addresses such as 10\.0\.0\.5 or networks"):
         load_settings(ServeSettings, {"topic": "t", "trusted_proxy": proxies}, None, "serve")
+
+
+def test_a_flag_turns_off_a_switch_of_the_file(tmp_path: Path) -> None:
+    config = tmp_path / "config.toml"
+    config.write_text("irregular = true\nyes = true\n")
+    given: list[InitSettings] = []
+
+    @click.command()
+    @add_options(InitSettings)
+    def command(config: Path | None, **flags: Any) -> None:
+        given.append(load_settings(InitSettings, flags, config, "init"))
+
+    for flags in ([], ["--no-irregular"], ["--no-irregular", "--no-yes"]):
+        assert CliRunner().invoke(command, ["--config", str(config), *flags]).exit_code == 0
+    assert [(settings.irregular, settings.yes) for settings in given] == [(True, True), (False, True), (False, False)]
 
 
 @pytest.mark.parametrize("cls", [CalibrateSettings, ConsumeSettings, ReplaySettings])

@@ -168,7 +168,7 @@ class DocumentReader:
         if text is None:
             raise RejectionError(
                 RejectionReason.MISSING_FIELD,
-                f"the field {field_name!r} is missing, and so is the Kafka message key that could replace it; send one "
+                f"the field {field_name!r} is missing, and the message has no key that could replace it; send one "
                 "of them",
             )
         if text == "":
@@ -481,7 +481,8 @@ def parse_document(payload: bytes | None, max_bytes: int) -> dict[str, object]:
         document = _parse_lenient(payload, str(error))
     if not isinstance(document, dict):
         raise RejectionError(
-            RejectionReason.NOT_JSON, f"the message is {_name_json_type(document)}; a JSON object is expected"
+            RejectionReason.NOT_JSON,
+            f"the message is {_name_json_type(document)}; a JSON object is expected: write one per message or line",
         )
     return document
 

@@ -76,8 +76,13 @@ BEHIND_MESSAGES = 8192
 about the number of messages of a usual poll."""
 
 
+MIN_REJECTED_SHARE = 0.01
+"""Share of readings that are rejected for one reason from which the end of a run shows the detail of the first one."""
 MAX_LATE_SHARE = 0.5
 """Share of late readings from which the end of a run says that the input is probably not in the order of time."""
+
+
+_EXPLAINED_REASONS = (RejectionReason.LATE.value, RejectionReason.REPEATED.value)
 
 
 @dataclass(slots=True)
@@ -89,6 +94,7 @@ class Totals:
         alerts: Number of alerts that were raised, whether or not they were sent.
         closed: Number of closed records.
         rejected: Number of rejected readings by reason.
+        first_details: The detail of the first rejection for each reason.
         combined: Number of readings that were combined with an earlier one of the same time slot (a part of a window).
             `events` counts the combined reading once.
         alert_share: Set at the end of finite input if more records have alerted than the false-alarm rate explains.
@@ -99,6 +105,7 @@ class Totals:
     alerts: int = 0
     closed: int = 0
     rejected: Counter[str] = field(default_factory=Counter)
+    first_details: dict[str, str] = field(default_factory=dict)
     combined: int = 0
     alert_share: AlertShareReport | None = None
     repeated_readings: RepeatedReadingsReport | None = None
@@ -110,12 +117,17 @@ class Totals:
         self.closed += len(effects.closed)
         for rejection in effects.rejections:
             self.rejected[rejection.reason.value] += rejection.num_readings
+            self.first_details.setdefault(rejection.reason.value, rejection.detail)
         self.combined += effects.num_combined
 
     def describe_warnings(self) -> list[str]:
         """Return a clause for people about each thing that is wrong with the input; empty if there is nothing."""
         num_readings, num_late = self.events + self.rejected.total(), self.rejected[RejectionReason.LATE.value]
-        warnings = []
+        warnings = [] if self.events or not num_readings else ["no reading was accepted"]
+        for reason, count in self.rejected.most_common():
+            # Repeated readings have a report, and late ones a warning of their own.
+            if count >= MIN_REJECTED_SHARE * num_readings and reason not in _EXPLAINED_REASONS:
+                warnings.append(f"first {reason}: {self.first_details[reason]}")
         if num_late >= MAX_LATE_SHARE * max(1, num_readings):
             warnings.append(
                 f"{num_late / num_readings:.0%} of the readings are late, because the rows or lines are not in the "

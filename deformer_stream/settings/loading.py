@@ -355,11 +355,27 @@ def add_options(
                 extra |= {"multiple": True, "callback": lambda context, parameter, values: values or None}
             # The default None marks a flag that was not given; pydantic applies the default of the field later.
             function = click.option(
-                to_flag(name), name, cls=OptionInGroup, heading=heading, help=help_text, default=None, **extra
+                _spell_flag(cls, name) if is_switch else to_flag(name),
+                name,
+                cls=OptionInGroup,
+                heading=heading,
+                help=help_text,
+                default=None,
+                **extra,
             )(function)
         return function
 
     return decorate
+
+
+def _spell_flag(cls: type[Settings], name: str) -> str:
+    """Return how click spells a switch that can be on or off: with a second flag, which turns it off.
+
+    The second flag has precedence over a configuration file that turns the switch on. Options that have an opposite of
+    their own need none.
+    """
+    is_opposite = name.startswith("no_") or f"no_{name}" in cls.model_fields
+    return to_flag(name) if is_opposite else f"{to_flag(name)}/{to_flag('no_' + name)}"
 
 
 def find_value(cls: type[Settings], field: str, config: Path | None, command: str) -> tuple[Any, str]:

@@ -76,6 +76,29 @@ def test_replay_writes_scores_records_alerts_and_rejected_events(
     assert sorted(p.name for p in tmp_path.iterdir()) == sorted([lines.name, *out])
 
 
+def test_the_last_line_of_replay_shows_why_readings_were_refused(
+    cli: RunCommand, model_dir: Path, table: pa.Table, tmp_path: Path
+) -> None:
+    events = list_events(table)
+    for event in events:
+        event["time"] = "2024-02-01 00:00:00"
+    path = tmp_path / "events.jsonl"
+    path.write_text("".join(json.dumps(event) + "\n" for event in events))
+    last = cli("replay", path, "--model", model_dir).lines[-1]
+    assert last.startswith(f"0 events accepted, {len(events)} refused ({len(events)} wrong_type)")
+    assert "no reading was accepted; first wrong_type: the time '2024-02-01 00:00:00' has no UTC offset" in last
+    path.write_text(json.dumps(events))
+    last = cli("replay", path, "--model", model_dir).lines[-1]
+    assert "first not_json: the message is a list; a JSON object is expected: write one per message" in last
+    del events[0]["record"]
+    for event in events:
+        del event["time"]
+    path.write_text("".join(json.dumps(event) + "\n" for event in events))
+    assert cli("replay", path, "--model", model_dir).lines[-1].count("missing_field") == 1, (
+        "one of many needs no example"
+    )
+
+
 def test_replay_gives_same_scores_for_wide_tables_long_tables_and_lines(
     cli: RunCommand, model_dir: Path, wide: Path, lines: Path, table: pa.Table, tmp_path: Path
 ) -> None:
