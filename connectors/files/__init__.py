@@ -15,7 +15,7 @@ modules are:
     reading_imputation   the same for long tables of irregular readings
     evidence_files, calibration_files   evidence of `replay --evidence`; what `calibrate` keeps of a shard
     state_folder  the state of open records, for sources without a log
-    background    threads that read ahead and write behind
+    file_threads  threads that read ahead and write behind
 """
 
 from connectors.files.evidence_files import is_evidence, read_evidence

@@ -6,8 +6,8 @@
   library.
 - `compat` has the only attributes of a library that are not public.
 - `client` chooses between the libraries, checks a broker before it connects, and holds the texts of errors. `tokens`
-  provides login tokens, and `background` waits for functions that block. `patience` is the time for which failures are
-  tolerated (`--patience`).
+  provides login tokens, and `blocking_calls` waits for functions that block. `failure_limit` is the time for which
+  failures are tolerated (`--patience`).
 - `source` polls and commits. `membership` checks the consumer group. `restore` restores assigned partitions between
   polls, and `start_point` decides where a partition begins. `liveness` detects a partition that stops delivering.
 - `sink` encodes alerts and dead letters, `evidence_sink` what incidents are made of, `state` the snapshots of open
