@@ -4,11 +4,9 @@ The modules are:
 
     ports                the protocols of sources, sinks and clocks
     pipeline             the loop that scores events
-    source_status        whether a loop is ready, and how far it is behind its source
-    group_metrics        metrics of every process that reads partitions of a topic
     recovery, reload, timing          restored partitions; new models; clocks and the schedule of commits
     alert_rate, alert_share, repeated_readings   limits and warnings
-    metrics, process_metrics, http_server        metrics and health
+    metrics, process_metrics, group_metrics, source_status, http_server   metrics and health
     process              memory, threads and garbage collection of the process
     shard_job            the plan and the manifest of a run in shards
     worker_pool, ray_tasks            tasks on several processes or machines

@@ -56,7 +56,7 @@ def either(request: pytest.FixtureRequest, group: Callable[..., Group]) -> Calla
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """Return a clock that the modules of the connector use in place of the module `time`."""
     clock = Clock()
-    for module in ("source", "membership", "restore", "state", "patience", "liveness"):
+    for module in ("source", "membership", "restore", "state", "failure_limit", "liveness"):
         monkeypatch.setattr(f"connectors.kafka.{module}.time", clock)
     return clock
 
