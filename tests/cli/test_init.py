@@ -282,8 +282,8 @@ def test_irregular_readings_are_proposed_for_devices(cli: RunCommand, plant: Pat
     assert "slots" not in train
     assert "per-slot" not in train
     assert "contamination" not in Path("deformer.toml").read_text()
-    # Half of the gaps between readings of a sensor are below 50 s. A window holds at most 60 such gaps.
-    assert train["window"] == "30m"
+    # Half of the gaps between readings of a sensor are below 50 s. The table is short: a window has four of them.
+    assert train["window"] == "2m"
     # Options that need time slots are another answer.
     assert cli("init", "log.csv", "--yes", "--force", "--slots", "6").code == 0
     assert "irregular" not in read_config()["train"]

@@ -23,7 +23,7 @@ from experiments.binarized_mnist.foreign_images import (
     FONTS,
     LETTERS,
     LONGER_SIDE,
-    Floats,
+    Floats32,
     draw_letter,
     make_letters,
     make_shapes,
@@ -100,7 +100,7 @@ def test_altered_images() -> None:
 
 
 @pytest.mark.parametrize("make", [make_letters, make_shapes])
-def test_foreign_images_have_the_size_and_the_place_of_digits(make: Callable[[int, int], Floats]) -> None:
+def test_foreign_images_have_the_size_and_the_place_of_digits(make: Callable[[int, int], Floats32]) -> None:
     images = make(60, 3)
     assert images.shape == (60, PIXELS)
     assert set(np.unique(images)) == {0.0, 1.0}
