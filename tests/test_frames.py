@@ -483,3 +483,8 @@ def test_texts_that_replace_others_are_not_cut() -> None:
     rows = read_array(np.array([("run", 1.0), ("", 2.0)], [("state", "U3"), ("x", "f8")]), None)
     assert rows is not None
     assert rows.replace_columns({"state": pa.array(["run", "standby"])})["state"].tolist() == ["run", "standby"]
+    for records in (pd.DataFrame(values), pd.DataFrame(values).to_dict("records"), "table.parquet"):
+        with pytest.raises(InputError, match=r"columns names the columns of a NumPy array, .* leave out the argument"):
+            deformer_stream.train(records, columns=["x", "y", "sign"])
+    with pytest.raises(InputError, match=r"shape \(60,\), but a matrix \(rows, features\) is needed; .*reshape"):
+        deformer_stream.train(values[:, 0])

@@ -13,7 +13,7 @@ import pyarrow as pa
 from deformer_stream import model_store
 from deformer_stream.errors import ConfigError, InputError
 from deformer_stream.library.detector import Detector, TemporaryFolder
-from deformer_stream.library.frames import TabularRecords, convert_cells, read_array, read_frame, warn
+from deformer_stream.library.frames import TabularRecords, check_columns, convert_cells, read_array, read_frame, warn
 from deformer_stream.model.load_network import require_torch
 from deformer_stream.tables.table import Table, TableOptions
 
@@ -84,6 +84,7 @@ def run_training(
     for name in values.keys() - TrainConfig.model_fields.keys():
         similar = difflib.get_close_matches(name, TrainConfig.model_fields, 1)
         hint = f"; did you mean {similar[0]!r}?" if similar else "; deformer-train --help lists the options"
+    check_columns(records, columns)
         raise TypeError(f"train() got an unknown option {name!r}{hint}")
     if isinstance(values.get("cycle"), Mapping):
         values["cycle"] = ",".join(f"{name}={period}" for name, period in values["cycle"].items())
