@@ -31,6 +31,7 @@ from deformer_stream.engine.events import Effects, EventBatch, Rejection
 from deformer_stream.errors import AlphaOutOfReachWarning, ArtifactError, ConfigError, InputError
 from deformer_stream.library.records import NOT_CONVERTED, encode_json, make_messages
 from deformer_stream.model.schema import Feature, Schema
+from deformer_stream.model.windows import Window
 from tests.effort import num_examples
 from tests.models import SCHEMA, draw_linear_records, draw_rows, train_linear_model, write_model
 
@@ -148,7 +149,6 @@ def test_update_equals_score_equals_replay(
         ("temperature", "warm", "wrong_type"),
         ("temperature", True, "wrong_type"),
         ("temperature", [1.0], "wrong_type"),
-        ("temperature", float("nan"), "not_finite"),
         ("temperature", float("inf"), "not_finite"),
         ("temperature", np.float32("-inf"), "not_finite"),
         ("temperature", 10**400, "not_finite"),
@@ -186,14 +186,36 @@ def test_duplicate_and_late_readings_are_rejected(detector: Detector) -> None:
     assert late.rejection.reason.value == "late"
 
 
-def test_none_declares_that_a_feature_will_not_be_observed(detector: Detector) -> None:
+@pytest.mark.parametrize("value", [None, math.nan, np.float32("nan"), pd.NA, pd.NaT], ids=repr)
+def test_missing_values_declare_that_a_feature_will_not_be_observed(detector: Detector, value: Any) -> None:
     scorer = detector.scorer()
-    update = scorer.update("r", "temperature", None)
+    update = scorer.update("r", "temperature", value)
     assert update.rejection is None
     assert math.isnan(update.p_value)
     again = scorer.update("r", "temperature", 1.0)
     assert again.rejection is not None
     assert again.rejection.reason.value == "duplicate"
+
+
+def test_update_names_the_call_for_models_with_and_without_windows(detector: Detector) -> None:
+    with pytest.raises(ConfigError, match=r"was not trained on windows .* use update\(record, feature, value, time\)"):
+        detector.scorer().update_device("p", "pressure", 1.0, 5.0)
+    schema = replace(detector.schema, window=Window(10_000_000))
+    parameters = detector.artifact.scoring_model.extract_parameters()
+    windowed = Detector(replace(detector.artifact, scoring_model=replace(parameters, schema=schema)))
+    with pytest.raises(ConfigError, match=r"was trained on windows .* use update_device\(device, feature, value, time"):
+        windowed.scorer().update("p", "pressure", 1.0, 5.0)
+
+
+@pytest.mark.parametrize("unit", ["D", "s", "us", "ns"])
+def test_times_of_numpy_are_datetimes(detector: Detector, unit: str) -> None:
+    """They have no time zone, and are rejected like other datetimes without one."""
+    update = detector.scorer().update("r", "pressure", 1.0, np.datetime64("2026-01-02", unit))  # type: ignore[arg-type]
+    naive = detector.scorer().update("r", "pressure", 1.0, datetime(2026, 1, 2))
+    assert update.rejection is not None
+    assert update.rejection == naive.rejection
+    assert "has no UTC offset" in update.rejection.detail
+    assert detector.scorer().update("r", "pressure", 1.0, np.datetime64("NaT")).rejection is None  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("record", ["", "x" * 5000])

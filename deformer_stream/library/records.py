@@ -197,7 +197,7 @@ def make_record(row: NDArray[np.float64], schema: Schema) -> dict[str, float | s
 def to_json_type(value: object) -> object:
     """Convert a value to what a JSON round trip (encode, then decode) would give, without creating the JSON text.
 
-    A NumPy scalar becomes a Python scalar, and a datetime becomes text in ISO format.
+    A NumPy scalar becomes a Python scalar, and a datetime (also one of NumPy) becomes text in ISO format.
 
     Returns:
         The converted value, or `NOT_CONVERTED` for values that need the actual round trip. These are containers,
@@ -211,7 +211,7 @@ def to_json_type(value: object) -> object:
     if value_type is int:
         return value if -(2**63) <= value < 2**64 else NOT_CONVERTED  # type: ignore[operator]  # it is an int here
     if isinstance(value, np.generic):
-        item = value.item()
+        item = _to_python_scalar(value)
         # A few NumPy types, such as longdouble, have no Python type; `item` then returns a NumPy scalar again.
         return NOT_CONVERTED if isinstance(item, np.generic) else to_json_type(item)
     if isinstance(value, datetime):
@@ -248,7 +248,9 @@ def _convert_for_json(value: object) -> object:
         TypeError: If the value has another type.
     """
     if isinstance(value, np.generic):
-        return value.item()
+        value = _to_python_scalar(value)
+        if not isinstance(value, datetime):
+            return value
     if isinstance(value, datetime):
         return value.isoformat()
     # `encode_json` adds the record to the message.
@@ -264,3 +266,9 @@ def make_messages(payloads: Sequence[bytes]) -> Messages:
     times = np.full(num_messages, NO_TIME)
     partitions, offsets = np.zeros(num_messages, np.int32), np.arange(num_messages, dtype=np.int64)
     return Messages("library", keys, list(payloads), times, partitions, offsets)
+def _to_python_scalar(value: np.generic) -> object:
+    """Return a NumPy scalar as a Python scalar; a `datetime64` as a datetime, in every unit."""
+    # The item of a `datetime64` with nanoseconds would be an integer, and that of one with days a date.
+    return value.astype("datetime64[us]").item() if isinstance(value, np.datetime64) else value.item()
+
+
