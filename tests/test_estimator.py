@@ -241,3 +241,18 @@ def test_missing_library_is_one_line_with_the_remedy(name: str, module: str, rem
     last_line = ended.stderr.strip().splitlines()[-1]
     assert last_line.startswith(f"ImportError: {name} needs")
     assert remedy in last_line
+@pytest.mark.parametrize(
+    ("parameters", "expected"),
+    [({}, "1m"), ({"max_time": None}, None), ({"options": {"max_time": "5s", "preset": "tiny"}}, "5s")],
+)
+def test_training_of_river_has_a_time_limit(
+    parameters: dict[str, Any], expected: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[Any] = []
+    monkeypatch.setattr(
+        "deformer_stream.adapters.river.train", lambda records, **options: given.append(options["max_time"])
+    )
+    RiverDetector(training_records=1, **parameters).learn_one({"x": 1.0})
+    assert given == [expected]
+
+
