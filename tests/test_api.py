@@ -96,7 +96,7 @@ def test_update_equals_score_equals_replay(
     detector: Detector, model_dir: Path, tmp_path: Path, cli: Callable[..., SimpleNamespace]
 ) -> None:
     rows = draw_rows(SCHEMA, 60, 5)
-    scores = detector.score(rows, ALPHA)
+    scores = detector.score(rows, ALPHA, order="arrival")
     assert (scores.alert_seq >= 0).sum() >= 5
 
     scorer = detector.scorer(ALPHA)
@@ -606,7 +606,7 @@ def test_record_with_many_features(tmp_path: Path) -> None:
     model = DEformer(schema, ModelConfig(d_model=8, layers=1, heads=1, feedforward=8, mixtures=2, hidden=(8,)))
     model_store.write(tmp_path / "m", model, Calibration.from_statistics(np.ones(9), "random"), {}, "")
     detector = deformer_stream.load(tmp_path / "m")
-    assert np.isfinite(detector.score([dict.fromkeys(schema.names, 0.5)]).log_likelihood).all()
+    assert np.isfinite(detector.score([dict.fromkeys(schema.names, 0.5)], alpha=0.3).log_likelihood).all()
 
 
 def test_detectors_do_not_share_state(model_dir: Path, tmp_path: Path) -> None:
