@@ -31,7 +31,6 @@ from deformer_stream.engine.events import Effects, EventBatch, Rejection
 from deformer_stream.errors import AlphaOutOfReachWarning, ArtifactError, ConfigError, InputError
 from deformer_stream.library.records import NOT_CONVERTED, encode_json, make_messages
 from deformer_stream.model.schema import Feature, Schema
-from deformer_stream.model.windows import Window
 from tests.effort import num_examples
 from tests.models import SCHEMA, draw_linear_records, draw_rows, train_linear_model, write_model
 
@@ -197,14 +196,9 @@ def test_missing_values_declare_that_a_feature_will_not_be_observed(detector: De
     assert again.rejection.reason.value == "duplicate"
 
 
-def test_update_names_the_call_for_models_with_and_without_windows(detector: Detector) -> None:
+def test_update_device_needs_a_model_of_windows(detector: Detector) -> None:
     with pytest.raises(ConfigError, match=r"was not trained on windows .* use update\(record, feature, value, time\)"):
         detector.scorer().update_device("p", "pressure", 1.0, 5.0)
-    schema = replace(detector.schema, window=Window(10_000_000))
-    parameters = detector.artifact.scoring_model.extract_parameters()
-    windowed = Detector(replace(detector.artifact, scoring_model=replace(parameters, schema=schema)))
-    with pytest.raises(ConfigError, match=r"was trained on windows .* use update_device\(device, feature, value, time"):
-        windowed.scorer().update("p", "pressure", 1.0, 5.0)
 
 
 @pytest.mark.parametrize("unit", ["D", "s", "us", "ns"])

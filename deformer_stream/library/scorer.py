@@ -138,14 +138,8 @@ class Scorer:
             time: Event time as seconds since 1970 or as a datetime with a time zone; None if it is unknown.
 
         Raises:
-            ConfigError: If the model was trained on windows.
             InputError: If an argument has a type that no reading can have.
         """
-        if self._is_windowed:
-            raise ConfigError(
-                "update cannot be used, because the model was trained on windows of the readings of a device: use "
-                "update_device(device, feature, value, time)"
-            )
         return self._update({"record": record, "feature": feature, "value": value, "time": time})
 
     def update_device(self, device: str, feature: str, value: Value, time: float | datetime) -> Update:
