@@ -113,7 +113,7 @@ def score_stream(detector: Detector, rows: pa.Table, seed: int) -> tuple[Floats,
     Returns:
         The `anomaly_score` of each of M records, (M,), and its largest prefix statistic, (M,).
     """
-    results = [detector.score(records) for records in iterate_in_random_orders(detector, rows, seed)]
+    results = [detector.score(records, order="arrival") for records in iterate_in_random_orders(detector, rows, seed)]
     anomaly_scores = np.concatenate([result.anomaly_score for result in results])
     return anomaly_scores, np.concatenate([result.score for result in results])
 

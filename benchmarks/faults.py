@@ -291,7 +291,7 @@ def find_alert_prefixes(detector: Detector, values: Floats, rng: np.random.Gener
         )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        alert_seq = detector.score(records, ALPHA).alert_seq
+        alert_seq = detector.score(records, ALPHA, order="arrival").alert_seq
     prefixes = np.full(values.shape, np.nan)
     rows = np.flatnonzero(alert_seq >= 0)
     for row in rows.tolist():

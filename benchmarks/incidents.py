@@ -252,7 +252,7 @@ def score_by_network(case: Case, arguments: argparse.Namespace) -> dict[str, Cas
         detector = train_or_load(case, index, arguments)
         calibration = detector.artifact.calibration
         for name, rows in [*fold.held_out.items(), *fold.tests.items()]:
-            result = detector.score(rows, columns=list(case.columns))
+            result = detector.score(rows, columns=list(case.columns), order="arrival")
             p_values = calibration.compute_record_p_values(result.anomaly_score, [""] * len(rows))
             tail = None if calibration.record_scores is None else fit_tail(calibration.record_scores)
             for title, of_fold in (

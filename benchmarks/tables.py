@@ -275,7 +275,7 @@ def score_stream(detector: Detector, rows: pa.Table, seed: int) -> tuple[Floats,
     """
     scores, alert_seqs = [], []
     for records in iterate_in_random_orders(detector, rows, seed):
-        result = detector.score(records, ALPHA)
+        result = detector.score(records, ALPHA, order="arrival")
         scores.append(result.anomaly_score)
         alert_seqs.append(result.alert_seq.astype(np.int64))
     return np.concatenate(scores), np.concatenate(alert_seqs)

@@ -142,8 +142,10 @@ def score_by_all(case: Case, arguments: argparse.Namespace, has_random: bool) ->
     fold = case.folds[0]
     (held_out,) = fold.held_out.values()
     detector = train_or_load(case, 0, arguments)
-    calibration = detector.score(held_out, columns=list(case.columns))
-    tests = {name: detector.score(rows, columns=list(case.columns)) for name, rows in fold.tests.items()}
+    calibration = detector.score(held_out, columns=list(case.columns), order="arrival")
+    tests = {
+        name: detector.score(rows, columns=list(case.columns), order="arrival") for name, rows in fold.tests.items()
+    }
     by_method = {
         ALERTS: MethodScores(calibration.score, {name: result.score for name, result in tests.items()}),
         DENSITY: MethodScores(

@@ -167,7 +167,9 @@ def break_records(plant: Plant, kind: str, seed: int) -> Plant:
 
 def score_records(detector: Detector, table: pa.Table, seed: int) -> tuple[Floats, Floats, Ints]:
     """Return `anomaly_score`, the running score and the reading of the alert of records in random orders, (M,) each."""
-    results = [detector.score(records, ALPHA) for records in iterate_in_random_orders(detector, table, seed)]
+    results = [
+        detector.score(records, ALPHA, order="arrival") for records in iterate_in_random_orders(detector, table, seed)
+    ]
     return (
         np.concatenate([result.anomaly_score for result in results]),
         np.concatenate([result.score for result in results]),

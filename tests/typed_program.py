@@ -20,7 +20,7 @@ filled: pl.DataFrame = detector.impute(frame, bounds=True)
 imputed: dict[str, Imputation] = detector.impute({"x": 1.0})
 low: float = detector.quantiles({"x": 1.0}, [0.05])["x"][0]
 drawn: pl.DataFrame = detector.complete(frame, draws=3)
-name: str = detector.explain({"x": 1.0})[0].feature
+name: str = detector.explain({"x": 1.0}, order="random")[0].feature
 names: list[str] = [item.feature for row in detector.explain([{"x": 1.0}]) for item in row]
 scorer: Scorer = detector.scorer(alpha=[0.01, 0.001])
 update: Update = scorer.update("pump-1", "x", 1.0)

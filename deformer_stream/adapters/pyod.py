@@ -38,7 +38,9 @@ class PyODDetector(BaseDetector):  # type: ignore[misc]  # PyOD ships no types
         verbose: Whether to print the progress of training.
 
     Attributes:
-        decision_scores_: (N,) the scores of the training records; larger is more anomalous.
+        decision_scores_: (N,) the scores of the training records, each compared with the other records; larger is more
+            anomalous. `decision_function` compares with all stored training records. For such a record, its score is
+            smaller than `decision_scores_`.
         threshold_: The score above which a record is an outlier.
         labels_: (N,) 1 for the outliers among the training records, 0 for the others.
         estimator_: The fitted `DeformerDetector`; its `detector_` explains and imputes records.
@@ -85,7 +87,8 @@ class PyODDetector(BaseDetector):  # type: ignore[misc]  # PyOD ships no types
             options=options,
             verbose=self.verbose,
         ).fit(X)
-        self.decision_scores_ = self.decision_function(X)
+        # Like the detectors of PyOD, without comparing a record with itself. Otherwise `threshold_` would be too low.
+        self.decision_scores_ = -self.estimator_._score_training_samples(X)
         self._process_decision_scores()  # of PyOD: computes threshold_ and labels_
         return self
 

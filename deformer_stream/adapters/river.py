@@ -24,7 +24,9 @@ class RiverDetector(AnomalyDetector):
         detector: A trained detector. `learn_one` then does nothing. None to train one on the first records.
         training_records: The number of records after which `learn_one` trains the model, once.
         alpha: The false-alarm rate of `predict_one`.
-        options: Options of `deformer_stream.train`, such as `{"max_time": "30s"}`.
+        options: Options of `deformer_stream.train`, such as `{"preset": "small"}`.
+        max_time: The time limit of training, such as "30s" or "10m". None for none. The call of `learn_one` that trains
+            the model blocks for this time.
     """
 
     def __init__(
@@ -33,11 +35,13 @@ class RiverDetector(AnomalyDetector):
         training_records: int = 1000,
         alpha: float = 0.01,
         options: Mapping[str, Any] | None = None,
+        max_time: str | float | None = "1m",
     ) -> None:
         self.detector = detector
         self.training_records = training_records
         self.alpha = alpha
         self.options = options
+        self.max_time = max_time
         self._trained = detector
         self._records: list[dict[Any, Any]] = []
 
@@ -49,6 +53,8 @@ class RiverDetector(AnomalyDetector):
     def learn_one(self, x: dict[Any, Any]) -> None:
         """Store a record for training. The model is trained when there are `training_records` of them.
 
+        That one call blocks until training ends, at most for about `max_time`. To train elsewhere, give `detector`.
+
         Args:
             x: The values of the record by feature name. Missing keys, None and NaN are missing values.
 
@@ -59,15 +65,15 @@ class RiverDetector(AnomalyDetector):
             return
         self._records.append(dict(x))
         if len(self._records) >= self.training_records:
-            self._trained = train(self._records, **(self.options or {}))
+            self._trained = train(self._records, **{"max_time": self.max_time, **(self.options or {})})
             self._records = []
 
     def score_one(self, x: dict[Any, Any]) -> float:
         """Return the anomaly score of a complete or partial record; larger is more anomalous.
 
         Args:
-            x: The values of the record by feature name, in the order of arrival. The score is the largest one after any
-                of them, so it can depend on the order.
+            x: The values of the record by feature name. They are scored in the order in which the model was calibrated
+                (`Detector.score`).
 
         Returns:
             The score; 0 as long as there is no model.
@@ -81,7 +87,8 @@ class RiverDetector(AnomalyDetector):
         """Return whether a complete or partial record raises an alert at the false-alarm rate `alpha`.
 
         Args:
-            x: The values of the record by feature name, in the order of arrival.
+            x: The values of the record by feature name. They are scored in the order in which the model was calibrated
+                (`Detector.score`), for which `alpha` is guaranteed.
 
         Returns:
             Whether there is an alert; False as long as there is no model.

@@ -15,7 +15,10 @@ from numpy.typing import NDArray
 from deformer_stream.errors import DeformerError
 from deformer_stream.extras import format_remedy
 from deformer_stream.library.frames import TabularRecords, read_array, read_frame, warn
-from deformer_stream.library.training import run_training
+from deformer_stream.library.records import read_table_values
+from deformer_stream.library.training import UnknownOptionError, run_training
+from deformer_stream.library.training_scores import compare_with_other_records
+from deformer_stream.model.exemplars import Exemplars
 
 try:
     from sklearn.base import BaseEstimator, OutlierMixin
@@ -31,6 +34,9 @@ if TYPE_CHECKING:
 
 MAX_THRESHOLD_RECORDS = 20_000
 """Largest number of calibration records from which the threshold is computed."""
+
+NO_ALERTS_ALPHA = 0.5
+"""The false-alarm rate for scores whose alerts are not used. It is in reach of every calibration, so nothing warns."""
 
 
 class DeformerDetector(OutlierMixin, BaseEstimator):  # type: ignore[misc]  # scikit-learn ships no types
@@ -115,7 +121,7 @@ class DeformerDetector(OutlierMixin, BaseEstimator):  # type: ignore[misc]  # sc
             detector, output = run_training(
                 _repeat_few_records(table), None, self._list_options(), verbose=self.verbose
             )
-        except DeformerError as error:
+        except (DeformerError, UnknownOptionError) as error:
             raise ValueError(str(error)) from error
         from trainer.job import TrainingOutput  # imported late, like the whole trainer
 
@@ -224,14 +230,48 @@ class DeformerDetector(OutlierMixin, BaseEstimator):  # type: ignore[misc]  # sc
         Raises:
             ValueError: A value cannot be accepted; the message names its row and column.
         """
-        names = [name for name in self.detector_.schema.names if name in table.column_names]
         try:
-            columns = pa.table({name: table.get_column(name) for name in names})
-            # The order of the schema, so that a score does not depend on the other records.
-            scores = self.detector_.score(columns, order="schema")
+            # The order of the schema, so that equal records have the same score in every table.
+            scores = self.detector_.score(self._select_features(table), NO_ALERTS_ALPHA, order="schema")
         except DeformerError as error:
             raise ValueError(str(error)) from error
         return -np.asarray(scores["anomaly_score"].to_numpy())
+
+    def _select_features(self, table: TabularRecords) -> pa.Table:
+        """Return the columns of a table that are features of the model, in the order of its schema.
+
+        Args:
+            table: The records.
+
+        Raises:
+            InputError: A cell has a type that no reading can have.
+        """
+        names = [name for name in self.detector_.schema.names if name in table.column_names]
+        return pa.table({name: table.get_column(name) for name in names})
+
+    def _score_training_samples(self, X: Any) -> NDArray[np.float64]:
+        """Return how normal each record of the table of `fit` is, compared with the other records.
+
+        The result is comparable with `score_samples` of new records. `score_samples` of a record that the model stores
+        would be too large, because the record would be compared with itself.
+
+        Args:
+            X: (N, C) the records of `fit`.
+
+        Returns:
+            (N,) the anomaly scores with the opposite sign; smaller is more anomalous.
+        """
+        table = self._read(X, reset=False)
+        scores = self._compute_scores(table)
+        detector = self.detector_
+        exemplars = Exemplars.from_parameters(detector.artifact.scoring_model.extract_parameters())
+        features = read_frame(self._select_features(table))
+        if exemplars is None or features is None:
+            return scores
+        raw_values = read_table_values(features, detector.schema)
+        codes = np.broadcast_to(np.arange(raw_values.shape[1]), raw_values.shape)
+        values = detector.schema.normalise(codes, raw_values)
+        return scores - compare_with_other_records(exemplars, values)
 
     def _score_calibration_records(self, output: TrainingOutput) -> NDArray[np.float64]:
         """Return the anomaly scores of the calibration records, (n,).
@@ -259,7 +299,7 @@ class DeformerDetector(OutlierMixin, BaseEstimator):  # type: ignore[misc]  # sc
                 columns[feature.name] = pa.array(cells, pa.string())
             else:
                 columns[feature.name] = pa.array(values[:, code], from_pandas=True)
-        scores = self.detector_.score(pa.table(columns), order="schema")
+        scores = self.detector_.score(pa.table(columns), NO_ALERTS_ALPHA, order="schema")
         return np.asarray(scores["anomaly_score"].to_numpy())
 
 

@@ -296,6 +296,9 @@ def rank_features(
         rise = statistics - records.state.max_statistic[record][:, None]
         np.add.at(effects.alert_probability, index, alert_probability)
         np.add.at(effects.score_rise, index, weight * (probabilities * rise).sum(1))
+    # Sums of float32 probabilities can exceed 1 by rounding.
+    for probability in (effects.alert_probability, effects.false_alarm_probability):
+        np.clip(probability, 0.0, 1.0, out=probability)
     return effects
 
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypeVar, get_args, overload
 
 import numpy as np
 import pyarrow as pa
@@ -39,12 +39,15 @@ from deformer_stream.library.frames import (
 )
 from deformer_stream.library.records import (
     Record,
+    UnseenLabelCheck,
+    arrange_readings,
     decode_table,
     make_batch,
     make_codec,
     make_record,
     pad_readings,
     read_dicts,
+    read_table_values,
 )
 from deformer_stream.library.results import (
     Imputation,
@@ -228,11 +231,16 @@ class Detector:
             ValueError: If a number is out of range. The message names it.
         """
         scorer = Scorer(self, alpha, record_timeout, ties, tie_wait, grace)
-        self._warn_if_unreachable(np.atleast_1d(np.asarray(alpha, np.float64)).tolist())
+        self._warn_if_unreachable(np.atleast_1d(np.asarray(alpha, np.float64)).tolist(), has_groups=True)
         return scorer
 
-    def _warn_if_unreachable(self, alphas: Sequence[float]) -> None:
-        """Warn if the calibration has too few records for any alert at one of the false-alarm rates `alphas`."""
+    def _warn_if_unreachable(self, alphas: Sequence[float], has_groups: bool) -> None:
+        """Warn if the calibration has too few records for any alert at one of the false-alarm rates.
+
+        Args:
+            alphas: The false-alarm rates.
+            has_groups: Whether records have ids, by which they can belong to calibration groups.
+        """
         calibration = self.artifact.calibration
         for alpha, num_required in calibration.find_unreachable_alphas(alphas).items():
             warn(
@@ -240,7 +248,7 @@ class Detector:
                 f"and the model has {len(calibration.scores):,}; use a larger alpha, or calibrate with more records",
                 AlphaOutOfReachWarning,
             )
-        for alpha in alphas:
+        for alpha in alphas if has_groups else ():
             if names := calibration.find_unreachable_groups(alpha):
                 num_groups = len(calibration.calibration_by_group)
                 warn(
@@ -294,21 +302,20 @@ class Detector:
         alpha: float = 0.01,
         *,
         columns: Sequence[str] | None = None,
-        order: Order = "arrival",
+        order: Order | None = None,
     ) -> RecordScores: ...
 
     @overload
-    def score(self, records: FrameT, alpha: float = 0.01, *, order: Order = "arrival") -> FrameT: ...
+    def score(self, records: FrameT, alpha: float = 0.01, *, order: Order | None = None) -> FrameT: ...
 
     def score(
-        self, records: Any, alpha: float = 0.01, *, columns: Sequence[str] | None = None, order: Order = "arrival"
+        self, records: Any, alpha: float = 0.01, *, columns: Sequence[str] | None = None, order: Order | None = None
     ) -> Any:
         """Return the scores of complete records.
 
         `log_likelihood` and `anomaly_score` hardly depend on the order of the readings, but `score`, `p_value` and
-        `alert_seq` do. The false-alarm rate of alerts is guaranteed for the order in which the model was calibrated.
-        That is a random order unless the model was trained on logged arrivals. `deformer-stream replay` uses it for the
-        rows of wide tables.
+        `alert_seq` do. The false-alarm rate of alerts is guaranteed for the order in which the model was calibrated,
+        which is the default. That is a random order unless the model was trained on logged arrivals.
 
         Columns and keys that are not features of the model are ignored with a warning. If more than half of the
         features have no column, there is a warning as well.
@@ -320,46 +327,71 @@ class Detector:
             alpha: The false-alarm rate at which `RecordScores.alert_seq` reports alerts.
             columns: The names of the columns of a NumPy array; by default the features in the order of the schema.
             order: The order in which the readings of a record are scored. "arrival" is the order of the keys of a dict
-                or of the columns of a table. "schema" is the order of the model's features, and "random" a random order
-                that depends on the number of the row. Dicts have only the first.
+                or of the columns of a table. "schema" is the order of the model's features. "random" is a random order
+                that depends on the values of the record alone, so selecting or sorting records does not change it. None
+                is the order in which the model was calibrated, as for `deformer-stream replay`.
 
         Returns:
             For a data frame or an Arrow table, a table of the same kind, whose columns are the attributes of
             `RecordScores`. A pandas data frame has the index of the input. For other inputs, `RecordScores`.
 
+        Warns:
+            AlphaOutOfReachWarning: If the calibration has too few records for any alert at `alpha`.
+            UserWarning: If a feature of several records has only labels that training has not seen, or as above.
+
         Raises:
             InputError: If a value cannot be accepted; the message names the record or row, and the feature.
-            ValueError: If `alpha` does not lie between 0 and 1, or if dicts are to be scored in another order.
-            ConfigError: If the readings of the model are irregular; `scorer` scores them with their times.
+            ValueError: If `alpha` does not lie between 0 and 1.
+            ConfigError: If the order is unknown, or the readings of the model are irregular; `scorer` scores them with
+                their times.
         """
         check_single_readings(self.schema, "score")
+        order = self._choose_order(order)
         table = read_tabular(records, self.schema, columns)
         if table is None:
-            if order != "arrival":
-                raise ValueError(
-                    f"order={order!r} is for tables; put the keys of a dict into the order to score them in"
-                )
-            return self._score_dicts(read_dicts(records, self.schema), alpha)
-        scores = self._score_table(table, alpha, order)
-        if isinstance(table, ArrayRecords):
+            scores = self._score_dicts(read_dicts(records, self.schema), alpha, order)
+        else:
+            scores = self._score_table(table, alpha, order)
+        self._warn_if_unreachable([alpha], has_groups=False)
+        if table is None or isinstance(table, ArrayRecords):
             return scores
         names = ("log_likelihood", "anomaly_score", "p_value", "alert_seq", "score")
         return table.make_table({name: pa.array(getattr(scores, name)) for name in names})
 
-    def _score_dicts(self, records: Sequence[Record], alpha: float) -> RecordScores:
-        """Return the scores of N records that are dicts, each in the order of its keys.
+    def _choose_order(self, order: Order | None) -> Order:
+        """Return the order in which readings are scored, by default that of the calibration.
+
+        Args:
+            order: The argument of `score` and `explain`.
+
+        Raises:
+            ConfigError: The order is unknown.
+        """
+        if order is None:
+            return self.artifact.calibration.row_order
+        if order not in get_args(Order):
+            raise ConfigError(f"the order of readings {order!r} is unknown; use {', '.join(get_args(Order))} or None")
+        return order
+
+    def _score_dicts(self, records: Sequence[Record], alpha: float, order: Order) -> RecordScores:
+        """Return the scores of N records that are dicts.
 
         Args:
             records: The records, without keys that are not features.
             alpha: The false-alarm rate.
+            order: The order in which the readings of a record are scored (`score`).
         """
         # With this limit, the engine never closes a record early to free memory for others.
         engine = self.engine(alpha, Limits(max_open_records=max(1, len(records))), effort="off")
         scores = make_default_scores(len(records))
         # The engine closes a record when it has all features. `finish` closes the others. A record without readings was
         # never opened and keeps the default scores. Without timeouts, the time has no effect.
-        store_scores(engine.handle(make_batch(records, self.codec), now=0).closed, scores)
+        batch = arrange_readings(make_batch(records, self.codec), self.schema, order)
+        store_scores(engine.handle(batch, now=0).closed, scores)
         store_scores(engine.finish().closed, scores)
+        unseen_labels = UnseenLabelCheck(self.schema)
+        unseen_labels.add(batch)
+        unseen_labels.warn()
         return scores
 
     def _score_table(self, table: TabularRecords, alpha: float, order: Order) -> RecordScores:
@@ -375,13 +407,18 @@ class Detector:
         """
         engine = self.engine(alpha, effort="off")
         scores = make_default_scores(table.num_records)
+        unseen_labels = UnseenLabelCheck(self.schema)
         # Features that are not observed are declared as missing, so all records of a batch are closed with it.
         for _, _, batch in decode_table(table, self.schema, order):
+            unseen_labels.add(batch)
             store_scores(engine.handle(batch, now=0).closed, scores)
+        unseen_labels.warn()
         return scores
 
     @overload
-    def explain(self, records: Record, alpha: float = 0.01) -> tuple[Contribution, ...]: ...
+    def explain(
+        self, records: Record, alpha: float = 0.01, *, order: Order | None = None
+    ) -> tuple[Contribution, ...]: ...
 
     @overload
     def explain(
@@ -390,12 +427,20 @@ class Detector:
         alpha: float = 0.01,
         *,
         columns: Sequence[str] | None = None,
+        order: Order | None = None,
     ) -> list[tuple[Contribution, ...]]: ...
 
     @overload
-    def explain(self, records: FrameT, alpha: float = 0.01) -> FrameT: ...
+    def explain(self, records: FrameT, alpha: float = 0.01, *, order: Order | None = None) -> FrameT: ...
 
-    def explain(self, records: Any, alpha: float = 0.01, *, columns: Sequence[str] | None = None) -> Any:
+    def explain(
+        self,
+        records: Any,
+        alpha: float = 0.01,
+        *,
+        columns: Sequence[str] | None = None,
+        order: Order | None = None,
+    ) -> Any:
         """Return how much each reading of complete records contributes to the anomaly score of its record.
 
         An explanation takes many times as long as a score: select the records that have raised alerts.
@@ -406,6 +451,8 @@ class Detector:
             alpha: The false-alarm rate of the alert to explain. If a record raises an alert at this rate,
                 `Contribution.suspect` is true for the readings to which the alert is attributed; otherwise for none.
             columns: The names of the columns of a NumPy array; by default the features in the order of the schema.
+            order: The order in which the readings of a record are scored, as in `score`. A record that raises an alert
+                there has suspects here, if `alpha` and `order` are the same.
 
         Returns:
             For one record, one contribution per reading, the most suspicious first. Readings of context features
@@ -415,19 +462,31 @@ class Detector:
             `relief`, `leave_one_out`, `attribution`, and the expected range `low`, `median`, `high` or
             `expected_label`. The rows of a pandas data frame have the index of their record.
 
+        Warns:
+            AlphaOutOfReachWarning: If the calibration has too few records for any alert at `alpha`.
+
         Raises:
             InputError: If a value cannot be accepted; the message names the record or row, and the feature.
+            ValueError: If `alpha` does not lie between 0 and 1.
+            ConfigError: If the order is unknown.
         """
+        if not 0 < alpha < 1:
+            raise ValueError(f"alpha is {alpha}, but it must be a false-alarm rate between 0 and 1")
+        order = self._choose_order(order)
         table = read_tabular(records, self.schema, columns)
         if table is None:
             dicts = read_dicts(records, self.schema)
-            explanations = self._explain_batch(make_batch(dicts, self.codec), len(dicts), alpha)
+            batch = arrange_readings(make_batch(dicts, self.codec), self.schema, order)
+            explanations = self._explain_batch(batch, len(dicts), alpha)
+        else:
+            explanations = [
+                explanation
+                for _, num_rows, batch in decode_table(table, self.schema, order)
+                for explanation in self._explain_batch(batch, num_rows, alpha)
+            ]
+        self._warn_if_unreachable([alpha], has_groups=False)
+        if table is None:
             return explanations[0] if read_single_record(records) is not None else explanations
-        explanations = [
-            explanation
-            for _, num_rows, batch in decode_table(table, self.schema)
-            for explanation in self._explain_batch(batch, num_rows, alpha)
-        ]
         if isinstance(table, ArrayRecords):
             return explanations
         return tabulate_explanations(table, explanations)
@@ -835,10 +894,7 @@ class Detector:
             values = np.full((len(dicts), len(self.schema)), np.nan)
             values[batch.message_indices, batch.features] = batch.values
             return values
-        values = np.full((table.num_records, len(self.schema)), np.nan)
-        for first_row, _, batch in decode_table(table, self.schema):
-            values[first_row + batch.message_indices, batch.features] = batch.values
-        return values
+        return read_table_values(table, self.schema)
 
 
 def load(directory: str | Path, device: str = "cpu") -> Detector:

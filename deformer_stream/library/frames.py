@@ -200,12 +200,25 @@ def read_tabular(records: object, schema: Schema, columns: Sequence[str] | None 
     if isinstance(records, np.ndarray):
         is_plain = records.dtype.names is None
         return read_array(records, schema.names if columns is None and is_plain else columns)
-    if columns is not None:
+    check_columns(records, columns)
+    return read_frame(records)
+
+
+def check_columns(records: object, columns: Sequence[str] | None) -> None:
+    """Check that names of columns are only given for a NumPy array.
+
+    Args:
+        records: The records.
+        columns: The argument `columns`, None if it was not given.
+
+    Raises:
+        InputError: Names are given, but the records are no NumPy array.
+    """
+    if columns is not None and not isinstance(records, np.ndarray):
         raise InputError(
             "the argument columns names the columns of a NumPy array, but the records are of type "
             f"{type(records).__name__}, which has names of its own; leave out the argument"
         )
-    return read_frame(records)
 
 
 def read_frame(records: object) -> FrameRecords | None:
@@ -292,6 +305,11 @@ def read_array(array: NDArray[Any], columns: Sequence[str] | None) -> ArrayRecor
             )
         return ArrayRecords(array, ())
     names = tuple(columns or ())
+    if array.ndim != 2 and columns is None:
+        raise InputError(
+            f"the array has the shape {array.shape}, but a matrix (rows, features) is needed; write the values of one "
+            "feature as array.reshape(-1, 1), and one record as array.reshape(1, -1)"
+        )
     if array.ndim != 2 or array.shape[1] != len(names):
         raise InputError(
             f"the array has the shape {array.shape}, but a matrix with {len(names)} columns is expected "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime
 from math import isnan
 from pathlib import Path
@@ -13,16 +14,20 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from deformer_stream.calibration.seen_records import RecordHasher
 from deformer_stream.codec import Codec, Order, WindowAssigner
 from deformer_stream.codec.payloads import Messages, WideRows
+from deformer_stream.codec.tables import compute_shuffle_keys
 from deformer_stream.codec.validation import is_unicode
 from deformer_stream.engine.events import NO_TIME, EventBatch
 from deformer_stream.errors import InputError
 from deformer_stream.library.frames import (
     TabularRecords,
     is_missing,
+    list_names,
     read_feature_columns,
     read_single_record,
+    warn,
     warn_of_unknown_names,
 )
 from deformer_stream.model.schema import Schema
@@ -129,7 +134,7 @@ def decode_table(
     Raises:
         InputError: If a value cannot be accepted; the message names its row.
     """
-    codec = Codec(schema, order=order)
+    codec = Codec(schema, order="schema" if order == "random" else order)
     columns = read_feature_columns(table, schema)
     first_row = 0
     for rows in pa.table(columns).to_batches(max_chunksize=ROWS_PER_BATCH):
@@ -138,8 +143,89 @@ def decode_table(
         for rejection in rejections:
             row = first_row + rejection.message_index
             raise InputError(f"row {row} cannot be accepted: {rejection.detail} ({rejection.reason.value})")
-        yield first_row, len(rows), batch
+        yield first_row, len(rows), arrange_readings(batch, schema, order)
         first_row += len(rows)
+
+
+def read_table_values(table: TabularRecords, schema: Schema) -> NDArray[np.float64]:
+    """Return the values of the N records of a table, (N, F), in raw units or as label codes, NaN if missing.
+
+    Args:
+        table: The records.
+        schema: The F features of the model.
+
+    Raises:
+        InputError: If a value cannot be accepted; the message names its row.
+    """
+    values = np.full((table.num_records, len(schema)), np.nan)
+    for first_row, _, batch in decode_table(table, schema):
+        values[first_row + batch.message_indices, batch.features] = batch.values
+    return values
+
+
+def arrange_readings(batch: EventBatch, schema: Schema, order: Order) -> EventBatch:
+    """Return the readings of complete records in another order, one record after the other as before.
+
+    A random order depends on the values of the record alone (on the sum of the hashes of its readings). So a record has
+    the same order in a data frame, in a list of dicts and alone, and a selection of records does not change it.
+
+    Args:
+        batch: The readings of all records, one record after the other. Readings with the value NaN come first in each
+            record, as the decoder of tables arranges them.
+        schema: The features of the model.
+        order: The order of the readings of a record (`Detector.score`); "arrival" for that of the batch.
+    """
+    if order == "arrival" or not len(batch):
+        return batch
+    rows, is_observed = batch.message_indices, ~np.isnan(batch.values)
+    keys = batch.features.astype(np.uint64)
+    if order == "random":
+        events = np.flatnonzero(is_observed)
+        record_hashes = np.zeros(int(rows.max()) + 1, np.uint64)
+        reading_hashes = RecordHasher(schema).hash_readings(batch.features[events], batch.values[events])
+        np.add.at(record_hashes, rows[events], reading_hashes)
+        keys = compute_shuffle_keys(record_hashes[rows], batch.features, seed=0)
+    arranged = np.lexsort((keys, is_observed, rows))
+    index_by_event = np.empty(len(arranged), np.int64)
+    index_by_event[arranged] = np.arange(len(arranged))
+    return replace(
+        batch,
+        features=batch.features[arranged],
+        values=batch.values[arranged],
+        times=batch.times[arranged],
+        unseen_labels={int(index_by_event[event]): text for event, text in batch.unseen_labels.items()},
+    )
+
+
+class UnseenLabelCheck:
+    """The check whether a feature of several records has only labels that training has not seen.
+
+    Such a feature is usually spelt in another way than in training, and then all records raise alerts.
+    """
+
+    def __init__(self, schema: Schema) -> None:
+        self._schema = schema
+        self._num_readings = np.zeros(len(schema), np.int64)
+        self._num_unseen = np.zeros(len(schema), np.int64)
+        self._example_by_code: dict[int, str] = {}
+
+    def add(self, batch: EventBatch) -> None:
+        """Count the readings of a batch."""
+        self._num_readings += np.bincount(batch.features[~np.isnan(batch.values)], minlength=len(self._schema))
+        for event, text in batch.unseen_labels.items():
+            code = int(batch.features[event])
+            self._num_unseen[code] += 1
+            self._example_by_code.setdefault(code, text)
+
+    def warn(self) -> None:
+        """Warn of the features with at least two readings none of whose labels training has seen."""
+        for code, example in self._example_by_code.items():
+            if 2 <= self._num_unseen[code] == self._num_readings[code]:
+                feature = self._schema.features[code]
+                warn(
+                    f"feature {feature.name!r} has only labels that training has not seen, such as {example!r}, so "
+                    f"every record may raise an alert; the labels of training are {list_names(feature.labels)}"
+                )
 
 
 def pad_readings(
@@ -197,7 +283,7 @@ def make_record(row: NDArray[np.float64], schema: Schema) -> dict[str, float | s
 def to_json_type(value: object) -> object:
     """Convert a value to what a JSON round trip (encode, then decode) would give, without creating the JSON text.
 
-    A NumPy scalar becomes a Python scalar, and a datetime becomes text in ISO format.
+    A NumPy scalar becomes a Python scalar, and a datetime (also one of NumPy) becomes text in ISO format.
 
     Returns:
         The converted value, or `NOT_CONVERTED` for values that need the actual round trip. These are containers,
@@ -211,12 +297,18 @@ def to_json_type(value: object) -> object:
     if value_type is int:
         return value if -(2**63) <= value < 2**64 else NOT_CONVERTED  # type: ignore[operator]  # it is an int here
     if isinstance(value, np.generic):
-        item = value.item()
+        item = _to_python_scalar(value)
         # A few NumPy types, such as longdouble, have no Python type; `item` then returns a NumPy scalar again.
         return NOT_CONVERTED if isinstance(item, np.generic) else to_json_type(item)
     if isinstance(value, datetime):
         return value.isoformat()
     return NOT_CONVERTED
+
+
+def _to_python_scalar(value: np.generic) -> object:
+    """Return a NumPy scalar as a Python scalar; a `datetime64` as a datetime, in every unit."""
+    # The item of a `datetime64` with nanoseconds would be an integer, and that of one with days a date.
+    return value.astype("datetime64[us]").item() if isinstance(value, np.datetime64) else value.item()
 
 
 def encode_json(document: dict[str, Any]) -> bytes:
@@ -248,7 +340,9 @@ def _convert_for_json(value: object) -> object:
         TypeError: If the value has another type.
     """
     if isinstance(value, np.generic):
-        return value.item()
+        value = _to_python_scalar(value)
+        if not isinstance(value, datetime):
+            return value
     if isinstance(value, datetime):
         return value.isoformat()
     # `encode_json` adds the record to the message.

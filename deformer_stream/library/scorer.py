@@ -14,6 +14,8 @@ from deformer_stream.calibration.conformal import TiePolicy
 from deformer_stream.engine.engine import Engine, Limits
 from deformer_stream.engine.events import Alert, EventBatch, Rejection
 from deformer_stream.engine.next_reading import DEFAULT_NUM_DRAWS, DEFAULT_SUSPICIOUS, NextReading
+from deformer_stream.errors import ConfigError
+from deformer_stream.library.frames import is_missing
 from deformer_stream.library.records import NOT_CONVERTED, Value, encode_json, make_codec, make_messages, to_json_type
 from deformer_stream.model.schema import Schema
 from deformer_stream.runtime.timing import WallClock
@@ -100,6 +102,7 @@ class Scorer:
                 "must be from 0 to 1e9"
             )
         self._codec = make_codec(detector.schema, grace)
+        self._is_windowed = detector.schema.window is not None
         self._clock = WallClock()
         # Whether time alone can close records or end the wait of readings, so that `update` must check for it.
         self._has_timeouts = timeout_micros is not None or tie_wait_micros is not None
@@ -125,12 +128,13 @@ class Scorer:
         """Add one reading to a record, and return its scores and alerts.
 
         A reading that cannot be accepted changes nothing, and the result states the reason. Reasons are an unknown
-        feature, a number that is not finite, or a second value of the same feature.
+        feature, a number that is infinite, or a second value of the same feature.
 
         Args:
             record: The record id; a new id opens a new record.
             feature: The feature name.
-            value: The value; None declares that the feature will not be observed.
+            value: The value. None, NaN and `pandas.NA` declare that the feature will not be observed, as in
+                `Detector.score`.
             time: Event time as seconds since 1970 or as a datetime with a time zone; None if it is unknown.
 
         Raises:
@@ -148,15 +152,21 @@ class Scorer:
         Args:
             device: The name of the device.
             feature: The name of the feature, or of a sensor that can report several times in a window.
-            value: The value; None declares that the feature will not be observed.
+            value: The value. None, NaN and `pandas.NA` declare that the feature will not be observed.
             time: Event time as seconds since 1970 or as a datetime with a time zone.
 
         Returns:
             The scores and alerts, as `update` returns them.
 
         Raises:
+            ConfigError: If the model was not trained on windows.
             InputError: If an argument has a type that no reading can have.
         """
+        if not self._is_windowed:
+            raise ConfigError(
+                "update_device cannot be used, because the model was not trained on windows of the readings of a "
+                "device: use update(record, feature, value, time)"
+            )
         return self._update({"device": device, "feature": feature, "value": value, "time": time})
 
     def _update(self, event: dict[str, Any]) -> Update:
@@ -213,6 +223,8 @@ class Scorer:
         Returns:
             A batch with the reading and no rejections, or an empty batch and a rejection that states the reason.
         """
+        if is_missing(event["value"]):
+            event = event | {"value": None}
         document = {name: to_json_type(value) for name, value in event.items()}
         if NOT_CONVERTED in document.values():  # at least one value needs the JSON parser of the codec
             return self._codec.decode(make_messages([encode_json(event)]))

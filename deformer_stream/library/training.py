@@ -13,12 +13,16 @@ import pyarrow as pa
 from deformer_stream import model_store
 from deformer_stream.errors import ConfigError, InputError
 from deformer_stream.library.detector import Detector, TemporaryFolder
-from deformer_stream.library.frames import TabularRecords, convert_cells, read_array, read_frame, warn
+from deformer_stream.library.frames import TabularRecords, check_columns, convert_cells, read_array, read_frame, warn
 from deformer_stream.model.load_network import require_torch
 from deformer_stream.tables.table import Table, TableOptions
 
 if TYPE_CHECKING:
     from trainer.job_output import JobOutput
+
+
+class UnknownOptionError(TypeError):
+    """The error of `train` about an option that does not exist. It is a `TypeError`, like that of Python."""
 
 
 def train(
@@ -80,11 +84,12 @@ def run_training(
     from trainer.feature_table import print_features
     from trainer.settings import TrainConfig
 
+    check_columns(records, columns)
     values = dict(options)
     for name in values.keys() - TrainConfig.model_fields.keys():
         similar = difflib.get_close_matches(name, TrainConfig.model_fields, 1)
         hint = f"; did you mean {similar[0]!r}?" if similar else "; deformer-train --help lists the options"
-        raise TypeError(f"train() got an unknown option {name!r}{hint}")
+        raise UnknownOptionError(f"train() got an unknown option {name!r}{hint}")
     if isinstance(values.get("cycle"), Mapping):
         values["cycle"] = ",".join(f"{name}={period}" for name, period in values["cycle"].items())
     temporary_folder = TemporaryFolder() if out is None else None

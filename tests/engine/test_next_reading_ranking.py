@@ -134,6 +134,16 @@ def draw_brute_force(
     return score_with(np.concatenate(drawn)), score_with(draw(everything, num_draws))
 
 
+def test_probabilities_do_not_exceed_one(linear: DEformer) -> None:
+    """Sums of float32 probabilities can exceed 1 by rounding. At alpha 1, every value raises an alert."""
+    calibration = make_calibration(linear, 19)
+    records = join(*(open_record(linear, [0, 1], [x, 2.0]) for x in np.linspace(-3, 3, 60).tolist()))
+    ranked = rank_features(linear, calibration, records, 1.0)
+    for probability in (ranked.alert_probability, ranked.false_alarm_probability):
+        assert np.nanmax(probability) == 1.0
+        assert np.nanmin(probability) >= 0.0
+
+
 def test_the_ranking_equals_brute_force(model: DEformer) -> None:
     """Probabilities and mean rises agree with random draws and scores of whole sequences."""
     codes, raw_values = [2, 5, 0, 3], [8.0, 60.0, 9.0, 2.0]  # the codes of a label, a context feature and two numbers

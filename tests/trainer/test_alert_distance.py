@@ -179,7 +179,7 @@ def test_training_stores_records_and_says_so(tmp_path: Path) -> None:
     assert detector.artifact.model.config.alert_exemplars == used["alert_exemplars"]
     # A stream scores calibration records as training did.
     rows = pq.read_table(table).take(pa.array(np.flatnonzero(output.data.split == Split.CALIBRATION)))
-    scores = detector.score(rows.to_pylist()).score
+    scores = detector.score(rows.to_pylist(), order="arrival").score
     assert np.quantile(scores, 0.9) == pytest.approx(np.quantile(output.calibration.scores, 0.9), rel=0.25)
     for changes in ({"alert_exemplars": 0}, {"exemplars": 0}, {"folds": 3}):
         output = train([table], TrainConfig(out=tmp_path / "other", **options, **changes))

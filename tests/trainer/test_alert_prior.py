@@ -152,7 +152,7 @@ def test_training_adds_the_term_and_a_stream_scores_as_training_did(tmp_path: Pa
     detector = load(tmp_path / "model")
     assert detector.artifact.model.config.alert_prior
     rows = pq.read_table(table).take(pa.array(np.flatnonzero(output.data.split == Split.CALIBRATION)))
-    scores = detector.score(rows.to_pylist()).score
+    scores = detector.score(rows.to_pylist(), order="arrival").score
     assert np.quantile(scores, 0.9) == pytest.approx(np.quantile(output.calibration.scores, 0.9), rel=0.25)
     without = train([table], TrainConfig(out=tmp_path / "without", **OPTIONS, alert_prior=False))
     assert not without.model.config.alert_prior
@@ -191,7 +191,7 @@ def test_wide_records_have_lines_for_the_p_values_of_the_network_too(tmp_path: P
     detector = load(tmp_path / "model")
     names = output.data.schema.names
     held_out = rows[output.data.split == Split.CALIBRATION]
-    scores = detector.score([dict(zip(names, row, strict=True)) for row in held_out]).score
+    scores = detector.score([dict(zip(names, row, strict=True)) for row in held_out], order="arrival").score
     assert np.quantile(scores, 0.9) == pytest.approx(np.quantile(output.calibration.scores, 0.9), rel=0.25)
     new = draw_wide(rng, 300)
     broken = new.copy()

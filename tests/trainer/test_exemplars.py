@@ -158,9 +158,11 @@ def test_loaded_model_ranks_like_the_model_in_memory(tmp_path: Path) -> None:
     )
     detector = load(tmp_path / "model")
     rows = pa.table({"a": [0.0, 9.0], "b": [0.1, -9.0], "state": ["middle", "high"]}).to_pylist()
-    near, far = detector.score(rows).anomaly_score.tolist()
+    near, far = detector.score(rows, 0.5).anomaly_score.tolist()
     assert far > near + 1.0
-    assert detector.score([{"b": -9.0, "state": "high", "a": 9.0}]).anomaly_score[0] != pytest.approx(near, abs=0.5)
+    assert detector.score([{"b": -9.0, "state": "high", "a": 9.0}], 0.5).anomaly_score[0] != pytest.approx(
+        near, abs=0.5
+    )
 
 
 def test_scores_of_complete_calibration_records_leave_out_the_record_itself(tmp_path: Path) -> None:
