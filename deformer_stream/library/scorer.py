@@ -128,13 +128,13 @@ class Scorer:
         """Add one reading to a record, and return its scores and alerts.
 
         A reading that cannot be accepted changes nothing, and the result states the reason. Reasons are an unknown
-        feature, a number that is infinite, or a second value of the same feature.
+        feature, a number that is not finite, or a second value of the same feature.
 
         Args:
             record: The record id; a new id opens a new record.
             feature: The feature name.
-            value: The value. None, NaN and `pandas.NA` declare that the feature will not be observed, as in
-                `Detector.score`.
+            value: The value. None declares that the feature will not be observed. NaN and `pandas.NA` are rejected, as
+                in a stream, because a later reading of the feature may come.
             time: Event time as seconds since 1970 or as a datetime with a time zone; None if it is unknown.
 
         Raises:
@@ -152,7 +152,7 @@ class Scorer:
         Args:
             device: The name of the device.
             feature: The name of the feature, or of a sensor that can report several times in a window.
-            value: The value. None, NaN and `pandas.NA` declare that the feature will not be observed.
+            value: The value. None declares that the feature will not be observed.
             time: Event time as seconds since 1970 or as a datetime with a time zone.
 
         Returns:
@@ -223,8 +223,8 @@ class Scorer:
         Returns:
             A batch with the reading and no rejections, or an empty batch and a rejection that states the reason.
         """
-        if is_missing(event["value"]):
-            event = event | {"value": None}
+        if event["value"] is not None and is_missing(event["value"]):
+            event = event | {"value": nan}  # pandas.NA and pandas.NaT, too
         document = {name: to_json_type(value) for name, value in event.items()}
         if NOT_CONVERTED in document.values():  # at least one value needs the JSON parser of the codec
             return self._codec.decode(make_messages([encode_json(event)]))
