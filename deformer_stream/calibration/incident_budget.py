@@ -82,6 +82,7 @@ class BudgetPlan:
         model: Fingerprint of the model to which the segments belong; "" if it is not checked.
         opens_early: Whether incidents may open at alerts of open records. Only with segments whose statistics include
             those at such alerts.
+        early_alphas: The alphas (false-alarm rates) of these alerts; None if all alerts count.
         fallback: The plan for records of another model, None if there is none; their incidents then never open.
     """
 
@@ -101,7 +102,13 @@ class BudgetPlan:
     remedy: str = ""
     model: str = ""
     opens_early: bool = False
+    early_alphas: tuple[float, ...] | None = None
     fallback: BudgetPlan | None = None
+
+    def may_open_at(self, alpha: float | None) -> bool:
+        """Return whether an incident may open at an alert with this alpha, None if it is unknown, of an open record."""
+        is_included = self.early_alphas is None or alpha is None or alpha in self.early_alphas
+        return self.opens_early and is_included
 
     def is_reached(self, log_statistic: float) -> bool:
         """Return whether an incident opens at this value of ln of the statistic."""
@@ -286,6 +293,7 @@ def _plan_segments(budget: IncidentBudget, calibration: SegmentCalibration, mode
         assumption=assumption,
         model=model,
         opens_early=calibration.opens_early,
+        early_alphas=calibration.early_alphas,
     )
 
 

@@ -73,6 +73,8 @@ class SegmentCalibration:
         end: End of the last segment in microseconds since 1970.
         num_left_out: Number of segments that were left out because they have too few records.
         opens_early: Whether the statistics include those at alerts of open records, so that incidents may open there.
+        early_alphas: The alphas (false-alarm rates) of these alerts, ascending. Incidents may open at alerts with these
+            alphas only, because the statistics at others are not included. None if the evidence did not state them.
     """
 
     length: int
@@ -86,6 +88,7 @@ class SegmentCalibration:
     end: int = 0
     num_left_out: int = 0
     opens_early: bool = False
+    early_alphas: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
         if self.length <= 0:
@@ -129,6 +132,7 @@ class SegmentCalibration:
             "end": self.end,
             "left_out": self.num_left_out,
             **({"early": True} if self.opens_early else {}),
+            **({} if self.early_alphas is None else {"early_alphas": list(self.early_alphas)}),
         }
 
     @staticmethod
@@ -139,7 +143,7 @@ class SegmentCalibration:
             ValueError: The document is not such a calibration. The reader of the file adds the path and the remedy.
         """
         try:
-            tail, kind = document["tail"], document["detector"]
+            tail, kind, early_alphas = document["tail"], document["detector"], document.get("early_alphas")
             if kind not in ("shiryaev-roberts", "cusum"):
                 raise ValueError(f"unknown detector {kind!r}")
             return SegmentCalibration(
@@ -154,6 +158,7 @@ class SegmentCalibration:
                 end=int(document["end"]),
                 num_left_out=int(document["left_out"]),
                 opens_early=bool(document.get("early", False)),
+                early_alphas=None if early_alphas is None else tuple(map(float, early_alphas)),
             )
         except (KeyError, TypeError, OverflowError) as error:
             raise ValueError(f"the calibration of segments is incomplete or malformed ({error!r})") from error
@@ -228,6 +233,7 @@ class SegmentCollector:
     tail: ScoreTail | None = None
     kind: DetectorKind = "shiryaev-roberts"
     opens_early: bool = False
+    _early_alphas: set[float | None] = field(default_factory=set)
     _open: dict[str, _Segment] = field(default_factory=dict)
     _closed: list[tuple[str, _Segment]] = field(default_factory=list)
 
@@ -249,7 +255,9 @@ class SegmentCollector:
         segment.log_maximum = max(segment.log_maximum, compute_log_statistic(segment.log_state))
         segment.num_records += 1
 
-    def add_alert(self, device: str, time: int, p_value: float, score: float | None, record: str) -> None:
+    def add_alert(
+        self, device: str, time: int, p_value: float, score: float | None, record: str, alpha: float | None = None
+    ) -> None:
         """Add the alert of a record that is still open: its segment may have its largest statistic there.
 
         Args:
@@ -258,7 +266,9 @@ class SegmentCollector:
             p_value: p-value of the record at the alert.
             score: Anomaly score of the record at the alert, None if it is unknown.
             record: Id of the record.
+            alpha: The false-alarm rate of the alert, None if it is unknown.
         """
+        self._early_alphas.add(alpha)
         segment = self._find_segment(device, time)
         if self.tail is not None:
             p_value = self.tail.extend(p_value, score)
@@ -285,9 +295,20 @@ class SegmentCollector:
             group: Device group to which the devices belong, "" for all.
         """
         segments = [*self._closed, *self._open.items()]
+        early_alphas = None
+        if self.opens_early and None not in self._early_alphas:
+            early_alphas = tuple(sorted(alpha for alpha in self._early_alphas if alpha is not None))
         if not segments:
             return SegmentCalibration(
-                self.length, (), 0.0, 0, self.tail, self.kind, group, opens_early=self.opens_early
+                self.length,
+                (),
+                0.0,
+                0,
+                self.tail,
+                self.kind,
+                group,
+                opens_early=self.opens_early,
+                early_alphas=early_alphas,
             )
         median = float(np.median([segment.num_records for _, segment in segments]))
         last_segments = set(map(id, self._open.values()))
@@ -309,4 +330,5 @@ class SegmentCollector:
             end=(max(numbers, default=-1) + 1) * self.length,
             num_left_out=len(segments) - len(kept),
             opens_early=self.opens_early,
+            early_alphas=early_alphas,
         )

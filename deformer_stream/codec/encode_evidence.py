@@ -72,6 +72,7 @@ class _AlertObject(msgspec.Struct):
     score: float | None = None
     next_reading: SuggestedReading | None = None
     fault: FaultName | None = None
+    alpha: Annotated[float, msgspec.Meta(gt=0.0, lt=1.0)] | None = None
 
 
 class _EvidenceMessage(msgspec.Struct):
@@ -188,6 +189,7 @@ def _alert_to_json(alert: AlertRow) -> dict[str, object]:
         **({} if alert.score is None else {"score": alert.score}),
         **({} if alert.next_reading is None else {"next_reading": alert.next_reading}),
         **({} if alert.fault is None else {"fault": alert.fault}),
+        **({} if alert.alpha is None else {"alpha": alert.alpha}),
     }
 
 
@@ -258,4 +260,5 @@ def _alert_from_json(alert: _AlertObject) -> AlertRow:
         score=alert.score,
         next_reading=alert.next_reading,
         fault=alert.fault,
+        alpha=alert.alpha,
     )

@@ -63,6 +63,7 @@ class AlertRow:
         score: Anomaly score of the record at the alert, None if it is unknown.
         next_reading: The reading of the record to take next, None if none is suggested.
         fault: Which known fault the record looks like, None if the model has no classifier of faults.
+        alpha: The false-alarm rate at which the record has alerted, None in evidence of earlier releases.
     """
 
     id: str
@@ -75,6 +76,7 @@ class AlertRow:
     score: float | None = None
     next_reading: SuggestedReading | None = None
     fault: FaultName | None = None
+    alpha: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

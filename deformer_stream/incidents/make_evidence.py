@@ -136,6 +136,7 @@ def _make_alert_row(alert: Alert) -> AlertRow:
         else None,
         next_reading=alert.next_reading,
         fault=alert.fault,
+        alpha=alert.alpha,
     )
 
 

@@ -618,7 +618,7 @@ class IncidentTracker:
         """Count an alert of a record that may be open for long: open or update the incident of its device."""
         name = self._options.get_device(alert.record)
         device = self._find_device(name)
-        opens_early = self._plan.opens_early and self._plan.model in ("", model)
+        opens_early = self._plan.may_open_at(alert.alpha) and self._plan.model in ("", model)
         if device is None:
             if not opens_early:
                 return

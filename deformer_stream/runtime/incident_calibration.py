@@ -139,7 +139,7 @@ def _collect_rows(
         alert = row.alert
         device = get_device(alert.record)
         for collector in collectors:
-            collector.add_alert(device, alert.time, alert.p_value, alert.score, alert.record)
+            collector.add_alert(device, alert.time, alert.p_value, alert.score, alert.record, alert.alpha)
     return num_records
 
 

@@ -909,7 +909,7 @@ def _add_alert(
         p_value = adjuster.preview(device, alert.time, p_value, alert.score, shares)
     for collector in collectors:
         if (device, collector.length, alert.time // collector.length) not in excluded:
-            collector.add_alert(device, alert.time, p_value, None, alert.record)
+            collector.add_alert(device, alert.time, p_value, None, alert.record, alert.alpha)
 
 
 def _iterate_rows(

@@ -71,7 +71,7 @@ def test_alert_of_an_open_record_has_its_suspects_and_what_would_prevent_it() ->
     assert not len(batch.closed)
     suspect = Suspect("Pressure", 9.1, -0.27, 0.38, 1.0)
     assert batch.alerts == (
-        AlertRow("id-of-r9", "r9", 1_583_750_073_000_000, 0.0008, 1, (suspect,), ("Pressure",), 9.31),
+        AlertRow("id-of-r9", "r9", 1_583_750_073_000_000, 0.0008, 1, (suspect,), ("Pressure",), 9.31, alpha=0.01),
     )
 
 
