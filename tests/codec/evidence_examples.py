@@ -78,4 +78,5 @@ alerts = st.builds(
     st.none() | st.lists(texts, max_size=3).map(tuple),
     st.none() | numbers,
     st.none() | st.builds(SuggestedReading, texts, st.none() | numbers, st.none() | numbers, numbers),
+    alpha=st.none() | st.sampled_from([1e-9, 0.01, 0.5]),
 )
