@@ -298,19 +298,7 @@ class SegmentCollector:
         early_alphas = None
         if self.opens_early and None not in self._early_alphas:
             early_alphas = tuple(sorted(alpha for alpha in self._early_alphas if alpha is not None))
-        if not segments:
-            return SegmentCalibration(
-                self.length,
-                (),
-                0.0,
-                0,
-                self.tail,
-                self.kind,
-                group,
-                opens_early=self.opens_early,
-                early_alphas=early_alphas,
-            )
-        median = float(np.median([segment.num_records for _, segment in segments]))
+        median = float(np.median([segment.num_records for _, segment in segments])) if segments else 0.0
         last_segments = set(map(id, self._open.values()))
         kept = []
         for device, segment in segments:

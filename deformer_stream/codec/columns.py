@@ -90,7 +90,8 @@ def _choose_label(value: object, code_by_label: dict[str, int]) -> str:
     label = format_label(value)
     if label in code_by_label or not isinstance(value, str):
         return label
-    spellings = [spell_boolean(spelling, code_by_label) for spelling in _list_spellings(value)]
+    spellings = _list_spellings(value)
+    spellings += [spell_boolean(spelling, code_by_label) for spelling in spellings]
     return next((spelling for spelling in spellings if spelling in code_by_label), label)
 
 

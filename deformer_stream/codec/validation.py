@@ -201,7 +201,9 @@ def encode_label(text: str, code_by_label: dict[str, int], name: str) -> tuple[f
     Raises:
         RejectionError: If an unseen label is too long or cannot be encoded as UTF-8.
     """
-    code = code_by_label.get(spell_boolean(text, code_by_label))
+    code = code_by_label.get(text)
+    if code is None:
+        code = code_by_label.get(spell_boolean(text, code_by_label))
     if code is not None:
         return code, None
     if not is_unicode(text):

@@ -519,11 +519,11 @@ def spell_boolean(label: str, known_labels: Container[str]) -> str:
     One program may write false and true, and another one 0 and 1.
 
     Args:
-        label: The label.
+        label: The label, which is not among the known ones.
         known_labels: The labels that occurred in training.
     """
     for names, numbers in ((BOOLEANS, BOOLEAN_NUMBERS), (BOOLEAN_NUMBERS, BOOLEANS)):
-        if label in numbers and label not in known_labels and all(name in known_labels for name in names):
+        if label in numbers and all(name in known_labels for name in names):
             return names[numbers.index(label)]
     return label
 
