@@ -117,7 +117,7 @@ def _calibrate_on_records(inputs: Sequence[str], settings: CalibrateSettings) ->
         click.echo("the calibration was interrupted, so no model was written", err=True)
         return INTERRUPTED_EXIT_CODE
     records = scored.records
-    if settings.label and not len(records.max_statistics):
+    if settings.label_of_rows is not None and not len(records.max_statistics):
         raise InputError(f"no row has {settings.label} = {settings.normal}: check --label and --normal")
     selection = _select_records(records, loaded, seen_records, settings)
     if settings.review is not None:
@@ -137,7 +137,7 @@ def _calibrate_on_records(inputs: Sequence[str], settings: CalibrateSettings) ->
     if is_sharded:
         delete_shards(shards_folder)
     notes = [*selection.notes, scored.warning] if scored.warning else [*selection.notes]
-    if settings.label:
+    if settings.label_of_rows is not None:
         notes.insert(0, f"only rows with {settings.label} = {settings.normal} were used (--label, --normal)")
     written = f"the model was written to {target} (fingerprint {fingerprint})"
     _print_result(recalibration, statistics, settings.alpha, scored.num_rejected, "; ".join([written, *notes]))

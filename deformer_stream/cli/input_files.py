@@ -130,7 +130,6 @@ def _make_read_options(models: ServedModels, settings: InputSettings) -> ReadOpt
     """
     from connectors.files import ReadOptions
     from deformer_stream.errors import ConfigError
-    from deformer_stream.settings import CalibrateSettings
     from deformer_stream.tables.filters import select_label
     from deformer_stream.tables.table import TableOptions
 
@@ -143,9 +142,8 @@ def _make_read_options(models: ServedModels, settings: InputSettings) -> ReadOpt
     if models.choice is not None:
         models.check_same_form(settings)
     table_options = TableOptions.from_settings(settings)
-    if isinstance(settings, CalibrateSettings) and settings.label and settings.normal is not None:
-        where = select_label(settings.label, settings.normal, table_options.where)
-        table_options = replace(table_options, where=where)
+    if settings.label_of_rows is not None:
+        table_options = replace(table_options, where=select_label(*settings.label_of_rows, table_options.where))
     return ReadOptions(
         layout=settings.layout,
         order=settings.input_order or "arrival",  # without the option, logs are read in their own order

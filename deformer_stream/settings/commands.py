@@ -435,6 +435,11 @@ class InputSettings(WindowedTableSettings, ScoringSettings):
     )
 
     @property
+    def label_of_rows(self) -> tuple[str, str] | None:
+        """The column and the label of the rows to read, None for all rows."""
+        return None
+
+    @property
     def input_order(self) -> Literal["arrival", "random", "schema"] | None:
         """The order of the readings within a record as the input is read, None for the default."""
         return self.order
@@ -648,6 +653,11 @@ class CalibrateSettings(InputSettings, ShardSettings):
         if self.anomalous is not None and self.trim:
             raise ValueError("--anomalous and --trim cannot be combined: leave out --trim, so that alpha is guaranteed")
         return self
+
+    @property
+    def label_of_rows(self) -> tuple[str, str] | None:
+        """The column and the label of the rows to read, None for all rows."""
+        return (self.label, self.normal) if self.label and self.normal is not None else None
 
     @property
     def input_order(self) -> Literal["arrival", "random", "schema"] | None:
