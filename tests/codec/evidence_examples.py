@@ -6,6 +6,7 @@ import numpy as np
 from hypothesis import strategies as st
 from numpy.testing import assert_array_equal
 
+from deformer_stream.calibration.fault_classifier import FaultCandidate, FaultName
 from deformer_stream.codec.timestamps import MAX_MICROS, MIN_MICROS
 from deformer_stream.engine.events import NO_TIME, SuggestedReading
 from deformer_stream.incidents.events import AlertRow, ClosedRows, EvidenceBatch, Suspect
@@ -67,16 +68,20 @@ suspects = st.builds(
     st.none() | texts,
 )
 
+fault_candidates = st.builds(FaultCandidate, texts, st.floats(0.0, 1.0), st.booleans())
+
 alerts = st.builds(
     AlertRow,
-    texts,
-    texts,
-    times | st.just(NO_TIME),
-    p_values,
-    st.integers(1, 2**31 - 1),
-    st.lists(suspects, max_size=3).map(tuple),
-    st.none() | st.lists(texts, max_size=3).map(tuple),
-    st.none() | numbers,
-    st.none() | st.builds(SuggestedReading, texts, st.none() | numbers, st.none() | numbers, numbers),
+    id=texts,
+    record=texts,
+    time=times | st.just(NO_TIME),
+    p_value=p_values,
+    severity=st.integers(1, 2**31 - 1),
+    suspects=st.lists(suspects, max_size=3).map(tuple),
+    silenced_by=st.none() | st.lists(texts, max_size=3).map(tuple),
+    score=st.none() | numbers,
+    next_reading=st.none() | st.builds(SuggestedReading, texts, st.none() | numbers, st.none() | numbers, numbers),
+    fault=st.none()
+    | st.builds(FaultName, texts, st.floats(0.0, 1.0), st.lists(fault_candidates, max_size=2).map(tuple)),
     alpha=st.none() | st.sampled_from([1e-9, 0.01, 0.5]),
 )

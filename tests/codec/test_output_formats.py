@@ -38,7 +38,7 @@ from deformer_stream.engine.events import (
     SuggestedReading,
 )
 from deformer_stream.errors import ConfigError, InputError, Unavailable
-from deformer_stream.incidents.events import ClosedRows, EvidenceBatch, Incident
+from deformer_stream.incidents.events import AlertRow, ClosedRows, EvidenceBatch, Incident
 from tests.codec.evidence_examples import alerts as evidence_alerts
 from tests.codec.evidence_examples import assert_equal, make_batch
 from tests.codec.incident_examples import INCIDENTS
@@ -142,9 +142,12 @@ def assert_same(kind: EventKind, encoded: bytes) -> None:
     assert orjson.dumps(drop_nulls(read_back), option=options) == orjson.dumps(drop_nulls(original), option=options)
 
 
-def test_strategy_covers_all_fields_of_alerts() -> None:
-    """A field that is added to alerts without a test of its Avro is noticed."""
-    assert {field.name for field in fields(Alert)} == set(ALERTS.wrapped_strategy.kwargs)  # type: ignore[attr-defined]
+@pytest.mark.parametrize(
+    ("row_type", "strategy"), [(Alert, ALERTS), (AlertRow, evidence_alerts), (Incident, INCIDENTS)]
+)
+def test_strategies_cover_all_fields(row_type: type, strategy: Any) -> None:
+    """A field that is added without a test of its Avro is noticed."""
+    assert {field.name for field in fields(row_type)} == set(strategy.wrapped_strategy.kwargs)
 
 
 @given(ALERTS)
