@@ -113,14 +113,3 @@ def _compute_digest(model: DEformer, rows: NDArray[np.int64]) -> str:
     for parameter in model.parameters():
         digest.update(parameter.detach().cpu().numpy().tobytes())
     return digest.hexdigest()
-
-
-def compute_auroc(normal_nll: Floats, shifted_nll: Floats) -> float:
-    """Return the area under the ROC curve of the negative log-likelihood as a detector of shifted records.
-
-    This is the probability that a shifted record has a larger value than a normal one; ties count half.
-    """
-    ordered = np.sort(normal_nll)
-    num_below = np.searchsorted(ordered, shifted_nll, "left")
-    num_below_or_equal = np.searchsorted(ordered, shifted_nll, "right")
-    return float((num_below + num_below_or_equal).mean() / 2 / len(normal_nll))

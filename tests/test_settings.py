@@ -238,7 +238,7 @@ def test_flag_precedes_environment_precedes_file_precedes_default(
     others |= {"next_reading": 8} if field == "suspicious_records" else {}
     others |= {"output_dir": "d"} if command == "replay" and field in ShardSettings.model_fields else {}
     has_condition = field in FIELDS_WITH_CONDITIONS
-    if command == "calibrate" and field in ("label", "normal"):
+    if command in ("calibrate", "replay") and field in ("label", "normal"):
         others |= {"label": "state", "normal": "ok"}
         has_condition = True  # each needs the other one
     if field in ("models", "model_by", "model_pattern"):

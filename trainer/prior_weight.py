@@ -14,6 +14,7 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
+from deformer_stream.calibration.auroc import compute_auroc
 from deformer_stream.model.exemplars import Exemplars
 from deformer_stream.model.positions import compute_positions
 from deformer_stream.model.schema import Schema
@@ -137,15 +138,3 @@ def interpolate_records(schema: Schema, a: Floats, b: Floats, rng: np.random.Gen
     t = rng.uniform(*INTERPOLATION_RANGE, (len(a), 1))
     interpolated = np.where(schema.is_linear, t * a + (1.0 - t) * b, np.where(t >= 0.5, a, b))
     return np.where(np.isnan(a) | np.isnan(b), a, interpolated)
-
-
-def compute_auroc(normal: Floats, anomalous: Floats) -> float:
-    """Return the area under the ROC curve: the probability that an anomalous score exceeds a normal one.
-
-    Args:
-        normal: (N,) scores of normal records.
-        anomalous: (A,) scores of anomalous records. Equal scores count half.
-    """
-    normal = np.sort(normal)
-    num_smaller = (np.searchsorted(normal, anomalous, side) for side in ("left", "right"))
-    return float(sum(counts.mean() for counts in num_smaller)) / (2 * len(normal))

@@ -34,6 +34,7 @@ from deformer_stream.errors import ConfigError, InputError, map_write_errors
 from deformer_stream.incidents.events import Incident
 from deformer_stream.incidents.make_evidence import make_evidence
 from deformer_stream.model.schema import Schema
+from deformer_stream.runtime.record_labels import RecordLabels
 from deformer_stream.tables.discovery import CSV, JSON_LINES, PARQUET, has_ending
 
 ROW_GROUP_SIZE = 131_072
@@ -72,8 +73,11 @@ RECORDS_SCHEMA = pa.schema(
 )
 """The columns of `replay --records`: one row per closed record."""
 
-FAULT_COLUMNS = (("fault", pa.string()), ("fault_probability", pa.float64()))
+FAULT_COLUMNS = (pa.field("fault", pa.string()), pa.field("fault_probability", pa.float64()))
 """Further columns of `replay --records`, if the model has a classifier of faults; null for records without an alert."""
+
+LABEL_COLUMN = pa.field("label", pa.string())
+"""Further column of `replay --records`, if records have labels: that of the input, null for records without one."""
 
 EXPLANATIONS_SCHEMA = pa.schema(
     [
@@ -315,17 +319,22 @@ def _find_unseen_labels(batch: EventBatch, event_indexes: NDArray[np.int64]) -> 
 class RecordsParquet(ParquetSink):
     """A Parquet file with one row per closed record (one that accepts no more readings), in the order of closing.
 
-    The columns are those of `RECORDS_SCHEMA` and perhaps `FAULT_COLUMNS`.
+    The columns are those of `RECORDS_SCHEMA`, and perhaps `FAULT_COLUMNS` and `LABEL_COLUMN`.
 
     Args:
         path: The file to write.
         has_faults: Whether there are columns for the names of faults.
+        labels: The labels of the records, for a column of their own; None without labels.
     """
 
-    def __init__(self, path: str | Path, has_faults: bool = False) -> None:
-        self._has_faults = has_faults
-        columns = [*RECORDS_SCHEMA, *(pa.field(*column) for column in FAULT_COLUMNS)]
-        self._schema = pa.schema(columns) if has_faults else RECORDS_SCHEMA
+    def __init__(self, path: str | Path, has_faults: bool = False, labels: RecordLabels | None = None) -> None:
+        self._has_faults, self._labels = has_faults, labels
+        columns = [
+            *RECORDS_SCHEMA,
+            *(FAULT_COLUMNS if has_faults else ()),
+            *(() if labels is None else (LABEL_COLUMN,)),
+        ]
+        self._schema = pa.schema(columns)
         super().__init__(path, self._schema)
 
     def write(self, effects: Effects, data: Payload | None) -> None:
@@ -354,6 +363,8 @@ class RecordsParquet(ParquetSink):
             faults = closed.faults or (None,) * len(closed)
             columns.append(pa.array([None if fault is None else fault.name for fault in faults], pa.string()))
             columns.append(pa.array([None if fault is None else fault.probability for fault in faults], pa.float64()))
+        if self._labels is not None:
+            columns.append(pa.array(self._labels.list_labels(effects), pa.string()))
         self._add(pa.RecordBatch.from_arrays(columns, schema=self._schema))
 
 

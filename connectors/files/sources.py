@@ -27,6 +27,7 @@ from deformer_stream import log
 from deformer_stream.codec import ROW_NUMBER_COLUMN, FieldNames, Order, WindowAssigner
 from deformer_stream.codec.columns import convert_ids, to_python_values
 from deformer_stream.codec.payloads import LongRows, Messages, Payload, UnreadablePayload, WideRows
+from deformer_stream.codec.tables import RECORD_LABEL_COLUMN
 from deformer_stream.engine.events import NO_TIME, RejectionReason
 from deformer_stream.errors import ConfigError, InputError
 from deformer_stream.model.schema import Feature, Schema
@@ -78,6 +79,8 @@ class ReadOptions:
         window_assigner: If records are time windows of a device's readings, it assigns readings to windows. It needs
             the order "arrival" for long tables and JSON lines. None if records are not time windows.
         model_column: If there are several models, the column of tables that determines the model of a row.
+        label_column: The column of tables with the label of the record of a row, which becomes the column
+            `codec.tables.RECORD_LABEL_COLUMN` of the rows. None if labels are not read.
     """
 
     layout: Layout | None = None
@@ -92,6 +95,7 @@ class ReadOptions:
     max_message_bytes: int = 1_048_576
     window_assigner: WindowAssigner | None = None
     model_column: str | None = None
+    label_column: str | None = None
 
 
 DEFAULT_READ_OPTIONS = ReadOptions()
@@ -126,6 +130,10 @@ def open_source(
             raise ConfigError(
                 f"--order {options.order} cannot be used with standard input (-), because reordering needs the whole "
                 "input; write it to a file first, and name the file"
+            )
+        if options.label_column is not None:
+            raise ConfigError(
+                "standard input (-) holds JSON lines, but --label is the name of a column of tables; leave it out"
             )
         return StandardInput(max_message_bytes=options.max_message_bytes, batch_events=options.batch_events)
     files = open_input_files(inputs, schema, options)
@@ -170,6 +178,7 @@ def open_input_files(
         else:
             contents.append(_WideTable.check(table, prefix_by_file[path], reading))
     opened = InputFiles(tuple(files), tuple(contents), reading)
+    reading.check_label_column(table_by_file.values())
     if options.order != "arrival" and opened.needs_reordering:
         if len(reading.schemas) > 1:
             raise ConfigError(
@@ -486,9 +495,8 @@ class _Reading(ReadOptions):
         names = self.field_names
         chosen = {names.record, names.device, names.feature, names.value, names.label, names.time}
         chosen |= {self.record_column, self.device_column, *self.features.by_name, *self.features.by_sensor}
-        if self.model_column is not None:
-            chosen.add(self.model_column)
-        return frozenset(chosen if self.time_column is None else {*chosen, self.time_column})
+        chosen.update(name for name in (self.model_column, self.label_column, self.time_column) if name is not None)
+        return frozenset(chosen)
 
     def choose_window_time(self, table: Table) -> str | None:
         """Return the time column of a wide table whose cells are readings of devices, which windows make records of.
@@ -539,6 +547,32 @@ class _Reading(ReadOptions):
                 f"one of the columns {table.format_column_names()} with --model-by"
             )
         return [self.model_column]
+
+    def check_label_column(self, tables: Iterable[Table]) -> None:
+        """Check that one of the tables has the column of labels, if labels are read.
+
+        Raises:
+            InputError: No table has the column, or there are no tables.
+        """
+        tables = list(tables)
+        if self.label_column is None or any(self.label_column in table.schema.names for table in tables):
+            return
+        place = f"{tables[0].name} has the columns {tables[0].format_column_names()}" if tables else "there is no table"
+        raise InputError(
+            f"no table of the input has the column {self.label_column!r} ({place}); choose a column with --label, or "
+            "leave it out"
+        )
+
+    def find_label_column(self, table: Table) -> list[str]:
+        """Return the column of labels as a list of names; empty if labels are not read or the table has none."""
+        name = self.label_column
+        return [name] if name is not None and name in table.schema.names else []
+
+    def label_rows(self, rows: pa.RecordBatch) -> pa.RecordBatch:
+        """Return rows of a table with the column `RECORD_LABEL_COLUMN`, if they have the column of labels."""
+        if self.label_column not in rows.schema.names:
+            return rows
+        return rows.append_column(RECORD_LABEL_COLUMN, rows.column(self.label_column))
 
 
 @dataclass(frozen=True, slots=True)
@@ -600,7 +634,8 @@ class _WideTable:
             )
         used_columns = (*feature_columns, record_column, time_column)
         model_columns = options.find_model_column(table, (*used_columns, options.field_names.record))
-        ignored_columns = [column for column in columns if column not in (*used_columns, *model_columns)]
+        used_columns += (*model_columns, *options.find_label_column(table))
+        ignored_columns = [column for column in columns if column not in used_columns]
         return _WideTable(
             table,
             id_prefix,
@@ -629,11 +664,14 @@ class _WideTable:
         if self.time_column is not None:
             columns.append(self.time_column)
             forms[self.time_column] = "time"
+        columns += [name for name in self.options.find_label_column(self.table) if name not in columns]
         num_features = max(len(schema) for schema in self.options.schemas)
         batch_size = max(1, self.options.batch_events // num_features)  # rows; each has an event per feature
         for batch, rows in self.table.iterate_numbered(columns, batch_size, forms, self.bad_rows.add):
             record_ids = self._make_record_ids(batch, rows)
-            yield WideRows(self.table.name, batch, record_ids, int(rows[0]) if len(rows) else 0, self.time_column, rows)
+            first_row = int(rows[0]) if len(rows) else 0
+            labelled = self.options.label_rows(batch)
+            yield WideRows(self.table.name, labelled, record_ids, first_row, self.time_column, rows)
 
     def _make_record_ids(self, batch: pa.RecordBatch, rows: NDArray[np.int64]) -> list[str]:
         """Return the record id of each row: the cell of the record column, or a text made of the row number.
@@ -701,7 +739,13 @@ class _LongTable:
         id_columns = (names.record,) if options.window_assigner is None else (names.record, names.device)
         known_columns = (*id_columns, names.feature, names.value, names.label, names.time)
         used_columns = [name for name in known_columns if name in columns]
+        if options.label_column in (names.feature, names.value, names.label):
+            raise InputError(
+                f"{table.name}: the column {options.label_column!r} holds readings, so it cannot be the label of "
+                "records (--label); rename the column with the labels"
+            )
         used_columns += options.find_model_column(table, used_columns)
+        used_columns += [name for name in options.find_label_column(table) if name not in used_columns]
         ignored_columns = [name for name in columns if name not in used_columns]
         return _LongTable(table, used_columns, ignored_columns, options, _BadRows(table))
 
@@ -723,7 +767,8 @@ class _LongTable:
         forms = {name: form for name, form in forms.items() if name in self.columns}
         batches = self.table.iterate_numbered(self.columns, self.options.batch_events, forms, self.bad_rows.add)
         for batch, rows in batches:
-            yield LongRows(self.table.name, batch, int(rows[0]) if len(rows) else 0, rows)
+            first_row = int(rows[0]) if len(rows) else 0
+            yield LongRows(self.table.name, self.options.label_rows(batch), first_row, rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -781,7 +826,8 @@ class _WindowedTable:
                 "table become readings, which have a field of this name; rename the column in the table, and give its "
                 "new name with --model-by"
             )
-        ignored_columns = [column for column in columns if column not in (*used_columns, *model_columns)]
+        used_columns += (*model_columns, *options.find_label_column(table))
+        ignored_columns = [column for column in columns if column not in used_columns]
         return _WindowedTable(
             table,
             feature_columns,
@@ -810,6 +856,8 @@ class _WindowedTable:
             if name not in columns:
                 columns.append(name)
                 forms[name] = "text"
+        label_of_records = self.options.find_label_column(self.table)
+        columns += [name for name in label_of_records if name not in columns]
         label_columns = {name for name in self.feature_columns if self.options.get_sensor(name).labels}
         long_names = _list_reading_columns(names)
         batch_size = max(1, self.options.batch_events // len(self.feature_columns))  # rows of the wide table
@@ -821,9 +869,11 @@ class _WindowedTable:
                 devices = convert_ids(batch.column(self.device_column), description)
             readings = unpivot_rows(batch, self.feature_columns, label_columns, self.time_column, devices, rows)
             readings = readings.rename_columns(long_names)
-            for name in self.model_columns:
+            added_columns = [(name, name) for name in self.model_columns]
+            added_columns += [(name, RECORD_LABEL_COLUMN) for name in label_of_records]
+            for source, name in added_columns:
                 row_of_reading = np.searchsorted(rows, readings.column(ROW_NUMBER_COLUMN).to_numpy())
-                readings = readings.append_column(name, batch.column(name).take(pa.array(row_of_reading)))
+                readings = readings.append_column(name, batch.column(source).take(pa.array(row_of_reading)))
             yield LongRows(self.table.name, readings, 0)
 
 

@@ -10,6 +10,7 @@ All of them compare new records with stored normal ones, the calibration records
     seen_records         fingerprints of the records that a model has seen
     drift, drift_state   whether the records of a stream still resemble the calibration records
     false_alarms         how many false alarms are compatible with the guarantee
+    auroc                how well scores distinguish anomalous records from normal ones
 
     incident_budget      the number of false incidents that a user accepts, and the rule that keeps it
     incident_segments    the segment rule

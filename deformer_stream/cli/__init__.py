@@ -11,5 +11,5 @@ config. Each of `bridge`, `calibrate`, `completion`, `dead_letters`, `feedback`,
     calibration_records, record_collector, seen_records, calibration_review, recalibration_report   parts of calibrate
     incident_files, incident_delivery, proposal_report   parts of replay, incidents and propose
     kafka_cluster, mqtt  connections
-    examples, config_report, model_summary               texts
+    examples, config_report, model_summary, label_report       texts
 """

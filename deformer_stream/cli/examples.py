@@ -41,6 +41,10 @@ EXAMPLES_BY_COMMAND: dict[str, tuple[tuple[str, str], ...]] = {
             "deformer-stream replay pumps.parquet --model model --alpha 5%,1% --alerts alerts.jsonl",
         ),
         (
+            "How many known faults are found, and how early:",
+            "deformer-stream replay past-faults.parquet --model model --label fault --normal none",
+        ),
+        (
             "Write what was wrong in each alert as a table:",
             "deformer-stream replay pumps.parquet --model model --explain explanations.parquet",
         ),

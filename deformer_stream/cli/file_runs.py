@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from deformer_stream.model.schema import Schema
     from deformer_stream.runtime.pipeline import Totals
     from deformer_stream.runtime.ports import Clock, EventSource, Sink
+    from deformer_stream.runtime.record_labels import RecordLabels
     from deformer_stream.settings import ReplaySettings
 
     FileSink = TypeVar(
@@ -48,6 +49,7 @@ def open_replay_sinks(
     schema: Schema | Mapping[str, Schema],
     cleanup: ExitStack,
     has_faults: bool = False,
+    labels: RecordLabels | None = None,
 ) -> list[Sink]:
     """Return a sink for each output file of `replay`.
 
@@ -57,6 +59,7 @@ def open_replay_sinks(
         cleanup: An exit stack, to which the method `discard` of each sink is added. After an error, it deletes an
             incomplete Parquet file, or closes a file of JSON lines. If the sink was closed before, it does nothing.
         has_faults: Whether the model has a classifier of faults, whose names become columns of `--records`.
+        labels: The labels of the records, which become a column of `--records`; None without labels.
     """
     from connectors.files import (
         AlertLines,
@@ -77,7 +80,7 @@ def open_replay_sinks(
     if settings.output:
         sinks.append(discard_on_error(ScoresParquet(settings.output, schema)))
     if settings.records:
-        sinks.append(discard_on_error(RecordsParquet(settings.records, has_faults)))
+        sinks.append(discard_on_error(RecordsParquet(settings.records, has_faults, labels)))
     if settings.alerts:
         sinks.append(discard_on_error(AlertLines(settings.alerts)))
     if settings.explain:
@@ -89,6 +92,13 @@ def open_replay_sinks(
     if settings.suspicious_records:
         sinks.append(discard_on_error(SuspiciousRecordLines(settings.suspicious_records)))
     return sinks
+
+
+def make_record_labels(settings: ReplaySettings) -> RecordLabels | None:
+    """Return what finds the labels of records in the input, None if labels are not read."""
+    from deformer_stream.runtime.record_labels import RecordLabels
+
+    return RecordLabels(settings.normal) if settings.label_of_records and settings.normal is not None else None
 
 
 def log_columns(ignored_columns: Sequence[str], missing_columns: Sequence[str]) -> None:
@@ -124,6 +134,7 @@ def run_on_files(
     sinks: Sequence[Sink],
     stop: threading.Event,
     send_drift_notices: bool = False,
+    labels: RecordLabels | None = None,
 ) -> Totals:
     """Process input files from the beginning to the end, and return the numbers of events, records and alerts.
 
@@ -137,6 +148,7 @@ def run_on_files(
         sinks: Receive the results.
         stop: An event that a signal handler sets; the run then ends early.
         send_drift_notices: Whether sinks receive notices that records no longer resemble the calibration records.
+        labels: Receives the labels of rows; None without labels.
     """
     from deformer_stream.progress import Progress
     from deformer_stream.runtime.timing import EventClock
@@ -151,6 +163,7 @@ def run_on_files(
             stop=stop,
             report_progress=progress.advance,
             send_drift_notices=send_drift_notices,
+            labels=labels,
         )
 
 
@@ -163,6 +176,7 @@ def run_pipeline(
     stop: threading.Event,
     report_progress: Callable[[int], None],
     send_drift_notices: bool = False,
+    labels: RecordLabels | None = None,
 ) -> Totals:
     """Process finite input from the beginning to the end, and return the numbers of events, records and alerts.
 
@@ -175,6 +189,7 @@ def run_pipeline(
         stop: An event that is set from outside; the run then ends early.
         report_progress: Called with the number of rows of each poll.
         send_drift_notices: Whether sinks receive notices that records no longer resemble the calibration records.
+        labels: Receives the labels of rows; None without labels.
     """
     from deformer_stream.runtime.metrics import Metrics
     from deformer_stream.runtime.pipeline import Pipeline
@@ -189,6 +204,7 @@ def run_pipeline(
         is_finite=True,
         report_progress=report_progress,
         log_alert_share=False,  # the last line of `replay` says it
+        record_labels=labels,
         send_drift_notices=send_drift_notices,
     )
     return pipeline.run(stop)

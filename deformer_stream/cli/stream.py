@@ -17,7 +17,16 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from deformer_stream.cli import codecs, file_runs, incident_files, input_files, mqtt, registry_clients, served_models
+from deformer_stream.cli import (
+    codecs,
+    file_runs,
+    incident_files,
+    input_files,
+    label_report,
+    mqtt,
+    registry_clients,
+    served_models,
+)
 from deformer_stream.cli.examples import EXAMPLES_BY_COMMAND
 from deformer_stream.cli_utils import (
     HELP,
@@ -499,18 +508,26 @@ def build_replay() -> click.Command:
             return replay_in_shards(inputs, settings, settings.output_dir, stop)
         drift_odds = None if settings.drift == "off" else settings.drift or served_models.DEFAULT_DRIFT_ODDS
         models = served_models.load_models(settings, drift_odds, settings.suspicious_records is not None)
+        settings = input_files.adopt_training_label(inputs, settings, list(models.artifact_by_name.values()))
         engines = models.make_engines()
         codec, source = input_files.open_inputs(inputs, models, settings)
+        labels = file_runs.make_record_labels(settings)
+        outcome_sink = None if labels is None else label_report.open_outcome_sink(settings, labels)
         with ExitStack() as cleanup:
-            sinks = file_runs.open_replay_sinks(settings, models.schema_by_name, cleanup, models.has_faults)
+            sinks = file_runs.open_replay_sinks(settings, models.schema_by_name, cleanup, models.has_faults, labels)
+            if outcome_sink is not None:
+                sinks.append(outcome_sink)
             incident_sink = incident_files.open_incident_sink(settings, cleanup) if settings.incidents else None
             if incident_sink is not None:
                 sinks.append(incident_sink)
             file_runs.log_columns(source.ignored_columns, source.missing_columns)
-            totals = file_runs.run_on_files("replay", source, codec, engines, sinks, stop, settings.drift is not None)
+            send_drift_notices = settings.drift is not None
+            totals = file_runs.run_on_files("replay", source, codec, engines, sinks, stop, send_drift_notices, labels)
             # Closing a sink completes its output file. After an error, `cleanup` calls `discard` of each sink instead.
             for connector in (*sinks, source):
                 connector.close()
+        if outcome_sink is not None:
+            click.echo(label_report.format_label_report(outcome_sink.outcomes.summarize(), settings.alpha), err=True)
         click.echo(file_runs.summarize_totals(totals, settings.alpha, stop.is_set()), err=True)
         if incident_sink is not None:
             click.echo(incident_files.summarize_incidents(incident_sink), err=True)

@@ -16,7 +16,7 @@ import pyarrow as pa
 from deformer_stream.calibration.drift_state import DriftNotice
 from deformer_stream.codec.columns import decode_dictionary, is_text, to_python_values
 from deformer_stream.codec.payloads import LongRows, Messages, Payload, UnreadablePayload, WideRows
-from deformer_stream.codec.tables import ROW_FILE_COLUMN, ROW_NUMBER_COLUMN
+from deformer_stream.codec.tables import ADDED_COLUMNS, ROW_FILE_COLUMN, ROW_NUMBER_COLUMN
 from deformer_stream.codec.timestamps import format_rfc3339
 from deformer_stream.engine.events import Alert, AlertCause, Contribution, Rejection, StormNotice
 
@@ -209,7 +209,7 @@ def get_message(data: Payload, message_index: int) -> tuple[bytes | None, bytes]
     row = {
         name: _cell_to_json(column.slice(message_index, 1))
         for name, column in zip(data.table.schema.names, data.table.columns, strict=True)
-        if name not in (ROW_NUMBER_COLUMN, ROW_FILE_COLUMN)  # these columns are not part of the file
+        if name not in ADDED_COLUMNS
     }
     record_id = data.record_ids[message_index] if isinstance(data, WideRows) else None
     key = record_id.encode("utf-8", "surrogateescape") if record_id else None

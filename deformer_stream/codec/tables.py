@@ -52,6 +52,12 @@ ROW_NUMBER_COLUMN, ROW_FILE_COLUMN = "__row__", "__file__"
 
 Rows that were made of the cells of a wide table have the row number only."""
 
+RECORD_LABEL_COLUMN = "__record_label__"
+"""Column with the label of the record of each row, for commands that compare alerts with known faults."""
+
+ADDED_COLUMNS = frozenset({ROW_NUMBER_COLUMN, ROW_FILE_COLUMN, RECORD_LABEL_COLUMN})
+"""The columns of rows that are not part of their file."""
+
 ErrorsByRow = dict[int, RejectionError]
 """By row number within a poll, the error for which the row is rejected."""
 

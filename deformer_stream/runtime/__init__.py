@@ -6,6 +6,7 @@ The modules are:
     pipeline             the loop that scores events
     recovery, reload, timing          restored partitions; new models; clocks and the schedule of commits
     alert_rate, alert_share, repeated_readings   limits and warnings
+    record_labels, label_outcomes     labels of records in files; how many records of each label have alerted
     metrics, process_metrics, group_metrics, source_status, http_server   metrics and health
     process              memory, threads and garbage collection of the process
     shard_job            the plan and the manifest of a run in shards

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +26,8 @@ from deformer_stream.calibration.conformal import Calibration
 from deformer_stream.calibration.false_alarms import bound_false_alarms
 from deformer_stream.engine.events import Alert, CloseReason, Effects
 from deformer_stream.model.schema import Feature, Schema
+
+Population = Literal["records", "normal records"]
 
 ERROR_RATE = 1e-3
 """Probability that a run is ever reported although only a share alpha of its records alerts, for each alpha."""
@@ -57,6 +59,7 @@ class AlertShareReport:
         is_outside: Whether most of these values are outside of the range of the training records.
         is_explained: Whether the alerts name readings at all.
         unknown_label: If these values are labels and `is_outside` is true, one of those that training has not seen.
+        population: Which records are counted, in plural.
     """
 
     alpha: float
@@ -69,6 +72,7 @@ class AlertShareReport:
     is_outside: bool
     is_explained: bool
     unknown_label: str | None = None
+    population: Population = "records"
 
     @property
     def share(self) -> float:
@@ -80,7 +84,8 @@ class AlertShareReport:
         blamed, name = "", self.main_feature
         questions = ["is this another machine than the one calibrated on?", "or are that many records faulty?"]
         figures = [
-            f"{self.num_alerted:,} of {self.num_records:,} records, where chance explains at most {self.bound:,}",
+            f"{self.num_alerted:,} of {self.num_records:,} {self.population}, where chance explains at most "
+            f"{self.bound:,}",
         ]
         if name is not None:
             blamed = f"`{name}` is blamed first: "
@@ -102,7 +107,7 @@ class AlertShareReport:
             blamed = "no single feature is blamed: "
             questions.insert(1, "do readings arrive in another order?")
         return (
-            f"{_format_share(self.share)} of records alerted, {_format_share(self.alpha)} is allowed; "
+            f"{_format_share(self.share)} of {self.population} alerted, {_format_share(self.alpha)} is allowed; "
             f"{blamed}{' '.join(questions)} ({'; '.join(figures)})"
         )
 
@@ -156,8 +161,8 @@ class _BlameCounts:
 class _Counts:
     """The number of closed records, how many have alerted at each alpha, and what was blamed."""
 
-    def __init__(self, alphas: Sequence[float]) -> None:
-        self.num_records = 0
+    def __init__(self, alphas: Sequence[float], population: Population) -> None:
+        self.num_records, self._population = 0, population
         self.num_alerted_by_alpha = dict.fromkeys(alphas, 0)
         self.blame = _BlameCounts()
 
@@ -186,26 +191,31 @@ class _Counts:
             is_outside=is_outside,
             is_explained=num_explained > 0,
             unknown_label=blame.unknown_label.get(main) if is_outside else None,
+            population=self._population,
         )
 
 
 class AlertShareMonitor:
     """A monitor of the share of closed records that alerted. It decides what is reported, and logs nothing itself."""
 
-    def __init__(self, alphas: Iterable[float], calibration: Calibration, schema: Schema) -> None:
+    def __init__(
+        self, alphas: Iterable[float], calibration: Calibration, schema: Schema, population: Population = "records"
+    ) -> None:
         """Create a monitor that has not received any record.
 
         Args:
             alphas: The false-alarm rates.
             calibration: The calibration of the model, whose number of records determines how far chance can go.
             schema: The features of the model with the ranges of their training values.
+            population: Which records are added, in plural; reports name them.
         """
         groups = calibration.calibration_by_group.values()
         self._num_calibration_records = min(len(part.scores) for part in (calibration, *groups))
         self._is_grouped = bool(groups)
         self._feature_by_name: dict[str, Feature] = dict(zip(schema.names, schema.features, strict=True))
         self._alphas = sorted(map(float, alphas), reverse=True)
-        self._run = _Counts(self._alphas)
+        self._population = population
+        self._run = _Counts(self._alphas, population)
         self._num_blocks = 0
         self._start_block()
         self._latest: dict[float, tuple[float, float]] = {}
@@ -268,7 +278,7 @@ class AlertShareMonitor:
         """Start a block of records with fresh counts."""
         doubling = (self._num_blocks + 1).bit_length() - 1  # the J of the module's description
         error_rate = ERROR_RATE / ((doubling + 1) * (doubling + 2) * 2**doubling)
-        self._block = _Counts(self._alphas)
+        self._block = _Counts(self._alphas, self._population)
         self._block_size = min(FIRST_BLOCK * 2**doubling, LARGEST_BLOCK)
         self._bound_by_alpha = {alpha: self._bound(alpha, self._block_size, error_rate) for alpha in self._alphas}
         self._reported_alphas: set[float] = set()

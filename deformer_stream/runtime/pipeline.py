@@ -41,7 +41,7 @@ from deformer_stream.engine.events import ONLY_MODEL, Effects, EventBatch, Rejec
 from deformer_stream.errors import ConfigError, StoppedWaiting
 from deformer_stream.model_store import Artifact
 from deformer_stream.runtime.alert_rate import AlertLimiter
-from deformer_stream.runtime.alert_share import AlertShareMonitor, AlertShareReport
+from deformer_stream.runtime.alert_share import AlertShareMonitor, AlertShareReport, Population
 from deformer_stream.runtime.metrics import Metrics
 from deformer_stream.runtime.ports import (
     AsyncCommitSource,
@@ -56,6 +56,7 @@ from deformer_stream.runtime.ports import (
     StoppableSource,
     WaitingSource,
 )
+from deformer_stream.runtime.record_labels import RecordLabels
 from deformer_stream.runtime.recovery import Recovery
 from deformer_stream.runtime.repeated_readings import RepeatedReadingsMonitor, RepeatedReadingsReport
 from deformer_stream.runtime.source_status import is_behind, is_ready
@@ -173,6 +174,8 @@ class Pipeline:
         log_alert_share: Whether it is logged that more records have alerted than the false-alarm rate explains. A
             command that prints `Totals.alert_share` need not log it. The same holds for the warning that many readings
             repeat an earlier one of their time slot, and `Totals.repeated_readings`.
+        record_labels: Receives the labels of rows. Only records that are labelled as normal are then compared with the
+            false-alarm rate. None if records have no labels.
         send_drift_notices: Whether drift notices (records no longer resemble those of the calibration) are passed to
             the sinks. They are logged in any case.
         max_alert_rate: Largest number of alerts per second that are sent; others are held back. None for no limit.
@@ -197,6 +200,7 @@ class Pipeline:
     report_progress: Callable[[int], None] | None = None
     log_alerts: bool = True
     log_alert_share: bool = True
+    record_labels: RecordLabels | None = None
     send_drift_notices: bool = True
     max_alert_rate: float | None = None
     saves_event_times: bool = False
@@ -222,7 +226,7 @@ class Pipeline:
         self._commit_schedule = CommitSchedule(self.commit_interval)
         self._alert_limiter = None if self.max_alert_rate is None else AlertLimiter(self.max_alert_rate)
         engine_by_name = self.engines.engine_by_name
-        self._alert_shares = {name: _make_alert_share_monitor(engine) for name, engine in engine_by_name.items()}
+        self._alert_shares = {name: self._make_alert_share_monitor(engine) for name, engine in engine_by_name.items()}
         self._repeated_readings = {name: RepeatedReadingsMonitor(e.schema) for name, e in engine_by_name.items()}
         self._partitioned_source = self.source if isinstance(self.source, PartitionedSource) else None
         self._group_source = self.source if isinstance(self.source, GroupSource) else None
@@ -301,7 +305,12 @@ class Pipeline:
 
         There are none if the poll had no data (None).
         """
-        return ({}, []) if data is None else decode_by_model(self.codec, data)
+        if data is None:
+            return {}, []
+        batch_by_model, rejections = decode_by_model(self.codec, data)
+        if self.record_labels is not None:
+            self.record_labels.observe(data, batch_by_model)
+        return batch_by_model, rejections
 
     def _return_messages(self, data: Payload | None) -> bool:
         """Return messages that were not decoded to the source, so that the last commit does not include them.
@@ -568,7 +577,7 @@ class Pipeline:
             self.codec.codec_by_model[name] = codec
         else:
             self.codec = codec
-        self._alert_shares[name] = _make_alert_share_monitor(engine)  # the share was that of the old calibration
+        self._alert_shares[name] = self._make_alert_share_monitor(engine)  # the share was that of the old calibration
         # The new model may have other time slots.
         self._repeated_readings[name] = RepeatedReadingsMonitor(engine.schema)
         self._logged_repeated_readings.discard(name)
@@ -636,6 +645,8 @@ class Pipeline:
             metrics.observe_batch(effects)
             metrics.observe_alert_delays(effects)
             self._report_alert_share(effects)
+            if self.record_labels is not None:
+                self.record_labels.forget(effects)
         metrics.open.set(engines.num_open_records)
         if not engines.has_one_model:
             metrics.set_open_by_model({name: len(e.records) for name, e in engines.engine_by_name.items()})
@@ -694,7 +705,8 @@ class Pipeline:
         monitor = self._alert_shares.get(effects.model_name)
         if monitor is None:  # the effects of messages that belong to none of several models
             return
-        for report in monitor.add(effects):
+        counted = effects if self.record_labels is None else self.record_labels.select_normal(effects)
+        for report in monitor.add(counted):
             self._log_alert_share(report)
         shares: dict[float, tuple[float, float]] = {}  # of the model with the largest excess over chance
         for monitor in self._alert_shares.values():
@@ -702,6 +714,12 @@ class Pipeline:
                 if alpha not in shares or share - bound > shares[alpha][0] - shares[alpha][1]:
                     shares[alpha] = share, bound
         self.metrics.set_alert_shares(shares)
+
+    def _make_alert_share_monitor(self, engine: Engine) -> AlertShareMonitor:
+        """Return a new monitor of the share of records that alert, for the current model of an engine."""
+        population: Population = "records" if self.record_labels is None else "normal records"
+        calibration = engine.current_version.calibration
+        return AlertShareMonitor(engine.alphas.tolist(), calibration, engine.schema, population)
 
     def _summarize_alert_share(self) -> None:
         """Compare the share of all records of finite input that have alerted with the false-alarm rate."""
@@ -776,8 +794,3 @@ class Pipeline:
                 self._log_repeated_readings(name, monitor.check_last_minute())
         if self.report_progress is not None and polled.data is not None:
             self.report_progress(len(polled.data))
-
-
-def _make_alert_share_monitor(engine: Engine) -> AlertShareMonitor:
-    """Return a new monitor of the share of records that alert, for the current model of an engine."""
-    return AlertShareMonitor(engine.alphas.tolist(), engine.current_version.calibration, engine.schema)

@@ -440,6 +440,11 @@ class InputSettings(WindowedTableSettings, ScoringSettings):
         return None
 
     @property
+    def label_of_records(self) -> str | None:
+        """The column whose labels are read with the rows, None if labels are not read."""
+        return None
+
+    @property
     def input_order(self) -> Literal["arrival", "random", "schema"] | None:
         """The order of the readings within a record as the input is read, None for the default."""
         return self.order
@@ -472,9 +477,22 @@ class ShardSettings(Settings):
         return [to_flag(name) for name, field in fields.items() if getattr(self, name) != field.default]
 
 
+def _check_label(label: str | None, normal: str | None) -> None:
+    """Raise `ValueError` if only one of `--label` and `--normal` is set. The label is "" if none must be read."""
+    if (normal is not None) != bool(label):
+        raise ValueError("--label and --normal belong together: set both, or leave both out")
+
+
 class ReplaySettings(ModelSetSettings, InputSettings, IncidentRuleSettings, ShardSettings):
     """The options of `deformer-stream replay`."""
 
+    label: str | None = Field(
+        None,
+        description="Column of tables that says which records are normal, and names the faults of the others; with "
+        "--normal. At the end the command lists how many records of each label have alerted, and --records gets the "
+        "column label. Default: as in the training, if a table has that column. Set it to '' to read no labels.",
+    )
+    normal: str | None = Field(None, description="Value of the column --label in normal rows.")
     output: Path | None = Field(None, description="Parquet file for scores, one row per accepted event.")
     records: Path | None = Field(None, description="Parquet file for scores of complete records, one row per record.")
     drift: Odds | Literal["off"] | None = Field(
@@ -511,6 +529,17 @@ class ReplaySettings(ModelSetSettings, InputSettings, IncidentRuleSettings, Shar
         "Default: scores.parquet, records.parquet, alerts.jsonl and rejected.jsonl. The same command continues an "
         "interrupted run and skips finished shards.",
     )
+
+    @property
+    def label_of_records(self) -> str | None:
+        """The column whose labels are read with the rows, None if labels are not read."""
+        return self.label or None
+
+    @model_validator(mode="after")
+    def _check_label(self) -> Self:
+        """Raise `ValueError` if only one of `--label` and `--normal` is set."""
+        _check_label(self.label, self.normal)
+        return self
 
     def get_output_by_flag(self) -> dict[str, str | Path | None]:
         """Return the path of each output file by its flag, such as `--records`; None or "" if the flag is not set."""
@@ -648,8 +677,7 @@ class CalibrateSettings(InputSettings, ShardSettings):
     @model_validator(mode="after")
     def _check_selection(self) -> Self:
         """Raise `ValueError` if options that select records contradict each other."""
-        if (self.normal is not None) != bool(self.label):
-            raise ValueError("--label and --normal belong together: set both, or leave both out")
+        _check_label(self.label, self.normal)
         if self.anomalous is not None and self.trim:
             raise ValueError("--anomalous and --trim cannot be combined: leave out --trim, so that alpha is guaranteed")
         return self

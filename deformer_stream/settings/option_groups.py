@@ -46,7 +46,7 @@ _INCIDENT_RULE = (
 """Fields of the options that determine when incidents open and resolve."""
 
 SCORING_GROUPS: OptionGroups = {
-    "Input": ("topic", "source", "from_", *_TABLES),
+    "Input": ("topic", "source", "from_", *_TABLES, "label", "normal"),
     "Model": ("model", "models", "model_by", "model_pattern", "device", "compiled"),
     "Alerts": (
         *("alpha", "alerts", "alerts_topic", "explanations", "units", "drift", "max_alert_rate"),
@@ -55,7 +55,7 @@ SCORING_GROUPS: OptionGroups = {
     "Output": ("out", "output", "records", "explain", "rejected", "dead_letter_topic"),
     "Shards": ("output_dir", "workers", "engine", "shard_by", "shards"),
     "Incidents": ("evidence", "evidence_topic", "incidents", "open_early", *_INCIDENT_RULE),
-    "Calibration": ("label", "normal", "group_by", "trim", "review", "anomalous", "seen_records"),
+    "Calibration": ("group_by", "trim", "review", "anomalous", "seen_records"),
     "Records and windows": ("record_timeout", "window", "grace", "ties", "tie_wait", "max_ahead"),
     "Kafka": (
         *("bootstrap_servers", "group", "instance", "delivery", "missing_topics", "patience", "session_timeout"),

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from deformer_stream.calibration.auroc import compute_auroc
 from deformer_stream.model.deformer import DEformer
 from deformer_stream.report import charts, pages
 from experiments.binarized_mnist.data import PIXELS, SIDE, make_missing_patterns, make_shifted_images
@@ -15,7 +16,7 @@ from experiments.binarized_mnist.foreign_images import make_letters, make_shapes
 from experiments.completion import fill_missing
 from experiments.experiment import ScoredRun, make_prepared_table
 from experiments.pictures import compute_outlines, render_gallery
-from experiments.score import compute_auroc, score_in_orders
+from experiments.score import score_in_orders
 from trainer.data import Split
 
 NUM_SAMPLES = 50

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes, arrays
 
 from experiments.pictures import compute_outlines, render_gallery, to_path
-from experiments.score import compute_auroc
 
 
 def rasterize(path: str, shape: tuple[int, ...]) -> np.ndarray:
@@ -61,9 +60,3 @@ def test_outlines_are_shares_that_sum_to_one(groups: list[list[float]]) -> None:
         assert abs(sum(ys) - 1) < 1e-9
         assert ys[0] == ys[-1] == 0
         assert (np.diff(xs) >= 0).all()
-
-
-def test_auroc_of_small_examples() -> None:
-    assert compute_auroc(np.array([1.0, 2.0]), np.array([3.0, 4.0])) == 1
-    assert compute_auroc(np.array([1.0, 2.0]), np.array([2.0])) == 0.75
-    assert compute_auroc(np.array([5.0]), np.array([1.0, 9.0])) == 0.5

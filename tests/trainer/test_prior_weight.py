@@ -26,7 +26,6 @@ from trainer.prior_weight import (
     MAX_WEIGHT,
     MIN_RECORDS,
     PriorWeightEstimator,
-    compute_auroc,
     interpolate_records,
 )
 from trainer.settings import TrainConfig
@@ -210,14 +209,6 @@ def test_interpolated_record_lies_between_two_records() -> None:
 def test_interpolated_record_lacks_the_readings_of_the_first_record() -> None:
     a, b = np.array([[np.nan, 1.0, 2.0, np.nan]]), np.array([[0.0, np.nan, np.nan, 1.0]])
     np.testing.assert_array_equal(interpolate_records(SCHEMA, a, b, np.random.default_rng(0)), a)
-
-
-def test_auroc_counts_equal_scores_half() -> None:
-    rng = np.random.default_rng(0)
-    normal, anomalous = rng.integers(0, 10, 80).astype(float), rng.integers(3, 15, 50).astype(float)
-    labels = np.repeat([0, 1], [80, 50])
-    expected = roc_auc_score(labels, np.concatenate([normal, anomalous]))
-    assert compute_auroc(normal, anomalous) == pytest.approx(expected, abs=1e-12)
 
 
 def test_estimator_ignores_records_that_the_prior_was_not_fitted_to(tmp_path: Path) -> None:

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from deformer_stream import __version__
-from deformer_stream.cli import incident_files
+from deformer_stream.cli import incident_files, label_report
 from deformer_stream.cli.file_runs import format_alphas, log_columns
+from deformer_stream.cli.input_files import adopt_training_label
 from deformer_stream.cli.shards import run as shard_run
 from deformer_stream.cli.shards.tasks import load_job_models, prepare_scoring
 from deformer_stream.cli_utils import INTERRUPTED_EXIT_CODE
@@ -52,6 +53,7 @@ def replay_in_shards(inputs: Sequence[str], settings: ReplaySettings, folder: Pa
     folder = folder.absolute()
     with lock_folder(folder):
         models = load_job_models(settings, warns=True)
+        settings = adopt_training_label(inputs, settings, list(models.artifact_by_name.values()))
         job, files = shard_run.open_job(inputs, models, settings, folder, "--output-dir", _REMEDY)
         log_columns(files.ignored_columns, files.missing_columns)
         num_scored = shard_run.run_shards(job, "replay", prepare_scoring, files.num_rows, stop)
@@ -67,6 +69,10 @@ def replay_in_shards(inputs: Sequence[str], settings: ReplaySettings, folder: Pa
             return INTERRUPTED_EXIT_CODE
         # At last, so that a folder with a summary has everything.
         replace_file(folder / SUMMARY, (json.dumps(summary, indent=1) + "\n").encode())
+        if settings.normal is not None and settings.records is not None:
+            paths = [job.get_shard_folder(shard) / settings.records for shard in range(job.plan.num_shards)]
+            report = label_report.read_outcomes(paths, settings.alpha, settings.normal)
+            click.echo(label_report.format_label_report(report, settings.alpha), err=True)
         seconds = time.monotonic() - start
         click.echo(_describe_summary(summary, num_scored / seconds if num_scored else None), err=True)
     return 0

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from deformer_stream.codec.payloads import Payload
     from deformer_stream.runtime.pipeline import Totals
     from deformer_stream.runtime.ports import Clock, Sink
+    from deformer_stream.runtime.record_labels import RecordLabels
     from deformer_stream.settings import CalibrateSettings, ReplaySettings
     from deformer_stream.tables.data_files import DataFile
 
@@ -209,8 +210,13 @@ class _Shard(Generic[JobSettings]):
         self.job, self.models, self.num_rows = job, models, 0
         self._files, self._number, self._report = files, number, report
 
-    def run(self, sinks: Sequence[Sink]) -> Totals:
-        """Score the rows of the shard as one process scores all rows, and return the totals."""
+    def run(self, sinks: Sequence[Sink], labels: RecordLabels | None = None) -> Totals:
+        """Score the rows of the shard as one process scores all rows, and return the totals.
+
+        Args:
+            sinks: Receive the results.
+            labels: Receives the labels of rows; None without labels.
+        """
         from connectors.files.shards import PayloadSource
         from deformer_stream.runtime.timing import EventClock
 
@@ -226,7 +232,8 @@ class _Shard(Generic[JobSettings]):
             payloads, clock = _repeat_polls(job, number, batch_events)
         codec, engines = input_files.make_row_codecs(self.models, job.settings), self.models.make_engines()
         never = threading.Event()  # a process that must stop is ended
-        return file_runs.run_pipeline(PayloadSource(payloads), codec, engines, sinks, clock, never, self._count_rows)
+        source = PayloadSource(payloads)
+        return file_runs.run_pipeline(source, codec, engines, sinks, clock, never, self._count_rows, labels=labels)
 
     def _count_rows(self, num_scored: int) -> None:
         """Count rows that were scored."""
@@ -239,8 +246,9 @@ def _write_outputs(shard: _Shard[ReplaySettings], folder: Path) -> Receipt:
     settings = _place_outputs(shard.job.settings, folder)
     with ExitStack() as cleanup:
         models = shard.models
-        sinks = file_runs.open_replay_sinks(settings, models.schema_by_name, cleanup, models.has_faults)
-        totals = shard.run(sinks)
+        labels = file_runs.make_record_labels(settings)
+        sinks = file_runs.open_replay_sinks(settings, models.schema_by_name, cleanup, models.has_faults, labels)
+        totals = shard.run(sinks, labels)
         for sink in sinks:
             sink.close()
     if settings.evidence is not None:
