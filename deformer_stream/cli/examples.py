@@ -13,6 +13,10 @@ EXAMPLES_BY_COMMAND: dict[str, tuple[tuple[str, str], ...]] = {
             "deformer-stream init export.csv --yes --label fault --normal 0",
         ),
         (
+            "Convert JSON lines with one reading each to a table, and write deformer.toml for both:",
+            "deformer-stream init readings.jsonl",
+        ),
+        (
             "Look at a topic for a minute, and save its readings as a table:",
             "deformer-stream init --topic sensors --listen 1m --save readings.parquet",
         ),

@@ -204,6 +204,11 @@ def _list_iceberg_files(entry: Path) -> list[IcebergFile]:
 def _make_unknown_kind_error(entry: DataFile, endings: Collection[str]) -> InputError:
     """Return the error for a file whose name ends in none of the given endings."""
     known_endings = " ".join(endings)
+    if has_ending(entry, JSON_LINES):
+        return InputError(
+            f"{entry}: JSON lines are not a table; deformer-stream init {entry} converts them to one, or choose a file "
+            f"whose name ends in one of {known_endings}"
+        )
     return InputError(f"{entry}: unknown kind of file; choose a file whose name ends in one of {known_endings}")
 
 

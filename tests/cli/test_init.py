@@ -442,9 +442,10 @@ def encode(*objects: dict[str, Any]) -> list[tuple[bytes, int]]:
 
 def test_fields_of_messages_are_guessed() -> None:
     messages = encode({"machine": "p1", "Sensor": "flow", "val": 20.5, "ts": 1_767_225_600}, {"hello": "world"})
-    table, fields = convert_to_table([*messages, (b"\xff not json", 0)], "sensors")
-    assert table.to_pylist() == [{"device": "p1", "feature": "flow", "value": 20.5, "time": 1_767_225_600.0}]
-    assert fields == {
+    converted = convert_to_table([*messages, (b"\xff not json", 0)], "sensors")
+    assert converted.table.to_pylist() == [{"device": "p1", "feature": "flow", "value": 20.5, "time": 1_767_225_600.0}]
+    assert (converted.num_messages, converted.num_left_out) == (3, 2)
+    assert converted.field_by_option == {
         "device_field": "machine",
         "feature_field": "Sensor",
         "value_field": "val",
@@ -454,15 +455,71 @@ def test_fields_of_messages_are_guessed() -> None:
 
 def test_messages_with_several_readings() -> None:
     messages = encode({"record": "r1", "values": {"flow": 20.5, "mode": "auto"}})
-    table, fields = convert_to_table(messages, "sensors")
-    assert fields == {}
+    converted = convert_to_table(messages, "sensors")
+    assert converted.field_by_option == {}
+    table = converted.table
     assert table.column("value").to_pylist() == ["20.5", "auto"]
     assert table.column("time").to_pylist() == [1_767_225_600.0] * 2
 
 
+def test_values_and_times_of_all_messages_have_one_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Messages are converted in chunks, of which one may have numbers and another one texts."""
+    monkeypatch.setattr("deformer_stream.cli.init.messages.ROWS_PER_CHUNK", 2)
+    readings = [
+        ("r1", 20.5, 1),
+        ("r1", True, 2),
+        ("r2", 7, 3),
+        ("r2", "auto", "2026-01-01"),
+        ("r2", None, 4),
+        ("r3", 1, 5),
+    ]
+    lines = [{"record": record, "feature": "x", "value": value, "time": time} for record, value, time in readings]
+    table = convert_to_table([(json.dumps(line).encode(), None) for line in lines], "file").table
+    assert table.column_names == ["record", "feature", "value", "time"]
+    assert table["value"].to_pylist() == ["20.5", "true", "7", "auto", "1"]
+    assert table["time"].to_pylist() == ["1", "2", "3", "2026-01-01", "5"]
+    untimed = [(json.dumps({"record": "a", "feature": "x", "value": i}).encode(), None) for i in range(3)]
+    assert convert_to_table(untimed, "file").table.column_names == ["record", "feature", "value"]
+
+
+def test_json_lines_are_converted_to_a_table_to_train_on(cli: RunCommand, plant: Path) -> None:
+    readings = [
+        {"machine": f"pump-{i % 2}", "tag": tag, "v": value, "ts": 1_767_225_600 + i // 2}
+        for i in range(600)
+        for tag, value in (("flow", 20 + 0.1 * (i % 7)), ("mode", "auto" if i % 3 else "manual"))
+    ]
+    Path("log.jsonl").write_text("".join(json.dumps(reading) + "\n" for reading in readings) + "\nbroken\n")
+    result = cli("init", "log.jsonl", "--yes")
+    assert result.code == 0, result.err
+    assert "1 of 1,201 messages of log.jsonl are left out, because they are no readings" in result.err
+    assert "devices  2 in the column device: pump-0, pump-1" in result.out
+    assert [line.strip() for line in result.out.splitlines()[-2:]] == [
+        "deformer-train log.parquet",
+        "deformer-stream replay log.jsonl",
+    ]
+    config = read_config()
+    assert (config["feature-field"], config["value-field"], config["device-field"]) == ("tag", "v", "machine")
+    table = pd.read_parquet("log.parquet")
+    assert list(table.columns) == ["device", "feature", "value", "time"]
+    assert table["value"].tolist()[:2] == ["20.0", "manual"]
+    assert_command_failed(
+        cli("init", "log.jsonl", "--yes", "--output", "other.toml"), 2, "log.parquet exists", "--save"
+    )
+    assert cli("init", "log.jsonl", "--yes", "--force", "--save", "other.parquet").code == 0
+    assert pd.read_parquet("other.parquet").equals(table)
+
+
+def test_json_lines_without_readings_are_refused(cli: RunCommand, plant: Path) -> None:
+    Path("log.jsonl").write_text('{"a": 1}\n')
+    assert_command_failed(cli("init", "log.jsonl", "--yes"), 3, "log.jsonl: the messages have the fields a")
+    assert not Path("log.parquet").exists()
+    Path("log.jsonl").write_text("")
+    assert_command_failed(cli("init", "log.jsonl", "--yes"), 3, "log.jsonl: there is no message")
+
+
 @pytest.mark.parametrize(
     ("messages", "words"),
-    [([], "no message has arrived"), ([(b"[1]", 0)], "not a JSON object"), (encode({"a": 1}), "fields a")],
+    [([], "there is no message"), ([(b"[1]", 0)], "no message is a JSON object"), (encode({"a": 1}), "fields a")],
 )
 def test_topics_without_readings_are_refused(messages: list[tuple[bytes, int]], words: str) -> None:
     with pytest.raises(InputError, match=words):
@@ -504,6 +561,10 @@ def test_the_connection_is_written_without_secrets(
         readings = ({"device": "a", "feature": "flow", "value": i, "time": 1_767_225_600 + i} for i in range(300))
         return [(json.dumps(reading).encode(), 0) for reading in readings]
 
+    monkeypatch.setattr("connectors.kafka.sample.read_messages", lambda *_: [])
+    result = cli("init", "--topic", "t", "--yes")
+    assert result.code == 3
+    assert result.lines[-1].endswith("topic t: no message has arrived within 5 s; add --listen 1m")
     monkeypatch.setattr("connectors.kafka.sample.read_messages", read_messages)
     Path("token").write_text("hunter2\n")
     login = ["--sasl-mechanism", "OAUTHBEARER", "--sasl-oauth-token-file", "token"]

@@ -161,6 +161,9 @@ def test_inputs_without_files_are_refused(tmp_path: Path) -> None:
             find_files([tmp_path / entry])
     with pytest.raises(InputError, match="no Parquet or CSV file matches"):
         find_files([tmp_path / "*.json"], PARQUET + CSV)
+    write_files(tmp_path, "log.jsonl")
+    with pytest.raises(InputError, match=r"deformer-stream init .*log\.jsonl converts them"):
+        find_files([tmp_path / "log.jsonl"], PARQUET + CSV)
 
 
 def test_a_folder_that_cannot_be_read_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,8 @@ Each question has a default in brackets and an option. PyTorch is not imported, 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ from deformer_stream.cli_utils import HELP, HelpCommand, add_debug_option
 
 if TYPE_CHECKING:
     from deformer_stream.cli.init.config_file import Answers, Subject
+    from deformer_stream.cli.init.messages import Message
     from deformer_stream.cli.init.table_view import TableView
     from deformer_stream.settings import InitSettings
 
@@ -24,6 +26,9 @@ MAX_LISTED_COLUMNS = 100
 """Number of columns that are shown."""
 
 SECONDS_PER_DAY = 86_400.0
+
+MAX_LINE_BYTES = 1_048_576
+"""Longest JSON line that is read."""
 
 TOPIC_MESSAGES = 500
 """Number of messages of a topic that are looked at."""
@@ -42,6 +47,8 @@ def build_init() -> click.Command:
 
         TABLE is a Parquet or CSV file, a folder or a quoted pattern. The file is deformer.toml, which all commands that
         run in the same folder read. Without a terminal, and with --yes, each question is answered by its default.
+
+        A file of JSON lines is converted to a table to train on, which --save names.
         """
         settings = load_settings(InitSettings, flags, config, "init")
         run_init(inputs, settings)
@@ -73,20 +80,14 @@ def run_init(inputs: tuple[str, ...], settings: InitSettings) -> None:
     from deformer_stream.cli.init.questions import ask_questions
     from deformer_stream.model.windows import format_duration
 
-    if settings.topic:
-        view, stream_options = _look_at_topic(settings, settings.topic)
-    else:
-        from deformer_stream.cli.init.table_view import look_at_tables
-        from deformer_stream.tables.table import TableOptions
-
-        options = TableOptions.from_settings(settings)
-        view, stream_options = look_at_tables(inputs, options, settings.time_column, settings.device_column), {}
+    look = _look_at_topic(settings, settings.topic) if settings.topic else _look_at_files(inputs, settings)
+    view = look.view
     click.echo(format_view(view))
     asks = sys.stdin.isatty() and not settings.yes
     if asks:
         click.echo("\nPress Enter to take the answer in brackets.")
     answers = ask_questions(view, settings, asks)
-    subject = _describe_subject(view, settings, answers, stream_options)
+    subject = _describe_subject(look, inputs, settings, answers)
     with map_write_errors(settings.output):
         settings.output.write_text(format_config(subject, answers), encoding="utf-8")
     if answers.record == "row" and len(view.devices) > 1 and view.interval is not None:
@@ -149,19 +150,33 @@ def format_view(view: TableView) -> str:
     return "\n".join(lines).rstrip()
 
 
-def _describe_subject(
-    view: TableView, settings: InitSettings, answers: Answers, stream_options: Mapping[str, Any]
-) -> Subject:
+@dataclass(frozen=True, slots=True)
+class _Look:
+    """What the input shows.
+
+    Attributes:
+        view: What its first rows or readings show.
+        tables: The tables to train on; empty if no readings of a topic were saved.
+        stream_options: Options of Kafka and of JSON fields that are needed to read the input, by name.
+    """
+
+    view: TableView
+    tables: tuple[str, ...]
+    stream_options: Mapping[str, Any] = field(default_factory=dict)
+
+
+def _describe_subject(look: _Look, inputs: Sequence[str], settings: InitSettings, answers: Answers) -> Subject:
     """Return what the configuration is about: the input, and the number of its records in all and a day.
 
     Args:
-        view: What the input shows.
+        look: What the input shows.
+        inputs: Files, folders and patterns; empty if the options name a topic.
         settings: Options of `init`.
         answers: The answers to the questions.
-        stream_options: Options of Kafka and of JSON fields that are in force, by name.
     """
     from deformer_stream.cli.init.config_file import Subject
 
+    view = look.view
     num_devices = max(1, len(view.devices))
     records_per_day = num_records = None
     if answers.record == "row":
@@ -179,15 +194,21 @@ def _describe_subject(
             num_records = round(num_records * counts.get(answers.normal or "", 0) / num_rows)
     about = "" if view.is_exact else "about "
     if settings.topic:
-        inputs: tuple[str, ...] = ("normal.parquet",) if settings.save is None else (str(settings.save),)
         description = f"The topic {settings.topic}, of which {view.num_rows:,} readings were looked at."
     else:
-        inputs = view.inputs
         description = f"{', '.join(view.inputs)}: {about}{view.num_rows:,} rows, {len(view.feature_names)} features."
-    return Subject(description, inputs, num_records, records_per_day, settings.topic, stream_options)
+    return Subject(
+        description,
+        look.tables or ("normal.parquet",),
+        num_records,
+        records_per_day,
+        settings.topic,
+        look.stream_options,
+        logs=tuple(inputs),
+    )
 
 
-def _look_at_topic(settings: InitSettings, topic: str) -> tuple[TableView, Mapping[str, Any]]:
+def _look_at_topic(settings: InitSettings, topic: str) -> _Look:
     """Return what the messages of a topic show, and the options that are needed to read them.
 
     The readings are written to a table if `--save` names one.
@@ -201,24 +222,17 @@ def _look_at_topic(settings: InitSettings, topic: str) -> tuple[TableView, Mappi
         InputError: The topic has no messages that are readings as JSON.
         Unavailable: The brokers cannot be reached, or the topic does not exist.
     """
-    import pyarrow.parquet as pq
-
     from connectors.kafka.sample import read_messages
-    from deformer_stream.cli.init.messages import convert_to_table
-    from deformer_stream.cli.init.table_view import look_at_table
     from deformer_stream.cli.kafka_cluster import make_cluster
-    from deformer_stream.errors import map_write_errors
+    from deformer_stream.errors import InputError
     from deformer_stream.settings.kafka import KafkaSettings
-    from deformer_stream.tables.table import Table
 
     limit = None if settings.save is not None else TOPIC_MESSAGES
     click.echo(f"reading {topic} on {settings.bootstrap_servers} for up to {settings.listen:g} s …", err=True)
     messages = read_messages(make_cluster(settings), topic, limit, settings.listen)
-    readings, fields = convert_to_table(messages, topic)
-    if settings.save is not None:
-        with map_write_errors(settings.save):
-            pq.write_table(readings, settings.save)
-    view = look_at_table(Table.from_arrow(readings, f"topic {topic}"), (f"topic {topic}",))
+    if not messages:
+        raise InputError(f"topic {topic}: no message has arrived within {settings.listen:g} s; add --listen 1m")
+    look = _look_at_messages(messages, f"topic {topic}", settings.save)
     kafka: dict[str, Any] = {}
     if settings.bootstrap_servers != "localhost:9092":
         kafka["bootstrap_servers"] = settings.bootstrap_servers
@@ -228,4 +242,66 @@ def _look_at_topic(settings: InitSettings, topic: str) -> tuple[TableView, Mappi
         value = getattr(settings, name)
         if is_written and name != "sasl_password" and value != info.default:
             kafka[name] = str(value)
-    return view, kafka | fields
+    return replace(look, stream_options=kafka | dict(look.stream_options))
+
+
+def _look_at_files(inputs: Sequence[str], settings: InitSettings) -> _Look:
+    """Return what tables show, or files of JSON lines, whose readings are written to a table.
+
+    Args:
+        inputs: Files, folders and patterns.
+        settings: Options of `init`.
+
+    Raises:
+        ConfigError: The table to write exists.
+        InputError: The files cannot be read, or have no readings.
+    """
+    from deformer_stream.cli.init.table_view import look_at_tables
+    from deformer_stream.errors import ConfigError
+    from deformer_stream.tables.discovery import JSON_LINES, find_data_files, get_stem, has_ending
+    from deformer_stream.tables.table import TableOptions
+
+    files = find_data_files(inputs)
+    if not all(has_ending(file, JSON_LINES) for file in files):
+        options = TableOptions.from_settings(settings)
+        return _Look(look_at_tables(inputs, options, settings.time_column, settings.device_column), tuple(inputs))
+    from connectors.files.lines import read_lines
+
+    name = f"{get_stem(files[0].name)}.parquet" if len(files) == 1 else "readings.parquet"
+    table = settings.save or settings.output.with_name(name)
+    if table.exists() and not settings.force:
+        raise ConfigError(f"{table} exists and is not replaced: add --force to replace it, or --save to write another")
+    lines = (line for file in files for block in read_lines(file, MAX_LINE_BYTES) for line in block if line.strip())
+    return _look_at_messages(((line, None) for line in lines), ", ".join(inputs), table)
+
+
+def _look_at_messages(messages: Iterable[Message], origin: str, table: Path | None) -> _Look:
+    """Return what messages with readings show, which are written to a table if one is named.
+
+    Args:
+        messages: The messages.
+        origin: The topic or the files, for messages to the user.
+        table: The Parquet file to write, None for none.
+
+    Raises:
+        InputError: No message is a reading as JSON.
+    """
+    import pyarrow.parquet as pq
+
+    from deformer_stream.cli.init.messages import convert_to_table
+    from deformer_stream.cli.init.table_view import look_at_table
+    from deformer_stream.errors import map_write_errors
+    from deformer_stream.tables.table import Table
+
+    converted = convert_to_table(messages, origin)
+    if converted.num_left_out:
+        click.echo(
+            f"{converted.num_left_out:,} of {converted.num_messages:,} messages of {origin} are left out, because they "
+            "are no readings",
+            err=True,
+        )
+    if table is not None:
+        with map_write_errors(table):
+            pq.write_table(converted.table, table)
+    view = look_at_table(Table.from_arrow(converted.table, origin), (origin,))
+    return _Look(view, () if table is None else (str(table),), converted.field_by_option)

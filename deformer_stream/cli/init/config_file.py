@@ -73,6 +73,7 @@ class Subject:
         records_per_day: About how many records a day has; None if it is not known.
         topic: The Kafka topic, None if there is none.
         stream_options: Options of Kafka and of JSON fields that are in force, by name.
+        logs: The files to score; empty if there is a topic.
     """
 
     description: str
@@ -81,6 +82,7 @@ class Subject:
     records_per_day: float | None = None
     topic: str | None = None
     stream_options: Mapping[str, Any] = field(default_factory=dict)
+    logs: tuple[str, ...] = ()
 
 
 def needs_folds(num_normal_records: int | None, alpha: float) -> bool:
@@ -132,7 +134,9 @@ def format_config(subject: Subject, answers: Answers) -> str:
     if subject.stream_options:
         lines += [
             "",
-            "# The brokers, and the names of the fields of a message.",
+            "# The brokers, and the names of the fields of a message."
+            if subject.topic
+            else "# The names of the fields of a JSON line.",
             *_format_entries(subject.stream_options),
         ]
     lines += ["", "[train]", *_format_training(subject, answers)]
@@ -162,7 +166,7 @@ def list_next_commands(subject: Subject) -> list[str]:
     tables = shlex.join(subject.inputs)
     if subject.topic is not None:
         return [f"deformer-train {tables}", "deformer-stream consume"]
-    return [f"deformer-train {tables}", f"deformer-stream replay {tables}"]
+    return [f"deformer-train {tables}", f"deformer-stream replay {shlex.join(subject.logs)}"]
 
 
 def _describe_false_alarms(subject: Subject, answers: Answers) -> str:

@@ -1,13 +1,17 @@
-"""Convert sampled JSON messages of a topic to a long table, with one row per reading, and guess the names of fields."""
+"""Convert JSON messages of a topic, or JSON lines, to a long table with one row per reading, and guess field names."""
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import orjson
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from deformer_stream.errors import InputError
 
@@ -42,65 +46,122 @@ _SYNONYMS = {
 }
 """By option that names a field of messages, the names that such a field often has; the first one is the default."""
 
-Message = tuple[bytes, int]
-"""The value of a message, and its timestamp in milliseconds since 1970."""
+ROWS_PER_CHUNK = 10_000
+"""Number of messages that are converted at a time. The first ones determine the names of the fields."""
+
+Message = tuple[bytes, int | None]
+"""The value of a message, and its timestamp in milliseconds since 1970, None for a line of a file."""
 
 
-def convert_to_table(messages: Sequence[Message], topic: str) -> tuple[pa.Table, dict[str, str]]:
+@dataclass(frozen=True, slots=True)
+class ConvertedMessages:
+    """The readings of messages.
+
+    Attributes:
+        table: A row for each reading, with the columns device or record (or both), feature, value, and time if the
+            messages have times.
+        field_by_option: The options that name fields with unusual names, such as "value_field", and these names.
+        num_messages: Number of messages.
+        num_left_out: How many of them are no readings.
+    """
+
+    table: pa.Table
+    field_by_option: Mapping[str, str]
+    num_messages: int
+    num_left_out: int
+
+
+def convert_to_table(messages: Iterable[Message], origin: str) -> ConvertedMessages:
     """Return the readings of messages as a long table, and the options that name fields with unusual names.
 
     Args:
         messages: The messages. Those that are not JSON objects with readings are left out.
-        topic: The topic, for error messages.
-
-    Returns:
-        A table with the columns device or record (or both), feature, value and time; and by option, such as
-        "value_field", the name of the field.
+        origin: The topic or the file, for error messages.
 
     Raises:
         InputError: No message is a reading.
     """
-    objects = [entry for value, milliseconds in messages if (entry := _parse(value, milliseconds)) is not None]
-    if not objects:
-        what = "is not a JSON object" if messages else "has arrived"
-        raise InputError(
-            f"topic {topic}: {'no message' if not messages else 'each message'} {what}; send readings such as "
-            '{"device": "pump-7", "feature": "flow", "value": 20.1, "time": "2026-01-01T00:00:00Z"}, or add --listen 1m'
-        )
-    counts = Counter(name for entry, _ in objects for name in entry)
-    field_by_option = _guess_fields(counts, objects)
-    rows = [row for entry, milliseconds in objects for row in _list_readings(entry, milliseconds, field_by_option)]
-    if not rows:
-        fields = ", ".join(sorted(counts))
-        raise InputError(
-            f"topic {topic}: the messages have the fields {fields}, which are no readings; send the fields device (or "
+    remaining = iter(messages)
+    field_by_option: dict[str, str] = {}
+    known_fields: set[str] = set()
+    num_messages = num_readable = 0
+    parts: list[pa.Table] = []
+    while chunk := list(itertools.islice(remaining, ROWS_PER_CHUNK)):
+        objects = [entry for value, milliseconds in chunk if (entry := _parse(value, milliseconds)) is not None]
+        num_messages += len(chunk)
+        if not field_by_option:
+            counts = Counter(name for entry, _ in objects for name in entry)
+            field_by_option = _guess_fields(counts, objects)
+            known_fields.update(counts)
+        readings = [_list_readings(entry, milliseconds, field_by_option) for entry, milliseconds in objects]
+        num_readable += sum(map(bool, readings))
+        if rows := list(itertools.chain.from_iterable(readings)):
+            parts.append(_make_table(rows))
+    if not parts:
+        raise _make_error(origin, num_messages, known_fields)
+    options = {option: name for option, name in field_by_option.items() if name != _SYNONYMS[option][0]}
+    return ConvertedMessages(_concatenate(parts), options, num_messages, num_messages - num_readable)
+
+
+def _make_error(origin: str, num_messages: int, fields: Iterable[str]) -> InputError:
+    """Return the error that no message is a reading.
+
+    Args:
+        origin: The topic or the file.
+        num_messages: Number of messages.
+        fields: The fields of the first messages; empty if these are not JSON objects.
+    """
+    names = ", ".join(sorted(fields))
+    if names:
+        return InputError(
+            f"{origin}: the messages have the fields {names}, which are no readings; send the fields device (or "
             "record), feature, value and time, or an object of values by feature"
         )
-    columns: dict[str, pa.Array] = {}
-    for column in ("record", "device"):
-        if any(row[column] is not None for row in rows):
-            columns[column] = pa.array([row[column] for row in rows], pa.string())
-    columns["feature"] = pa.array([row["feature"] for row in rows], pa.string())
-    values = [row["value"] for row in rows]
+    what = "no message is a JSON object" if num_messages else "there is no message"
+    return InputError(
+        f"{origin}: {what}; give readings such as "
+        '{"device": "pump-7", "feature": "flow", "value": 20.1, "time": "2026-01-01T00:00:00Z"}'
+    )
+
+
+def _make_table(rows: Sequence[Mapping[str, Any]]) -> pa.Table:
+    """Return readings as a table. Values and times are numbers, or texts if one of them is a text."""
+    columns = {name: pa.array([row[name] for row in rows], pa.string()) for name in ("record", "device", "feature")}
+    values, times = [row["value"] for row in rows], [row["time"] for row in rows]
     if all(isinstance(value, int | float) and not isinstance(value, bool) for value in values):
         columns["value"] = pa.array([float(value) for value in values], pa.float64())
     else:
         columns["value"] = pa.array([value if isinstance(value, str) else json.dumps(value) for value in values])
-    columns["time"] = _convert_times([row["time"] for row in rows])
-    options = {option: name for option, name in field_by_option.items() if name != _SYNONYMS[option][0]}
-    return pa.table(columns), options
+    if all(time is None or isinstance(time, int | float) for time in times):
+        columns["time"] = pa.array([None if time is None else float(time) for time in times], pa.float64())
+    else:
+        columns["time"] = pa.array([None if time is None else str(time) for time in times], pa.string())
+    return pa.table(columns)
 
 
-def _parse(value: bytes, milliseconds: int) -> tuple[dict[str, Any], int] | None:
+def _concatenate(parts: Sequence[pa.Table]) -> pa.Table:
+    """Return tables of readings as one, without the columns of records, devices or times that have no value."""
+    columns: dict[str, pa.ChunkedArray] = {}
+    for name in parts[0].column_names:
+        arrays = [part.column(name) for part in parts]
+        if any(pa.types.is_string(array.type) for array in arrays):
+            arrays = [pc.cast(array, pa.string()) for array in arrays]
+        column = pa.chunked_array([chunk for array in arrays for chunk in array.chunks])
+        if name in ("feature", "value") or column.null_count < len(column):
+            columns[name] = column
+    return pa.table(columns)
+
+
+def _parse(value: bytes, milliseconds: int | None) -> tuple[dict[str, Any], int | None] | None:
     """Return a message as a JSON object and its timestamp; None if it is no JSON object."""
     try:
-        parsed = json.loads(value)
-    except (ValueError, RecursionError):
+        parsed = orjson.loads(value)
+    except orjson.JSONDecodeError:
         return None
     return (parsed, milliseconds) if isinstance(parsed, dict) else None
 
 
-def _guess_fields(counts: Counter[str], objects: Sequence[tuple[dict[str, Any], int]]) -> dict[str, str]:
+def _guess_fields(counts: Counter[str], objects: Sequence[tuple[dict[str, Any], int | None]]) -> dict[str, str]:
     """Return by option the name of the field that messages have.
 
     Args:
@@ -120,7 +181,7 @@ def _guess_fields(counts: Counter[str], objects: Sequence[tuple[dict[str, Any], 
 
 
 def _list_readings(
-    entry: Mapping[str, Any], milliseconds: int, field_by_option: Mapping[str, str]
+    entry: Mapping[str, Any], milliseconds: int | None, field_by_option: Mapping[str, str]
 ) -> list[dict[str, Any]]:
     """Return the readings of one message: its record, device, feature, value and time; empty if it is no reading."""
 
@@ -135,7 +196,7 @@ def _list_readings(
     if owner["record"] is None and owner["device"] is None:
         return []
     time = get("time_field")
-    owner["time"] = milliseconds / 1000 if time is None else time
+    owner["time"] = milliseconds / 1000 if time is None and milliseconds is not None else time
     values = get("values_field")
     if not isinstance(values, dict):
         feature = get("feature_field")
@@ -145,10 +206,3 @@ def _list_readings(
         for feature, value in values.items()
         if isinstance(value, int | float | str)
     ]
-
-
-def _convert_times(times: Sequence[Any]) -> pa.Array:
-    """Return times, which are seconds since 1970 or texts, as one column of numbers or of texts."""
-    if all(isinstance(time, int | float) for time in times):
-        return pa.array([float(time) for time in times], pa.float64())
-    return pa.array([str(time) for time in times], pa.string())
