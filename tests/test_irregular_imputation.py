@@ -190,6 +190,24 @@ def test_refusals_are_one_line(cli: RunCommand, model_dir: Path, tmp_path: Path)
         assert not list(tmp_path.glob(".impute*"))
 
 
+def test_tables_must_fit_each_other(cli: RunCommand, model_dir: Path, tmp_path: Path) -> None:
+    first, second, out = (tmp_path / name for name in ("a.parquet", "b.parquet", "out.parquet"))
+    table = pa.Table.from_pylist(make_readings())
+    pq.write_table(table, first)
+    words = ("impute", first, second, "--model", model_dir, "--output", out)
+    place = table.schema.get_field_index("note")
+    for wrong, message in (
+        (table.drop_columns(["note"]), "have different columns (note); impute them one by one"),
+        (
+            table.set_column(place, "note", pa.array(["x"] * len(table))),
+            "b.parquet: column 'note' has the type string, but another table has int64; convert the columns",
+        ),
+    ):
+        pq.write_table(wrong, second)
+        assert_command_failed(cli(*words), 3, message)
+        assert not out.exists()
+
+
 def test_library_fills_data_frames(model_dir: Path) -> None:
     rows = make_readings()
     detector = deformer_stream.load(model_dir)

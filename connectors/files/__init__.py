@@ -13,6 +13,7 @@ modules are:
     table_events  conversion of a table to an asynchronous event stream, for `deformer-stream produce`
     imputation    tables with imputed or sampled values, for `deformer-stream impute` and `sample`
     reading_imputation   the same for long tables of irregular readings
+    imputed_tables       what both of them need: options, columns, values, the output
     evidence_files, calibration_files   evidence of `replay --evidence`; what `calibrate` keeps of a shard
     state_folder  the state of open records, for sources without a log
     file_threads  threads that read ahead and write behind

@@ -6,88 +6,45 @@ Both read and write a limited number of rows at a time, so tables may be larger 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from connectors.files.sinks import ParquetSink
+from connectors.files.imputed_tables import (
+    ROWS_PER_BATCH,
+    BadCells,
+    ImputeOptions,
+    ReportProgress,
+    check_columns,
+    compute_columns,
+    copy_column,
+    get_value_type,
+    make_nullable,
+    make_output_schema,
+    open_tables,
+    unify_column_types,
+    write_rows,
+)
 from connectors.files.sources import choose_cell_forms, log_bad_rows, log_dialects
 from deformer_stream import log
 from deformer_stream.codec import Codec
 from deformer_stream.codec.columns import convert_times_of_day, decode_dictionary, is_text, parse_numbers
 from deformer_stream.codec.payloads import WideRows
 from deformer_stream.engine import imputation
-from deformer_stream.engine.events import Rejection
 from deformer_stream.errors import InputError
 from deformer_stream.model.deformer import DEformer
 from deformer_stream.model.schema import Feature
-from deformer_stream.tables.discovery import JSON_LINES, find_data_files, has_ending
-from deformer_stream.tables.table import CellForm, Table, TableOptions, join_names
+from deformer_stream.tables.table import Table, TableOptions, join_names
 
-ROWS_PER_BATCH = 4096
-"""Number of rows that are read and imputed at a time."""
-MAX_PENDING_BYTES = 64 * 2**20
-"""A row group is written when it has this size, even if it has few rows."""
 MAX_LOGGED_FEATURES = 8
 """Maximum number of feature names in a log event."""
-DRAW_COLUMN = "draw"
-"""The column with the number of the draw, if gaps are filled by random draws."""
 
-ReportProgress = Callable[[int], None]
-"""Receives the number of rows that were finished since the last call."""
 Floats = NDArray[np.float64]
-
-
-class RowsParquet(ParquetSink):
-    """A Parquet file to which rows are appended in batches.
-
-    Rows are written when enough of them, or enough bytes, have been collected. The limit of bytes bounds the memory if
-    rows have many columns.
-    """
-
-    def append(self, batch: pa.RecordBatch) -> None:
-        """Append rows. They are written in the background when enough rows or bytes have been collected."""
-        self._add(batch)
-        if sum(pending.nbytes for pending in self._pending) > MAX_PENDING_BYTES:
-            self._write_pending()
-
-
-@dataclass(frozen=True, slots=True)
-class ImputeOptions:
-    """How missing values (gaps) are filled. Each gap has a distribution, given the present values of its row.
-
-    Attributes:
-        interval: Probability of the central prediction interval. The bounds of this interval, in which the missing
-            value lies with this probability, are written to two additional columns.
-        estimate: Which statistic of the distribution fills the gap of a continuous feature.
-        quantiles: Probabilities of quantiles to compute, such as 0.05. Each quantile is written to an additional
-            column.
-        draws: If not None, gaps are filled with random draws from the distribution instead of the estimate. Each row is
-            then repeated this number of times, and no columns for the interval and the quantiles are added.
-        seed: The seed of the random draws.
-    """
-
-    interval: float = 0.9
-    estimate: Literal["median", "mean", "mode"] = "median"
-    quantiles: tuple[float, ...] = ()
-    draws: int | None = None
-    seed: int = 0
-
-    def list_added_columns(self, name: str) -> list[str]:
-        """Return the names of the columns that are added after the column `name` of a continuous feature.
-
-        There are none if each row is repeated with random draws.
-        """
-        if self.draws:
-            return []
-        bounds = [f"{name}__{bound}" for bound in ("low", "high")]
-        return bounds + [f"{name}__q{quantile:g}" for quantile in sorted(self.quantiles)]
 
 
 def impute_tables(
@@ -133,19 +90,22 @@ def impute_tables(
         InputError: A table cannot be read or has no feature of the model. Or a column of a table has the name of a
             column that is added, or the tables have different columns.
     """
-    tables = _open_tables(sources, model, options, table_options or TableOptions())
+    tables = open_tables(sources, "a wide table (one row per record)", table_options, model.schema.names)
+    continuous_columns = [feature.name for feature in model.schema.features if _is_continuous_reading(feature)]
+    for table in tables:
+        _check_features(table, model)
+        check_columns(table, tables[0], continuous_columns, options)
     log_dialects(tables)
     feature_by_name = {name: model.schema.features[code] for name, code in model.schema.code_by_name.items()}
     columns = tables[0].schema.names
     feature_columns = [name for name in columns if name in feature_by_name]
-    type_by_column = _unify_column_types(tables, feature_by_name)
-    output_schema = _make_output_schema(type_by_column, feature_by_name, options)
+    fields = _make_fields(unify_column_types(tables, feature_by_name), feature_by_name)
+    output_schema = make_output_schema(fields, continuous_columns, options)
     codec = Codec(model.schema, order="schema")
     has_column = np.isin(np.arange(len(model.schema)), [model.schema.code_by_name[name] for name in feature_columns])
     num_filled = first_row = 0
     bad_cells = BadCells()
-    sink = RowsParquet(output, output_schema)
-    try:
+    with write_rows(output, output_schema) as sink:
         for table, batch, row_numbers in _iterate_batches(tables, columns, feature_by_name):
             row_ids = [str(row) for row in range(first_row, first_row + batch.num_rows)]
             events, rejections = codec.decode(WideRows(table.name, batch, row_ids, 0, row_numbers=row_numbers))
@@ -176,50 +136,10 @@ def impute_tables(
             first_row += batch.num_rows
             if report_progress is not None:
                 report_progress(batch.num_rows)
-        sink.close()
-    finally:
-        sink.discard()  # does nothing after `close`; after an error it deletes the incomplete file
     _log_features_without_column(feature_by_name, feature_columns)
     bad_cells.log()
     log_bad_rows(tables)
     return num_filled
-
-
-@dataclass(slots=True)
-class BadCells:
-    """The cells of features that cannot be read.
-
-    Attributes:
-        num_cells: Number of these cells.
-        first: Which cell was the first one, and what is wrong with it; "" if there is none.
-    """
-
-    num_cells: int = 0
-    first: str = ""
-
-    def add(self, table: Table, rows: NDArray[np.int64], rejections: Sequence[Rejection]) -> None:
-        """Count the cells that were rejected in some rows.
-
-        Args:
-            table: The table.
-            rows: (N,) numbers of these rows in the table.
-            rejections: The rejections of the codec.
-        """
-        self.num_cells += sum(rejection.num_readings for rejection in rejections)
-        if rejections and not self.first:
-            row = int(rows[min(rejection.message_index for rejection in rejections)])
-            first = min(rejections, key=lambda rejection: rejection.message_index)
-            self.first = f"{table.name}: row {row}, {first.detail}"
-
-    def log(self) -> None:
-        """Log a warning if there are such cells."""
-        if self.num_cells:
-            log.get_logger("impute").warning(
-                "cells_not_read",
-                cells=self.num_cells,
-                first=self.first,
-                remedy="correct these cells, or empty them to have them filled",
-            )
 
 
 def _iterate_batches(
@@ -272,20 +192,15 @@ def _compute_values(
         set.
     """
     if options.draws:
-        batch_seed = np.random.SeedSequence([options.seed, first_row]).generate_state(1, np.uint64)[0]
-        seed = int(batch_seed >> 1)  # 63 bits, so that it fits into a signed integer
+        seed = options.derive_seed(first_row)
         draws = imputation.sample_completions(model, values, is_gap, options.draws, seed)  # (draws, N, F)
         drawn_values = np.where(is_gap, draws, np.nan)
         # (draws, N, F) to (N, draws, F) to (N · draws, F)
         return drawn_values.transpose(1, 0, 2).reshape(-1, drawn_values.shape[2]), []
-    imputed = imputation.impute(model, values, is_gap, options.interval)
-    new_values = {"median": imputed.median, "mean": imputed.mean, "mode": imputed.mode}[options.estimate]
-    # A discrete feature has no mean or mode; its most probable label is stored as the median.
-    new_values = np.where(np.isnan(new_values), imputed.median, new_values)
-    quantiles: list[Floats] = []
-    if options.quantiles:
-        quantiles = list(imputation.impute_quantiles(model, values, is_gap, sorted(options.quantiles)))
-    return new_values, [imputed.low, imputed.high, *quantiles]
+    impute = partial(imputation.impute, model, values, is_gap)
+    impute_quantiles = partial(imputation.impute_quantiles, model, values, is_gap)
+    new_values, *added_columns = compute_columns(impute, impute_quantiles, options)
+    return new_values, added_columns
 
 
 def write_samples(
@@ -305,13 +220,9 @@ def write_samples(
     """
     features = model.schema.features
     output_schema = pa.schema(
-        [
-            pa.field(feature.name, _get_value_type(feature), metadata=_make_unit_metadata(feature))
-            for feature in features
-        ]
+        [pa.field(feature.name, get_value_type(feature), metadata=_make_unit_metadata(feature)) for feature in features]
     )
-    sink = RowsParquet(output, output_schema)
-    try:
+    with write_rows(output, output_schema) as sink:
         for values in imputation.sample_records(model, count, seed):
             arrays = [
                 _decode_labels(feature, column) if feature.labels else make_nullable(column)
@@ -320,55 +231,17 @@ def write_samples(
             sink.append(pa.RecordBatch.from_arrays(arrays, schema=output_schema))
             if report_progress is not None:
                 report_progress(len(values))
-        sink.close()
-    finally:
-        sink.discard()  # does nothing after `close`; after an error it deletes the incomplete file
 
 
-def _open_tables(
-    sources: Sequence[str | Path], model: DEformer, options: ImputeOptions, table_options: TableOptions
-) -> list[Table]:
-    """Open wide tables (one record per row) and check that their gaps can be filled.
-
-    Args:
-        sources: Parquet and CSV files, folders and patterns.
-        model: The network, whose features are looked for among the columns.
-        options: How to fill the gaps (missing values). This determines the columns that are added to the output.
-        table_options: How to read the tables.
-
-    Raises:
-        InputError: An input is no table or has no feature of the model. Or a column of a table has the name of a column
-            that is added, or the tables have different columns.
-    """
-    files = find_data_files(sources)
-    for path in files:
-        if has_ending(path, JSON_LINES):
-            raise InputError(
-                f"{path}: this input is not a wide table (one row per record), as imputation needs; "
-                "name Parquet or CSV files"
-            )
-    tables = Table.open_all(files, replace(table_options, kept_columns=frozenset(model.schema.names)))
-    for table in tables:
-        _check_table(table, model, options)
-        if set(table.schema.names) != set(tables[0].schema.names):
-            different = sorted(set(table.schema.names) ^ set(tables[0].schema.names))
-            raise InputError(
-                f"{table.name}: this table and {tables[0].name} have different columns ({join_names(different)}); "
-                "impute them one by one"
-            )
-    return tables
-
-
-def _check_table(table: Table, model: DEformer, options: ImputeOptions) -> None:
-    """Check that the gaps of a wide table can be filled.
+def _check_features(table: Table, model: DEformer) -> None:
+    """Check that columns of a wide table are features.
 
     Args:
         table: The table.
         model: The network, whose features are looked for among the columns.
-        options: How to fill the gaps (missing values). This determines the columns that are added to the output.
 
     Raises:
-        InputError: The table has no feature of the model, or a column has the name of a column that is added.
+        InputError: The table has no feature of the model, or a column of a continuous feature does not hold numbers.
     """
     columns = set(table.schema.names)
     features = [feature for feature in model.schema.features if feature.name in columns]
@@ -378,123 +251,30 @@ def _check_table(table: Table, model: DEformer, options: ImputeOptions) -> None:
             f"the features are {join_names(model.schema.names)}); choose another model or another table"
         )
     table.check_number_columns([feature.name for feature in features if not feature.labels])
-    added_column_sets = [
-        set(options.list_added_columns(feature.name)) for feature in features if _is_continuous_reading(feature)
-    ]
-    if options.draws:
-        added_column_sets.append({DRAW_COLUMN})
-    for added_columns in added_column_sets:
-        conflicts = columns & added_columns
-        if conflicts:
-            raise InputError(
-                f"{table.name}: imputation adds a column {min(conflicts)!r}, but the table already has a column of "
-                "this name; rename or remove the column of the table"
-            )
 
 
-def _get_value_type(feature: Feature) -> pa.DataType:
-    """Return the Arrow type of a feature's values: text for a discrete feature with labels, else float64."""
-    return pa.string() if feature.labels else pa.float64()
-
-
-def _is_continuous_reading(feature: Feature | None) -> bool:
+def _is_continuous_reading(feature: Feature) -> bool:
     """Return whether prediction intervals can be computed for a feature: it is continuous and has a distribution.
 
     Context features condition the others, but the model has no distribution for them.
-
-    Args:
-        feature: The feature, or None for a column that is not a feature.
     """
-    return feature is not None and not feature.context and not feature.labels
+    return not feature.context and not feature.labels
 
 
-def _unify_column_types(tables: Sequence[Table], feature_by_name: dict[str, Feature]) -> dict[str, pa.DataType]:
-    """Return the type of each column, which fits its cells in all tables.
-
-    Args:
-        tables: The tables, which have the same columns.
-        feature_by_name: The features of the model by name.
-
-    Raises:
-        InputError: A column has types in two tables that do not fit each other.
-    """
-    type_by_column: dict[str, pa.DataType] = {}
-    for table in tables:
-        types = find_column_types(table, choose_cell_forms(table, feature_by_name), feature_by_name)
-        for name, column_type in types.items():
-            fields = [pa.field(name, known) for known in (type_by_column.get(name, column_type), column_type)]
-            try:
-                unified = pa.unify_schemas([pa.schema([field]) for field in fields], promote_options="permissive")
-            except pa.ArrowException as error:
-                raise InputError(
-                    f"{table.name}: column {name!r} has the type {column_type}, but another table has "
-                    f"{type_by_column[name]}; convert the columns to the same type, or impute the tables one by one"
-                ) from error
-            type_by_column[name] = unified.field(name).type
-    return {name: type_by_column[name] for name in tables[0].schema.names}
-
-
-def find_column_types(
-    table: Table, forms: dict[str, CellForm], feature_by_name: dict[str, Feature]
-) -> dict[str, pa.DataType]:
-    """Return the type of each column of the table, as its cells are read.
-
-    The types of a CSV file are guessed from its beginning. It is read once more here, because a column that is copied
-    must have a type that fits all of its cells. Features keep the type of their values.
-
-    Args:
-        table: The table.
-        forms: What the cells of features are to be.
-        feature_by_name: The features of the model by name.
-    """
-    type_by_column: dict[str, pa.DataType] = dict(zip(table.schema.names, table.schema.types, strict=True))
-    for name, form in forms.items():
-        if table.is_text_column(name) and (form == "number" or table.dialect is not None):
-            type_by_column[name] = _get_value_type(feature_by_name[name])
-    if table.dialect is None:
-        return type_by_column
-    copied_columns = [name for name in table.schema.names if name not in forms and name not in table.partition_values]
-    types_by_column: dict[str, set[pa.DataType]] = {name: set() for name in copied_columns}
-    for batch in table.iterate_batches(copied_columns, ROWS_PER_BATCH) if copied_columns else ():
-        for name, column in zip(batch.schema.names, batch.columns, strict=True):
-            if column.null_count < len(column):
-                types_by_column[name].add(column.type)
-    for name, types in types_by_column.items():
-        if types <= {pa.int64(), pa.float64()} and len(types) > 1:
-            type_by_column[name] = pa.float64()
-        elif types:
-            type_by_column[name] = types.pop() if len(types) == 1 else pa.string()
-    return type_by_column
-
-
-def copy_column(column: pa.Array, column_type: pa.DataType) -> pa.Array:
-    """Return a column that is not imputed, in the type that it has in the output."""
-    return column if column.type == column_type else column.cast(column_type)
-
-
-def _make_output_schema(
-    type_by_column: dict[str, pa.DataType], feature_by_name: dict[str, Feature], options: ImputeOptions
-) -> pa.Schema:
-    """Return the Arrow schema of the output: the table's columns, each followed by the columns that are added for it.
+def _make_fields(type_by_column: Mapping[str, pa.DataType], feature_by_name: Mapping[str, Feature]) -> list[pa.Field]:
+    """Return the Arrow fields of the table's columns in the output, with the units of features.
 
     Args:
         type_by_column: The type of each column of the table, as its cells are read.
         feature_by_name: The features of the model by name.
-        options: How the gaps (missing values) are filled. This determines the added columns.
     """
     fields: list[pa.Field] = []
     for name, column_type in type_by_column.items():
         feature = feature_by_name.get(name)
-        unit = None if feature is None else _make_unit_metadata(feature)
-        if feature is None or feature.context:  # the column is copied
-            fields.append(pa.field(name, column_type, metadata=unit))
-            continue
-        fields.append(pa.field(name, _get_filled_type(column_type, feature), metadata=unit))
-        if _is_continuous_reading(feature):
-            fields += [pa.field(added, pa.float64(), metadata=unit) for added in options.list_added_columns(name)]
-    if options.draws:
-        fields.append(pa.field(DRAW_COLUMN, pa.int64()))
-    return pa.schema(fields)
+        if feature is not None and not feature.context:  # other columns are copied
+            column_type = _get_filled_type(column_type, feature)
+        fields.append(pa.field(name, column_type, metadata=None if feature is None else _make_unit_metadata(feature)))
+    return fields
 
 
 def _make_unit_metadata(feature: Feature) -> dict[str, str] | None:
@@ -516,7 +296,7 @@ def _get_filled_type(column_type: pa.DataType, feature: Feature) -> pa.DataType:
     value_type = column_type.value_type if pa.types.is_dictionary(column_type) else column_type
     is_number_text = is_text(value_type) and not feature.labels
     is_replaced = pa.types.is_null(value_type) or pa.types.is_time(value_type) or is_number_text
-    return _get_value_type(feature) if is_replaced else value_type
+    return get_value_type(feature) if is_replaced else value_type
 
 
 def fill_gaps(column: pa.Array, feature: Feature, values: Floats, description: str) -> pa.Array:
@@ -550,11 +330,6 @@ def fill_gaps(column: pa.Array, feature: Feature, values: Floats, description: s
             f"{description} has the type {column.type}, which cannot hold the imputed values ({reason}); convert "
             "numbers to float64, and labels to text"
         ) from error
-
-
-def make_nullable(values: Floats) -> pa.Array:
-    """Return numbers as an Arrow array of float64 with nulls in place of NaN."""
-    return pa.array(values, pa.float64(), mask=np.isnan(values))
 
 
 def _decode_labels(feature: Feature, codes: Floats) -> pa.Array:

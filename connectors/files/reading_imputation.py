@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,16 +24,20 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from connectors.files.imputation import (
+from connectors.files.imputed_tables import (
     DRAW_COLUMN,
     ROWS_PER_BATCH,
     BadCells,
     ImputeOptions,
     ReportProgress,
-    RowsParquet,
+    check_columns,
+    compute_columns,
     copy_column,
-    find_column_types,
     make_nullable,
+    make_output_schema,
+    open_tables,
+    unify_column_types,
+    write_rows,
 )
 from connectors.files.sources import log_bad_rows, log_dialects
 from deformer_stream import log
@@ -51,8 +56,7 @@ from deformer_stream.errors import InputError
 from deformer_stream.model.deformer import DEformer
 from deformer_stream.model.schema import Schema
 from deformer_stream.ragged import ragged_indices
-from deformer_stream.tables.discovery import JSON_LINES, find_data_files, has_ending
-from deformer_stream.tables.table import CellForm, Table, TableOptions, join_names
+from deformer_stream.tables.table import CellForm, Table, TableOptions
 
 CHUNK_ROWS = 500_000
 """Number of rows whose records are imputed together, and of rows that are placed by record at a time."""
@@ -108,73 +112,51 @@ def impute_reading_tables(
         InputError: A table cannot be read, is not long, lacks a column, or has a column that is added; or the tables
             have different columns.
     """
-    tables = _open_tables(sources, model.schema, options, table_options or TableOptions(), time_column)
+    tables = open_tables(sources, "a table", table_options, {time_column})
+    for table in tables:
+        _check_long_columns(table, model.schema, time_column)
+        check_columns(table, tables[0], ["value"], options)
     log_dialects(tables)
-    output_schema = _make_output_schema(tables, model.schema, options)
-    sink = RowsParquet(output, output_schema)
-    try:
-        with tempfile.TemporaryDirectory(prefix=".impute-", dir=output.absolute().parent) as folder:
-            rows = _RowStore(Path(folder))
-            bad_cells = _append_rows(tables, rows, model.schema, time_column)
-            rows.close()
-            num_requests = int((rows.columns["kind"] == REQUESTED).sum())
-            filled = _fill_records(rows, model, options, report_progress)
-            for batch in _make_batches(tables, rows, filled, model.schema, options, output_schema):
-                sink.append(batch)
-            sink.close()
-            if report_progress is not None:
-                report_progress(int((rows.columns["record"] < 0).sum()))
-    finally:
-        sink.discard()  # does nothing after `close`; after an error it deletes the incomplete file
+    output_schema = make_output_schema(_make_fields(tables), ["value"], options)
+    with (
+        write_rows(output, output_schema) as sink,
+        tempfile.TemporaryDirectory(prefix=".impute-", dir=output.absolute().parent) as folder,
+    ):
+        rows = _RowStore(Path(folder))
+        bad_cells = _append_rows(tables, rows, model.schema, time_column)
+        rows.close()
+        num_requests = int((rows.columns["kind"] == REQUESTED).sum())
+        filled = _fill_records(rows, model, options, report_progress)
+        for batch in _make_batches(tables, rows, filled, model.schema, options, output_schema):
+            sink.append(batch)
+        if report_progress is not None:
+            report_progress(int((rows.columns["record"] < 0).sum()))
     bad_cells.log()
     log_bad_rows(tables)
     return num_requests
 
 
-def _open_tables(
-    sources: Sequence[str | Path], schema: Schema, options: ImputeOptions, table_options: TableOptions, time_column: str
-) -> list[Table]:
-    """Open long tables and check their columns.
+def _check_long_columns(table: Table, schema: Schema, time_column: str) -> None:
+    """Check that a table has the columns of a long table, and that its times have a zone.
 
     Args:
-        sources: Parquet and CSV files, folders and patterns.
+        table: The table.
         schema: The features of the model.
-        options: How to fill the values. This determines the columns that are added to the output.
-        table_options: How to read the tables.
         time_column: Name of the column of times.
 
     Raises:
-        InputError: See `impute_reading_tables`.
+        InputError: A column is missing, or times have no zone.
     """
-    files = find_data_files(sources)
-    for path in files:
-        if has_ending(path, JSON_LINES):
-            raise InputError(f"{path}: this input is not a table, as imputation needs; name Parquet or CSV files")
-    tables = Table.open_all(files, replace(table_options, kept_columns=frozenset({time_column})))
-    added = {DRAW_COLUMN} if options.draws else set(options.list_added_columns("value"))
-    for table in tables:
-        columns = set(table.schema.names)
-        is_named = "record" in columns or (schema.window is not None and "device" in columns)
-        if not is_named or not {"feature", "value", time_column} <= columns:
-            name = "device (or record)" if schema.window is not None else "record"
-            raise InputError(
-                f"{table.name}: the model is for irregular readings, so imputation needs a long table with the columns "
-                f"{name}, feature, value and {time_column}, but the columns are {table.format_column_names()}; give a "
-                "row without a value for each value to fill"
-            )
-        table.check_time_zone(time_column)
-        if columns & added:
-            raise InputError(
-                f"{table.name}: imputation adds a column {min(columns & added)!r}, but the table already has a column "
-                "of this name; rename or remove the column of the table"
-            )
-        if columns != set(tables[0].schema.names):
-            different = sorted(columns ^ set(tables[0].schema.names))
-            raise InputError(
-                f"{table.name}: this table and {tables[0].name} have different columns ({join_names(different)}); "
-                "impute them one by one"
-            )
-    return tables
+    columns = set(table.schema.names)
+    is_named = "record" in columns or (schema.window is not None and "device" in columns)
+    if not is_named or not {"feature", "value", time_column} <= columns:
+        name = "device (or record)" if schema.window is not None else "record"
+        raise InputError(
+            f"{table.name}: the model is for irregular readings, so imputation needs a long table with the columns "
+            f"{name}, feature, value and {time_column}, but the columns are {table.format_column_names()}; give a "
+            "row without a value for each value to fill"
+        )
+    table.check_time_zone(time_column)
 
 
 class _RowStore:
@@ -361,47 +343,28 @@ def _compute_values(
         first_record: Number of the first record, which makes the draws of each chunk independent.
     """
     if options.draws:
-        seed = np.random.SeedSequence([options.seed, first_record]).generate_state(1, np.uint64)[0]
-        return draw_at_times(model, observed, targets, options.draws, int(seed >> 1))
-    imputed = impute_at_times(model, observed, targets, options.interval)
-    estimate = {"median": imputed.median, "mean": imputed.mean, "mode": imputed.mode}[options.estimate]
-    # A discrete feature has no mean or mode; its most probable label is stored as the median.
-    columns = [np.where(np.isnan(estimate), imputed.median, estimate), imputed.low, imputed.high]
-    if options.quantiles:
-        columns += list(impute_quantiles_at_times(model, observed, targets, sorted(options.quantiles)))
-    return np.stack(columns)
+        return draw_at_times(model, observed, targets, options.draws, options.derive_seed(first_record))
+    impute = partial(impute_at_times, model, observed, targets)
+    impute_quantiles = partial(impute_quantiles_at_times, model, observed, targets)
+    return np.stack(compute_columns(impute, impute_quantiles, options))
 
 
-def _make_output_schema(tables: Sequence[Table], schema: Schema, options: ImputeOptions) -> pa.Schema:
-    """Return the Arrow schema of the output: the columns of the tables, and those that are added after `value`.
+def _make_fields(tables: Sequence[Table]) -> list[pa.Field]:
+    """Return the Arrow fields of the columns of the tables in the output.
 
     Raises:
-        InputError: A column has different types in two tables, or there is no column for labels.
+        InputError: A column has types in two tables that do not fit each other.
     """
-    types_by_table = [find_column_types(table, {}, {}) for table in tables]
     fields: list[pa.Field] = []
-    for name in tables[0].schema.names:
-        types = [types[name] for types in types_by_table]
-        try:
-            unified = pa.unify_schemas([pa.schema([(name, kind)]) for kind in types], promote_options="permissive")
-        except pa.ArrowException:
-            raise InputError(
-                f"the column {name!r} has different types in the tables ({join_names(sorted(set(map(str, types))))}); "
-                "convert the columns to the same type, or impute the tables one by one"
-            ) from None
-        kind = unified.field(name).type
+    for name, column_type in unify_column_types(tables, {}).items():
         if name == "value":
-            kind = get_filled_type(kind)
-        elif name == "label" and pa.types.is_null(kind):
-            kind = pa.string()
-        elif name == "label" and pa.types.is_dictionary(kind):
-            kind = kind.value_type
-        fields.append(pa.field(name, kind))
-        if name == "value":
-            fields += [pa.field(added, pa.float64()) for added in options.list_added_columns(name)]
-    if options.draws:
-        fields.append(pa.field(DRAW_COLUMN, pa.int64()))
-    return pa.schema(fields)
+            column_type = get_filled_type(column_type)
+        elif name == "label" and pa.types.is_null(column_type):
+            column_type = pa.string()
+        elif name == "label" and pa.types.is_dictionary(column_type):
+            column_type = column_type.value_type
+        fields.append(pa.field(name, column_type))
+    return fields
 
 
 def get_filled_type(kind: pa.DataType) -> pa.DataType:

@@ -210,6 +210,7 @@ def build_impute() -> click.Command:
         check_paths(inputs, settings.model)
         # These imports take seconds.
         from connectors.files import imputation, reading_imputation
+        from connectors.files.imputed_tables import ImputeOptions
         from deformer_stream import log, model_store
         from deformer_stream.progress import Progress
         from deformer_stream.tables.table import TableOptions
@@ -217,7 +218,7 @@ def build_impute() -> click.Command:
         log.configure(is_debugging())
         model = model_store.read(settings.model, settings.device).model
         with Progress("impute", None, "rows") as progress:
-            options = imputation.ImputeOptions(
+            options = ImputeOptions(
                 settings.interval, settings.estimate, settings.quantiles or (), settings.draws, settings.seed
             )
             table_options = TableOptions.from_settings(settings)

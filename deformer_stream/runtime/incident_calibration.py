@@ -1,9 +1,9 @@
-"""Calibration of the segments of the incident budget from kept evidence of normal operation."""
+"""Segments of the incident budget from kept evidence, and kept evidence under another calibration of records."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +23,7 @@ from deformer_stream.counts import format_count
 from deformer_stream.engine.events import ONLY_MODEL
 from deformer_stream.errors import InputError
 from deformer_stream.incidents.device import extract_device
-from deformer_stream.incidents.events import EvidenceBatch
+from deformer_stream.incidents.events import AlertRow, EvidenceBatch
 from deformer_stream.incidents.make_evidence import P_VALUE_DIGITS, round_significant
 from deformer_stream.incidents.row_order import OpenAlert, Row, RowOrder
 
@@ -176,6 +176,42 @@ def rescore_batch(batch: EvidenceBatch, calibration: Calibration) -> EvidenceBat
     rescored = {id(alert): replace(alert, p_value=p) for alert, p in zip(scored, p_values, strict=True)}
     alerts = tuple(rescored.get(id(alert), alert) for alert in batch.alerts)
     return replace(batch, closed=closed, alerts=alerts)
+
+
+class Rescorer:
+    """Computes the p-values and alerts of records anew, by comparison of their scores with another calibration.
+
+    Args:
+        calibration: The other calibration.
+        alpha: False-alarm rate of alerts.
+    """
+
+    def __init__(self, calibration: Calibration, alpha: float) -> None:
+        self._calibration, self._alpha = calibration, alpha
+
+    def rescore(self, batches: Iterable[EvidenceBatch]) -> Iterator[tuple[EvidenceBatch, EvidenceBatch]]:
+        """Yield the batches of a log, each with the same batch under the other calibration.
+
+        An alert stays where it is if its record alerts there with the other calibration, too. Otherwise, or if its
+        score is unknown, it comes with its record if that alerts, and is left out if not.
+        """
+        waiting: dict[str, AlertRow] = {}
+        for batch in batches:
+            rescored = rescore_batch(batch, self._calibration)
+            is_alerted = rescored.closed.p_values <= self._alpha
+            alerts = []
+            for alert in rescored.alerts:
+                if alert.score is not None and alert.p_value <= self._alpha:
+                    alerts.append(alert)
+                    waiting.pop(alert.record, None)
+                else:
+                    waiting[alert.record] = alert
+            for record, has_alert in zip(rescored.closed.record_ids, is_alerted.tolist(), strict=True):
+                alert_of_record = waiting.pop(record, None)
+                if alert_of_record is not None and has_alert:
+                    alerts.append(alert_of_record)
+            closed = replace(rescored.closed, is_alerted=is_alerted)
+            yield batch, replace(rescored, closed=closed, alerts=tuple(alerts))
 
 
 def describe_segments(segments: Sequence[SegmentCalibration], budget: IncidentBudget) -> list[tuple[str, ...]]:

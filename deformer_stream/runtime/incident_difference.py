@@ -104,6 +104,11 @@ class IncidentSpans:
             index -= 1
         return None
 
+    def find_id(self, device: str, time: int) -> str | None:
+        """Return the id of the incident that `find` returns, None without one."""
+        labelled = self.find(device, time)
+        return None if labelled is None else labelled.incident.id
+
     def find_overlapping(self, other: LabelledIncident) -> list[LabelledIncident]:
         """Return the incidents of the same device that overlap another incident in time, in order of time."""
         spans = self._spans_by_device.get(other.incident.device, [])

@@ -274,6 +274,11 @@ def test_a_calibration_of_records_leaves_out_only_what_was_confirmed(
     np.testing.assert_array_equal(again.calibration.scores, proposal.calibration.scores)
 
 
+def test_a_calibration_of_records_needs_a_function_that_makes_it(detection: DetectionPlan) -> None:
+    with pytest.raises(ValueError, match="give recalibrate_records"):
+        propose(Fleet(1, 2, 0, []).read, detection, [], ProposalOptions(changes=("records",)))
+
+
 def test_records_and_segments_are_calibrated_with_different_days(
     detection: DetectionPlan, fleet: Fleet, labels: list[FeedbackLabel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
