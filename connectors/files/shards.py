@@ -28,7 +28,7 @@ from deformer_stream.codec.tables import mix_bits
 from deformer_stream.engine.events import NO_TIME, EventBatch, RejectionReason
 from deformer_stream.errors import map_write_errors
 from deformer_stream.incidents.device import WINDOW_SEPARATOR
-from deformer_stream.runtime.ports import PollResult
+from deformer_stream.runtime.ports import PollResult, SourceCallbacks
 
 MAX_BUFFERED_BYTES = 64 * 2**20
 """Bytes of rows that are collected before they are appended to the files of their shards."""
@@ -316,6 +316,9 @@ class PayloadSource:
     def __init__(self, payloads: Iterator[Payload | None]) -> None:
         self._payloads = payloads
         self._is_exhausted = False
+
+    def set_callbacks(self, callbacks: SourceCallbacks) -> None:
+        """Do nothing: no call waits for long."""
 
     @property
     def is_exhausted(self) -> bool:

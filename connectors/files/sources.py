@@ -31,7 +31,7 @@ from deformer_stream.codec.tables import RECORD_LABEL_COLUMN
 from deformer_stream.engine.events import NO_TIME, RejectionReason
 from deformer_stream.errors import ConfigError, InputError
 from deformer_stream.model.schema import Feature, Schema
-from deformer_stream.runtime.ports import PollResult
+from deformer_stream.runtime.ports import PollResult, SourceCallbacks
 from deformer_stream.settings.base import Layout
 from deformer_stream.tables.csv_rows import BadRow
 from deformer_stream.tables.data_files import DataFile, RemoteFile
@@ -354,6 +354,9 @@ class FileSource:
         self._payloads = Prefetcher(payloads)
         self._is_exhausted = False
 
+    def set_callbacks(self, callbacks: SourceCallbacks) -> None:
+        """Do nothing: no call waits for long."""
+
     @property
     def is_exhausted(self) -> bool:
         """Whether all rows and lines were returned. It becomes true with the first poll that returns no data."""
@@ -408,6 +411,9 @@ class StandardInput:
         # poll(2), unlike epoll, accepts a regular file, as in `deformer-stream replay - < events.jsonl`.
         self._selector = selectors.PollSelector()
         self._selector.register(self._descriptor, selectors.EVENT_READ)
+
+    def set_callbacks(self, callbacks: SourceCallbacks) -> None:
+        """Do nothing: no call waits for long."""
 
     @property
     def is_exhausted(self) -> bool:

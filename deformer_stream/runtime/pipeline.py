@@ -53,8 +53,7 @@ from deformer_stream.runtime.ports import (
     PollResult,
     RewindableSource,
     Sink,
-    StoppableSource,
-    WaitingSource,
+    SourceCallbacks,
 )
 from deformer_stream.runtime.record_labels import RecordLabels
 from deformer_stream.runtime.recovery import Recovery
@@ -232,10 +231,6 @@ class Pipeline:
         self._group_source = self.source if isinstance(self.source, GroupSource) else None
         self._async_source = self.source if isinstance(self.source, AsyncCommitSource) else None
         self._last_summary = time.monotonic()
-        if self._partitioned_source is not None:
-            self._partitioned_source.collect_state = self._prepare_handover
-        if isinstance(self.source, WaitingSource):
-            self.source.on_wait = self.metrics.record_progress
 
     @property
     def num_open_records(self) -> int:
@@ -251,8 +246,7 @@ class Pipeline:
             stop: Set from outside to end the run after the current turn of the loop, for example by a signal handler.
         """
         self._last_summary = time.monotonic()
-        if isinstance(self.source, StoppableSource):
-            self.source.stop = stop
+        self.source.set_callbacks(SourceCallbacks(self._prepare_handover, self.metrics.record_progress, stop))
         self._show_models()
         while not stop.is_set() and (self.recovery.waiting_partitions or not self.source.is_exhausted):
             self._replace_model()
@@ -326,7 +320,7 @@ class Pipeline:
         source = self._group_source
         if not isinstance(source, RewindableSource):
             return False
-        source.waiting_partitions = self.recovery.waiting_partitions | self.recovery.restoring_partitions
+        source.leave_out(self.recovery.waiting_partitions | self.recovery.restoring_partitions)
         if isinstance(data, Messages):
             source.return_messages(data)
         return True
@@ -506,7 +500,7 @@ class Pipeline:
         """Let the source leave out the partitions that cannot be processed now, and show their number as a metric."""
         waiting = self.recovery.waiting_partitions
         if self._group_source is not None:
-            self._group_source.waiting_partitions = waiting
+            self._group_source.leave_out(waiting)
         self.metrics.partitions_waiting.set(len(waiting | self.recovery.restoring_partitions))
 
     def _prepare_handover(self, partitions: frozenset[int]) -> dict[int, PartitionState]:
@@ -585,7 +579,7 @@ class Pipeline:
         self.recovery.request_snapshots()
         self._show_models()
         if self._partitioned_source is not None:
-            self._partitioned_source.model_fingerprint = self._get_fingerprint()
+            self._partitioned_source.set_model_fingerprint(self._get_fingerprint())
         if is_new:
             logger.info("model_added", model=artifact.fingerprint, **named)
         else:

@@ -21,7 +21,7 @@ from deformer_stream.incidents.make_evidence import make_evidence
 from deformer_stream.model_store import Artifact
 from deformer_stream.runtime.metrics import Metrics
 from deformer_stream.runtime.pipeline import Pipeline
-from deformer_stream.runtime.ports import NO_STATE, CollectState, PartitionState, PollResult, RestoredPartition
+from deformer_stream.runtime.ports import NO_STATE, PartitionState, PollResult, RestoredPartition, SourceCallbacks
 from deformer_stream.testing import ManualClock
 from tests.models import draw_rows
 
@@ -80,8 +80,7 @@ class GroupMember:
 
     def __init__(self, world: Cluster, assigned: set[int], seed: int, crash: float, move: float) -> None:
         self.world, self.rng, self.crash, self.move = world, np.random.default_rng(seed), crash, move
-        self.collect_state: CollectState = lambda partitions: NO_STATE
-        self.model_fingerprint = ""
+        self.callbacks = SourceCallbacks()
         self._new = sorted(assigned)
         self._assigned = set(assigned)
         self._recovering: dict[int, int] = {}
@@ -91,6 +90,11 @@ class GroupMember:
     def _happens(self, share: float) -> bool:
         """Return True with a given probability, reduced during replay so that runs can finish it."""
         return bool(self.rng.random() < (share / 10 if self._recovering else share))
+
+    def set_callbacks(self, callbacks: SourceCallbacks) -> None:
+        self.callbacks = callbacks
+
+    def set_model_fingerprint(self, fingerprint: str) -> None: ...
 
     @property
     def is_exhausted(self) -> bool:
@@ -109,7 +113,7 @@ class GroupMember:
         revoked: tuple[int, ...] = ()
         if self._next and self._happens(self.move):
             gone = int(self.rng.choice(sorted(self._assigned)))
-            self._commit(self.collect_state(frozenset({gone})))
+            self._commit(self.callbacks.collect_state(frozenset({gone})))
             self._assigned.discard(gone)
             for known in (self._next, self._recovering):
                 known.pop(gone, None)
@@ -235,6 +239,9 @@ class WaitingGroupMember(AsyncGroupMember):
     waiting_partitions: frozenset[int] = frozenset()
     has_joined = True
     num_waits = 0
+
+    def leave_out(self, partitions: frozenset[int]) -> None:
+        self.waiting_partitions = partitions
 
     def _list_readable(self) -> list[int]:
         self.num_waits += bool(self.waiting_partitions)

@@ -19,7 +19,7 @@ from deformer_stream.engine.events import NO_TIME, Effects, EventBatch, Rejectio
 from deformer_stream.model_store import Artifact
 from deformer_stream.runtime.metrics import Metrics
 from deformer_stream.runtime.pipeline import Pipeline
-from deformer_stream.runtime.ports import PollResult
+from deformer_stream.runtime.ports import PollResult, SourceCallbacks
 from deformer_stream.testing import ManualClock
 from tests.runtime.pipelines import make_engine, make_record_messages
 
@@ -59,6 +59,8 @@ class BrokerSource:
     def __init__(self, broker: Broker, plan: CrashPlan, chunk: int) -> None:
         self.broker, self.plan, self.chunk = broker, plan, chunk
         self.next = broker.committed
+
+    def set_callbacks(self, callbacks: SourceCallbacks) -> None: ...
 
     @property
     def is_exhausted(self) -> bool:
