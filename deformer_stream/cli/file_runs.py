@@ -23,8 +23,7 @@ if TYPE_CHECKING:
         StandardInput,
         SuspiciousRecordLines,
     )
-    from deformer_stream.codec import Codec
-    from deformer_stream.codec.model_choice import ModelCodecs
+    from deformer_stream.codec.model_choice import ModelDecoder
     from deformer_stream.engine.engine_set import EngineSet
     from deformer_stream.model.schema import Schema
     from deformer_stream.runtime.pipeline import Totals
@@ -129,7 +128,7 @@ def log_columns(ignored_columns: Sequence[str], missing_columns: Sequence[str]) 
 def run_on_files(
     title: str,
     source: FileSource | StandardInput,
-    codec: Codec | ModelCodecs,
+    codec: ModelDecoder,
     engines: EngineSet,
     sinks: Sequence[Sink],
     stop: threading.Event,
@@ -169,7 +168,7 @@ def run_on_files(
 
 def run_pipeline(
     source: EventSource,
-    codec: Codec | ModelCodecs,
+    codec: ModelDecoder,
     engines: EngineSet,
     sinks: Sequence[Sink],
     clock: Clock,

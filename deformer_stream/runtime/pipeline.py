@@ -33,7 +33,7 @@ import numpy as np
 from deformer_stream import log
 from deformer_stream.codec import Codec
 from deformer_stream.codec.alert_text import summarize_cause
-from deformer_stream.codec.model_choice import ModelCodecs, compute_set_fingerprint, decode_by_model
+from deformer_stream.codec.model_choice import ModelDecoder
 from deformer_stream.codec.payloads import Messages, Payload
 from deformer_stream.engine.engine import Engine, OpenRecordPolicy
 from deformer_stream.engine.engine_set import EngineSet
@@ -146,8 +146,8 @@ class Totals:
 class Pipeline:
     """The pipeline from a source through codec and engine to the sinks; `run` is its loop.
 
-    It may have several models (`ModelCodecs`, and several engines). Each message then belongs to one of them, and the
-    sinks receive the effects of each model on its own.
+    It may have several models, with a codec (`ModelCodecs`) and an engine for each of them. Each message then belongs
+    to one of the models, and the sinks receive the effects of each model on its own.
 
     Attributes:
         source: The connector that returns messages or table rows.
@@ -184,7 +184,7 @@ class Pipeline:
     """
 
     source: EventSource
-    codec: Codec | ModelCodecs
+    codec: ModelDecoder
     engines: EngineSet
     sinks: Sequence[Sink]
     clock: Clock
@@ -301,7 +301,7 @@ class Pipeline:
         """
         if data is None:
             return {}, []
-        batch_by_model, rejections = decode_by_model(self.codec, data)
+        batch_by_model, rejections = self.codec.decode_by_model(data)
         if self.record_labels is not None:
             self.record_labels.observe(data, batch_by_model)
         return batch_by_model, rejections
@@ -567,10 +567,7 @@ class Pipeline:
         if self._group_source is None:
             self.recovery.advance(self.codec, self._now())  # no partition can wait
         self._set_waiting_partitions()
-        if isinstance(self.codec, ModelCodecs):
-            self.codec.codec_by_model[name] = codec
-        else:
-            self.codec = codec
+        self.codec = self.codec.with_codec(name, codec)
         self._alert_shares[name] = self._make_alert_share_monitor(engine)  # the share was that of the old calibration
         # The new model may have other time slots.
         self._repeated_readings[name] = RepeatedReadingsMonitor(engine.schema)
@@ -606,10 +603,7 @@ class Pipeline:
 
     def _get_fingerprint(self) -> str:
         """Return the fingerprint of the only model, or of the set of models."""
-        fingerprint_by_name = self.engines.fingerprint_by_name
-        if isinstance(self.codec, ModelCodecs):
-            return compute_set_fingerprint(self.codec.choice, fingerprint_by_name)
-        return fingerprint_by_name[ONLY_MODEL]
+        return self.codec.combine_fingerprints(self.engines.fingerprint_by_name)
 
     def _is_behind(self) -> bool:
         """Return whether more messages are unread than a usual poll returns."""

@@ -7,7 +7,6 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
 
@@ -18,6 +17,7 @@ from deformer_stream.engine.engine_set import EngineSet
 from deformer_stream.engine.events import ONLY_MODEL, Effects, EventBatch, Rejection
 from deformer_stream.errors import StoppedWaiting
 from deformer_stream.incidents.make_evidence import make_evidence
+from deformer_stream.model.schema import Schema
 from deformer_stream.model_store import Artifact
 from deformer_stream.runtime.metrics import Metrics
 from deformer_stream.runtime.pipeline import Pipeline
@@ -271,25 +271,26 @@ class RewindableGroupMember(WaitingGroupMember):
             self._next[p] = int(messages.offsets[messages.partitions == p].min())
 
 
-class WaitingCodec:
+class WaitingCodec(Codec):
     """A codec that at random waits for a service until the process must end.
 
     Args:
-        codec: Decodes the messages.
+        schema: The features of the model.
         stop: Set before it waits.
         seed: Seed of its random decisions.
         share: Probability that it waits.
     """
 
-    def __init__(self, codec: Codec, stop: threading.Event, seed: int, share: float) -> None:
-        self._codec, self._stop, self._share = codec, stop, share
+    def __init__(self, schema: Schema, stop: threading.Event, seed: int, share: float) -> None:
+        super().__init__(schema)
+        self._stop, self._share = stop, share
         self._rng = np.random.default_rng(seed)
 
     def decode(self, data: Payload) -> tuple[EventBatch, list[Rejection]]:
         if self._rng.random() < self._share:
             self._stop.set()
             raise StoppedWaiting("the registry does not respond")
-        return self._codec.decode(data)
+        return super().decode(data)
 
 
 def make_cluster(loaded: Artifact, seed: int, records: int = 40) -> Cluster:
@@ -351,8 +352,8 @@ def run_member(
 
     (_, model), stop = take_new_model() or (ONLY_MODEL, loaded), threading.Event()
 
-    def make_codec(artifact: Artifact) -> Any:
-        return WaitingCodec(Codec(artifact.schema), stop, seed, waits)
+    def make_codec(artifact: Artifact) -> Codec:
+        return WaitingCodec(artifact.schema, stop, seed, waits)
 
     engine = Engine(model.model, model.calibration, model.fingerprint, ALPHA, Limits(), drift=DRIFT, effort="off")
     pipeline = Pipeline(
