@@ -125,8 +125,6 @@ class KafkaSource:
         self._revocations: deque[bool] = deque()
         self._fatal_error: Exception | None = None  # of a commit of revoked partitions; raised by the next poll
         self._has_joined = self._is_closed = False
-        if not _VALID_TOPIC.fullmatch(topic):
-            raise make_error(INVALID_NAME, cluster.servers, f"looking for topic {topic!r}", "InvalidTopic")
         options = ConsumerOptions(
             group=group,
             instance=instance,
@@ -135,14 +133,9 @@ class KafkaSource:
             max_poll_seconds=max(session_seconds, patience / 2),
             max_messages=max_poll_records,
         )
-        self._consumer: Consumer = load_client(cluster).open_consumer(cluster, options)
+        self._consumer, self.partitions = _open_consumer(cluster, topic, options)
         self._commits = CommitManager(self._consumer, delivery, state, model)
         self._liveness = LivenessCheck(self._consumer, cluster, topic, patience)
-        try:
-            self.partitions = count_partitions(cluster, topic)
-        except DeformerError:
-            self._consumer.close()
-            raise
         self._membership = GroupMembership(
             self._consumer, self._commits, cluster, topic, self.partitions, group, instance, self.on_wait
         )
@@ -693,3 +686,21 @@ def make_messages(topic: str, columns: MessageColumns) -> Messages:
         partitions=columns.partitions,
         offsets=columns.offsets,
     )
+
+
+def _open_consumer(cluster: KafkaCluster, topic: str, options: ConsumerOptions) -> tuple[Consumer, int]:
+    """Return a consumer that has not subscribed to the topic yet, and the number of partitions of the topic.
+
+    Raises:
+        MissingTopic: The topic does not exist.
+        Unavailable: No broker responds.
+        ConfigError: The name is not that of a topic, or the broker refuses the connection.
+    """
+    if not _VALID_TOPIC.fullmatch(topic):
+        raise make_error(INVALID_NAME, cluster.servers, f"looking for topic {topic!r}", "InvalidTopic")
+    consumer: Consumer = load_client(cluster).open_consumer(cluster, options)
+    try:
+        return consumer, count_partitions(cluster, topic)
+    except DeformerError:
+        consumer.close()
+        raise
