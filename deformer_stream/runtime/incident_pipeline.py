@@ -37,7 +37,7 @@ from deformer_stream.engine.events import ONLY_MODEL
 from deformer_stream.errors import DeformerError, InputError, StoppedWaiting
 from deformer_stream.incidents.events import EvidenceBatch, Incident
 from deformer_stream.runtime.detection_metrics import DetectionMetrics
-from deformer_stream.runtime.incident_history import ReadHistory, collect_last_messages
+from deformer_stream.runtime.existing_messages import ReadHistory, collect_last_messages
 from deformer_stream.runtime.incident_plan import DetectionPlan
 from deformer_stream.runtime.ports import (
     PartitionedSource,
