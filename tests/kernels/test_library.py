@@ -165,6 +165,22 @@ def test_model_that_is_read_gets_the_kernels_of_its_precision(tmp_path: Path) ->
     assert model_store.read(tmp_path / "model", compiled=False).model.kernel_library is None
 
 
+def test_model_in_bfloat16_needs_no_kernels_in_float32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An instruction set that DEFORMER_INSTRUCTION_SET names, such as avx512bf16, may have none."""
+    model = make_model(SCHEMA, replace(WIDE, alert_exemplars=5, precision="bfloat16"), 0, torch.float32)
+    model_store.write(tmp_path / "model", model, make_calibration(model), TRAINING_SUMMARY, "")
+    precisions: list[bool] = []
+
+    def load_library(low_precision: bool) -> ctypes.CDLL | None:
+        precisions.append(low_precision)
+        return library.load_library(low_precision)
+
+    monkeypatch.setattr(model_store, "load_library", load_library)
+    scoring_model = model_store.read(tmp_path / "model").scoring_model
+    assert precisions == [True]
+    assert get_distance_function(scoring_model) is not measure_distances
+
+
 def test_model_that_pytorch_scores_gets_the_kernels_for_its_distances(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
