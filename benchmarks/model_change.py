@@ -33,7 +33,7 @@ from deformer_stream.engine.events import NO_TIME, ONLY_MODEL
 from deformer_stream.runtime import pipeline as pipeline_module
 from deformer_stream.runtime.metrics import Metrics
 from deformer_stream.runtime.pipeline import Pipeline
-from deformer_stream.runtime.ports import NO_STATE, CollectState, PartitionState, PollResult, RestoredPartition
+from deformer_stream.runtime.ports import NO_STATE, PartitionState, PollResult, RestoredPartition, SourceCallbacks
 from deformer_stream.runtime.timing import WallClock
 
 MESSAGES_PER_POLL = 8192
@@ -56,12 +56,10 @@ class MemoryGroup:
     """
 
     has_joined = True
-    model_fingerprint = ""
 
     def __init__(self, messages: Mapping[int, list[bytes]], restored: Mapping[int, bytes] | None = None) -> None:
         self.waiting_partitions: frozenset[int] = frozenset()
         self.assigned_partitions = frozenset(messages)
-        self.collect_state: CollectState = lambda partitions: NO_STATE
         self.poll_times: list[tuple[float, float]] = []
         self.num_live = 0
         self._restored = dict(restored or {})
@@ -70,6 +68,16 @@ class MemoryGroup:
             (partition, payload) for partition, lines in messages.items() for payload in (() if restored else lines)
         ]
         self._next_offsets = dict.fromkeys(messages, 0)
+
+    def set_callbacks(self, callbacks: SourceCallbacks) -> None:
+        """Do nothing: no call waits, and no partition is given up."""
+
+    def set_model_fingerprint(self, fingerprint: str) -> None:
+        """Do nothing: there are no other members."""
+
+    def leave_out(self, partitions: frozenset[int]) -> None:
+        """Return no messages of these partitions."""
+        self.waiting_partitions = partitions
 
     @property
     def is_sent(self) -> bool:

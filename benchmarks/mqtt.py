@@ -47,7 +47,7 @@ from benchmarks.tables import format_markdown_header, format_markdown_row
 from connectors.kafka import KafkaCluster, ensure_topics
 from connectors.kafka.topic_reader import TopicReader
 from deformer_stream import model_store
-from deformer_stream.runtime.incident_history import read_existing
+from deformer_stream.runtime.existing_messages import read_existing
 from tests.codec.sparkplug_messages import SimulatedNode
 from tests.conftest import load_broker_script
 from tests.integration.programs import RunningConsumer

@@ -32,7 +32,7 @@ from deformer_stream.codec import Codec
 from deformer_stream.codec.payloads import Messages
 from deformer_stream.codec.schema_formats import RegisteredSchema, SchemaFormat, SchemaTranslator, frame
 from deformer_stream.engine.engine import Engine, Limits
-from deformer_stream.engine.events import NO_TIME, EventBatch
+from deformer_stream.engine.events import NO_TIME, ONLY_MODEL, EventBatch
 from deformer_stream.engine.ingest import ingest
 from deformer_stream.engine.records import RecordTable
 from deformer_stream.model.deformer import DEformer
@@ -81,7 +81,7 @@ def _measure_stages(model: DEformer, calibration: Calibration, features: int, fo
     """
     messages = EventFeed(features, OPEN_RECORDS).json_messages()
     codec, engine = Codec(model.schema), Engine(model, calibration, "benchmark", 0.01)
-    records, sink = RecordTable(model.schema), ScoresParquet(folder / "stages.parquet", model.schema)
+    records, sink = RecordTable(model.schema), ScoresParquet(folder / "stages.parquet", {ONLY_MODEL: model.schema})
     seconds_by_stage: dict[str, list[float]] = {name: [] for name in ("decode", "accept", "handle", "encode")}
 
     def add_seconds(stage: str, began: float) -> None:

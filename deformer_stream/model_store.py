@@ -591,9 +591,10 @@ def read(directory: Path, device: str = "cpu", compiled: bool = True) -> Artifac
         directory: The model directory.
         device: The name of the device to load the model to, as for `resolve_device`. PyTorch is imported for all
             devices but "cpu".
-        compiled: Whether to attach the compiled CPU kernels to the model (`ModelParameters.kernel_library`). They score
-            faster than PyTorch, which is then not needed. The argument has no effect if there are no kernels for the
-            processor, or if they do not support the model.
+        compiled: Whether to attach the compiled CPU kernels to the model. They score faster than PyTorch, which is then
+            not needed (`ModelParameters.kernel_library`). If PyTorch has to score, on a GPU or because they do not
+            support the model, they only measure distances (`distance_library`). The argument has no effect if there are
+            no kernels for the processor.
 
     Raises:
         ArtifactError: The model directory is incomplete, altered or inconsistent. The message names the file and the
@@ -605,12 +606,14 @@ def read(directory: Path, device: str = "cpu", compiled: bool = True) -> Artifac
     manifest = read_manifest(directory)
     weights = read_at_most(directory / WEIGHTS, _get_weights_size(manifest, directory))
     parameters, calibration = _parse_model(manifest, weights, directory)
+    if compiled and is_on_cpu and is_supported(parameters):
+        has_low_precision = parameters.config.precision == "bfloat16"
+        parameters.kernel_library = load_library(has_low_precision)
+    elif compiled and parameters.config.alert_exemplars:
+        parameters.distance_library = load_library(False)
     model: Model = parameters
     if not is_on_cpu:
         model = load_network(parameters).to(resolve_device(device)).eval()
-    elif compiled and is_supported(parameters):
-        has_low_precision = parameters.config.precision == "bfloat16"
-        parameters.kernel_library = load_library(has_low_precision)
     fault_classifier = _read_faults(directory, manifest, parameters.schema)
     return Artifact(model, calibration, manifest["fingerprint"], manifest, directory, fault_classifier)
 

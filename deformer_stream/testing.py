@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from deformer_stream.codec.payloads import Messages, Payload
 from deformer_stream.engine.events import NO_TIME, Alert, ClosedRecords, Effects, Rejection
-from deformer_stream.runtime.ports import PollResult
+from deformer_stream.runtime.ports import PollResult, SourceCallbacks
 
 Message = bytes | tuple[bytes | None, bytes | None]
 """A message: only its value, or the tuple (key, value). A value of None is a tombstone (a message without a value)."""
@@ -61,6 +61,9 @@ class MemorySource:
         self._time = time
         self._next_offsets: Counter[int] = Counter()  # the offset of the next message of each partition
         self._is_exhausted = False
+
+    def set_callbacks(self, callbacks: SourceCallbacks) -> None:
+        """Do nothing: no call waits."""
 
     @property
     def is_exhausted(self) -> bool:

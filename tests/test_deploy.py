@@ -30,8 +30,8 @@ from deformer_stream.page.app import Page, PageOptions, make_app
 from deformer_stream.page.store import IncidentStore
 from deformer_stream.runtime.bridge_metrics import BridgeMetrics, SourceMetrics
 from deformer_stream.runtime.detection_metrics import DetectionMetrics
-from deformer_stream.runtime.incident_memory import MemoryFeedbackLog
 from deformer_stream.runtime.incident_metrics import DeliveryMetrics, OpenIncidentMetrics
+from deformer_stream.runtime.memory_logs import MemoryFeedbackLog
 from deformer_stream.runtime.metrics import Metrics
 from tests.conftest import ROOT
 

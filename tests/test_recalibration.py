@@ -23,7 +23,7 @@ import deformer_stream
 from deformer_stream import model_store
 from deformer_stream.calibration.conformal import Calibration
 from deformer_stream.report.pages import render_page, render_paragraph
-from deformer_stream.runtime.next_order import score_in_chosen_order
+from deformer_stream.runtime.next_reading_order import score_in_chosen_order
 from deformer_stream.runtime.reload import ModelReloader
 from tests.commands import assert_command_failed
 from tests.models import SCHEMA, draw_rows, write_model

@@ -10,7 +10,7 @@ and 90% quantile for normal records.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +28,9 @@ from trainer.data import PreparedTable, Split
 from trainer.gaussian_prior import CrossFittedPriors, extract_mixture
 from trainer.prior_weight import PriorWeightEstimator
 from trainer.sampling import create_generator, draw_random_keys, gather_values, order_readings, read_rows
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
 
 MAX_EXEMPLARS = 4096
 """Largest number of exemplars by default.
@@ -115,40 +118,22 @@ def add_ranking(
     num_new = len(exemplar_rows)
     num_exemplars = len(exemplars.positions)
     new_indexes = np.arange(num_exemplars - num_new, num_exemplars)
-    reference_indexes = np.sort(rng.permutation(new_indexes)[:num_reference_records])
-    held_out_rows = rng.permutation(data.select_rows(Split.CALIBRATION))[:num_reference_records]
-    distances, centered_nll = [], []
-    num_done = 0
-    batch_size = batch_size or max(len(reference_indexes), len(held_out_rows), 1)
-    if batch_size < len(reference_indexes):
-        # If the time ends before the last batch, the records that are done must be a random sample.
-        reference_indexes = rng.permutation(reference_indexes)
-    for start in range(0, max(len(reference_indexes), len(held_out_rows)), batch_size):
-        if not should_continue(start):
-            break
-        batch = slice(start, start + batch_size)
-        if len(reference_indexes[batch]):
-            distances.append(_compute_distances_to_others(exemplars, reference_indexes[batch]))
-        if len(held_out_rows[batch]):
-            centered_nll.append(_compute_centered_nll(model, data, held_out_rows[batch], seed))
-        num_done = start + batch_size
-    reference_distances = np.concatenate(distances)
+    references = _measure_references(
+        model, data, exemplars, new_indexes, num_reference_records, rng, seed, batch_size, should_continue
+    )
     typical = [
-        _summarize_typical(reference_distances),
-        _summarize_typical(trim_largest(np.concatenate(centered_nll), trim)),
+        _summarize_typical(references.distances),
+        _summarize_typical(trim_largest(references.centered_nll, trim)),
     ]
     # Densities need no network, so they are computed for more records than the time permitted for the network.
-    num_prior_records = min(max(num_done, MIN_PRIOR_RECORDS), MAX_REFERENCE_RECORDS)
+    num_prior_records = min(max(references.num_done, MIN_PRIOR_RECORDS), MAX_REFERENCE_RECORDS)
     if priors is None:
         prior_weight = 0.0
     elif prior_weight is None:
+        further = rng.permutation(np.setdiff1d(new_indexes, references.exemplar_indexes))
+        further = further[: max(num_prior_records - len(references.exemplar_indexes), 0)]
         estimator = PriorWeightEstimator(exemplars, data, exemplar_rows, priors, seed)
-        known = reference_indexes[: len(reference_distances)]
-        estimator.add(known, reference_distances)
-        further = rng.permutation(np.setdiff1d(new_indexes, known))[: max(num_prior_records - len(known), 0)]
-        if len(further):
-            estimator.add(further, _compute_distances_to_others(exemplars, further))
-        prior_weight = estimator.estimate_weight()
+        prior_weight = _estimate_prior_weight(estimator, exemplars, references, further)
     if marginal_weight is None:
         marginal_weight = choose_marginal_weight(data.schema)
     # Typical densities are those of calibration records, because training records fit the prior too well.
@@ -169,6 +154,86 @@ def add_ranking(
     return model
 
 
+@dataclass(frozen=True, slots=True)
+class _References:
+    """Normal records by which typical values are computed.
+
+    Attributes:
+        exemplar_indexes: (R,) the indexes of exemplars whose distances were measured.
+        distances: (R,) the distances of these exemplars to the others.
+        centered_nll: (C,) the centered NLL of calibration records.
+        num_done: Number of exemplars and of calibration records up to which the time was sufficient.
+    """
+
+    exemplar_indexes: Ints
+    distances: Floats
+    centered_nll: Floats
+    num_done: int
+
+
+def _measure_references(
+    model: DEformer,
+    data: PreparedTable,
+    exemplars: Exemplars,
+    new_indexes: Ints,
+    num_reference_records: int,
+    rng: np.random.Generator,
+    seed: int,
+    batch_size: int | None,
+    should_continue: Callable[[int], bool],
+) -> _References:
+    """Measure distances of new exemplars, and the centered NLL of calibration records, as far as the time permits.
+
+    Args:
+        model: As for `add_ranking`.
+        data: As for `add_ranking`.
+        exemplars: All exemplars.
+        new_indexes: Indexes of the exemplars that are not those of an old model.
+        num_reference_records: As for `add_ranking`.
+        rng: Draws the records.
+        seed: As for `add_ranking`.
+        batch_size: As for `add_ranking`.
+        should_continue: As for `add_ranking`.
+    """
+    reference_indexes = np.sort(rng.permutation(new_indexes)[:num_reference_records])
+    held_out_rows = rng.permutation(data.select_rows(Split.CALIBRATION))[:num_reference_records]
+    distances, centered_nll = [], []
+    num_done = 0
+    batch_size = batch_size or max(len(reference_indexes), len(held_out_rows), 1)
+    if batch_size < len(reference_indexes):
+        # If the time ends before the last batch, the records that are done must be a random sample.
+        reference_indexes = rng.permutation(reference_indexes)
+    for start in range(0, max(len(reference_indexes), len(held_out_rows)), batch_size):
+        if not should_continue(start):
+            break
+        batch = slice(start, start + batch_size)
+        if len(reference_indexes[batch]):
+            distances.append(_compute_distances_to_others(exemplars, reference_indexes[batch]))
+        if len(held_out_rows[batch]):
+            centered_nll.append(_compute_centered_nll(model, data, held_out_rows[batch], seed))
+        num_done = start + batch_size
+    reference_distances = np.concatenate(distances)
+    measured_indexes = reference_indexes[: len(reference_distances)]
+    return _References(measured_indexes, reference_distances, np.concatenate(centered_nll), num_done)
+
+
+def _estimate_prior_weight(
+    estimator: PriorWeightEstimator, exemplars: Exemplars, references: _References, further: Ints
+) -> float:
+    """Return the weight of the prior's density in the ranking.
+
+    Args:
+        estimator: The estimator, which has no records yet.
+        exemplars: All exemplars.
+        references: Exemplars whose distances are known.
+        further: Indexes of further exemplars to use.
+    """
+    estimator.add(references.exemplar_indexes, references.distances)
+    if len(further):
+        estimator.add(further, _compute_distances_to_others(exemplars, further))
+    return estimator.estimate_weight()
+
+
 def choose_marginal_weight(schema: Schema) -> float:
     """Return the weight of the density of single readings in the ranking: 0 to 1.
 
@@ -181,13 +246,13 @@ def choose_marginal_weight(schema: Schema) -> float:
 def score_complete_records(
     model: DEformer,
     data: PreparedTable,
-    rows: NDArray[np.int64],
-    centered_nll: NDArray[np.float64],
-    complete_terms: NDArray[np.float64],
-    exemplar_rows: NDArray[np.int64],
+    rows: Ints,
+    centered_nll: Floats,
+    complete_terms: Floats,
+    exemplar_rows: Ints,
     should_continue: Callable[[int], bool] = lambda num_done: True,
     priors: CrossFittedPriors | None = None,
-) -> NDArray[np.float64]:
+) -> Floats:
     """Return the anomaly scores of complete calibration records, computed as those of new records (`Exemplars.score`).
 
     A calibration record that is an exemplar is compared with all exemplars but itself. If all calibration records are
@@ -240,9 +305,7 @@ def score_complete_records(
     return np.concatenate(parts)
 
 
-def choose_exemplar_rows(
-    data: PreparedTable, max_exemplars: int, seed: int, calibration_exemplars: bool
-) -> NDArray[np.int64]:
+def choose_exemplar_rows(data: PreparedTable, max_exemplars: int, seed: int, calibration_exemplars: bool) -> Ints:
     """Return the row numbers of the records of a table that `add_ranking` stores as exemplars, in their order.
 
     Args:
@@ -299,7 +362,7 @@ def measure_distance_seconds(
 
 def _choose_exemplar_rows(
     data: PreparedTable, max_exemplars: int, rng: np.random.Generator, calibration_exemplars: bool
-) -> NDArray[np.int64]:
+) -> Ints:
     """Return the row numbers of the table's records that become exemplars (stored records to compare with), ascending.
 
     Args:
@@ -318,7 +381,7 @@ def _choose_exemplar_rows(
 
 
 def _create_exemplars(
-    model: DEformer, data: PreparedTable, rows: NDArray[np.int64], max_exemplars: int, rng: np.random.Generator
+    model: DEformer, data: PreparedTable, rows: Ints, max_exemplars: int, rng: np.random.Generator
 ) -> Exemplars | None:
     """Return exemplars, which score complete records by their distances to them.
 
@@ -411,7 +474,7 @@ def compute_deviations(schema: Schema, positions: NDArray[np.float32], known: ND
     return deviations.astype(np.float32)
 
 
-def _compute_distances_to_others(exemplars: Exemplars, exemplar_indexes: NDArray[np.int64]) -> NDArray[np.float64]:
+def _compute_distances_to_others(exemplars: Exemplars, exemplar_indexes: Ints) -> Floats:
     """Return the mean distance of each of R exemplars to its nearest other exemplars.
 
     Exemplars are normal records, so these distances show which distance is typical of a normal record.
@@ -428,7 +491,7 @@ def _compute_distances_to_others(exemplars: Exemplars, exemplar_indexes: NDArray
     return exemplars.compute_distances(positions, known, excluded_exemplar=exemplar_indexes)
 
 
-def _compute_marginal_nll(exemplars: Exemplars, values: NDArray[np.float64]) -> NDArray[np.float64]:
+def _compute_marginal_nll(exemplars: Exemplars, values: Floats) -> Floats:
     """Return the sum of −ln p of the readings of N records, each without regard to the others, (N,).
 
     Args:
@@ -441,9 +504,7 @@ def _compute_marginal_nll(exemplars: Exemplars, values: NDArray[np.float64]) -> 
     return marginals.compute_nll(values.astype(np.int64), positions, known)
 
 
-def _compute_centered_nll(
-    model: DEformer, data: PreparedTable, rows: NDArray[np.int64], seed: int
-) -> NDArray[np.float64]:
+def _compute_centered_nll(model: DEformer, data: PreparedTable, rows: Ints, seed: int) -> Floats:
     """Return the centered NLL of N records.
 
     The readings of each record are in a random order.
@@ -465,7 +526,7 @@ def _compute_centered_nll(
         return sum_centered_nll(kernels, model, features.numpy(), ordered_values)
 
 
-def _summarize_typical(values: NDArray[np.float64]) -> list[float]:
+def _summarize_typical(values: Floats) -> list[float]:
     """Return [median, spread] of the values. Another value is compared with them by (value − median) / spread.
 
     The spread is the 90% quantile minus the median. If both are equal, as among records that repeat each other, it is

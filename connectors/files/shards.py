@@ -20,15 +20,15 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from deformer_stream.codec import Codec, hash_record_ids
+from deformer_stream.codec import hash_record_ids
 from deformer_stream.codec.columns import convert_ids, decode_dictionary, encode_distinct
-from deformer_stream.codec.model_choice import ModelCodecs, decode_by_model
+from deformer_stream.codec.model_choice import ModelDecoder
 from deformer_stream.codec.payloads import LongRows, Messages, Payload, UnreadablePayload, WideRows
 from deformer_stream.codec.tables import mix_bits
 from deformer_stream.engine.events import NO_TIME, EventBatch, RejectionReason
 from deformer_stream.errors import map_write_errors
 from deformer_stream.incidents.device import WINDOW_SEPARATOR
-from deformer_stream.runtime.ports import PollResult
+from deformer_stream.runtime.ports import PollResult, SourceCallbacks
 
 MAX_BUFFERED_BYTES = 64 * 2**20
 """Bytes of rows that are collected before they are appended to the files of their shards."""
@@ -59,7 +59,7 @@ _ROW_COLUMNS = ("__shard_row__", "__shard_record__")
 def shard_rows(
     payload: Payload,
     num_shards: int,
-    codec: Codec | ModelCodecs,
+    codec: ModelDecoder,
     has_windows: bool,
     events: Collection[EventBatch] | None = None,
 ) -> NDArray[np.int64]:
@@ -84,7 +84,7 @@ def shard_rows(
 
 
 def _list_names(
-    payload: Payload, codec: Codec | ModelCodecs, has_windows: bool, events: Collection[EventBatch] | None
+    payload: Payload, codec: ModelDecoder, has_windows: bool, events: Collection[EventBatch] | None
 ) -> tuple[NDArray[np.intp], list[str]]:
     """Return by what each of N rows is assigned to a shard: its index in a list of names (N,), and the list."""
     if isinstance(payload, WideRows):
@@ -111,9 +111,9 @@ def _list_names(
     return indexes.astype(np.intp), [*map(str, names), ""]
 
 
-def _decode(codec: Codec | ModelCodecs, payload: Payload) -> Collection[EventBatch]:
+def _decode(codec: ModelDecoder, payload: Payload) -> Collection[EventBatch]:
     """Return the events of each model in a payload."""
-    return decode_by_model(codec, payload)[0].values()
+    return codec.decode_by_model(payload)[0].values()
 
 
 class _Rows(NamedTuple):
@@ -317,6 +317,9 @@ class PayloadSource:
         self._payloads = payloads
         self._is_exhausted = False
 
+    def set_callbacks(self, callbacks: SourceCallbacks) -> None:
+        """Do nothing: no call waits for long."""
+
     @property
     def is_exhausted(self) -> bool:
         """Whether all payloads were returned. It becomes true with the poll after the last one."""
@@ -379,7 +382,7 @@ def partition_payloads(
     payloads: Iterator[Payload],
     folder: Path,
     num_shards: int,
-    codec: Codec | ModelCodecs,
+    codec: ModelDecoder,
     has_windows: bool,
     keeps_polls: bool,
     report: Callable[[int], None],

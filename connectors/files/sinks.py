@@ -29,7 +29,7 @@ from deformer_stream.codec.encode_evidence import encode_evidence_parts
 from deformer_stream.codec.encode_incidents import encode_incident
 from deformer_stream.codec.encode_next_readings import encode_suspicious_record, encode_withdrawn_record
 from deformer_stream.codec.payloads import Payload
-from deformer_stream.engine.events import NO_TIME, ONLY_MODEL, Alert, ClosedRecords, Effects, EventBatch
+from deformer_stream.engine.events import NO_TIME, Alert, ClosedRecords, Effects, EventBatch
 from deformer_stream.errors import ConfigError, InputError, map_write_errors
 from deformer_stream.incidents.events import Incident
 from deformer_stream.incidents.make_evidence import make_evidence
@@ -205,12 +205,11 @@ class ScoresParquet(ParquetSink):
 
     Args:
         path: The file to write.
-        schema: The features of the model, or those of each of several models by the name of the model.
+        schema_by_model: The features of each model, by the name of the model; it is `ONLY_MODEL` for the only one.
     """
 
-    def __init__(self, path: str | Path, schema: Schema | Mapping[str, Schema]) -> None:
+    def __init__(self, path: str | Path, schema_by_model: Mapping[str, Schema]) -> None:
         super().__init__(path, SCORES_SCHEMA)
-        schema_by_model = {ONLY_MODEL: schema} if isinstance(schema, Schema) else schema
         self._features_by_model = {name: _FeatureColumns(schema) for name, schema in schema_by_model.items()}
 
     def write(self, effects: Effects, data: Payload | None) -> None:

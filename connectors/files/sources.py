@@ -31,7 +31,7 @@ from deformer_stream.codec.tables import RECORD_LABEL_COLUMN
 from deformer_stream.engine.events import NO_TIME, RejectionReason
 from deformer_stream.errors import ConfigError, InputError
 from deformer_stream.model.schema import Feature, Schema
-from deformer_stream.runtime.ports import PollResult
+from deformer_stream.runtime.ports import PollResult, SourceCallbacks
 from deformer_stream.settings.base import Layout
 from deformer_stream.tables.csv_rows import BadRow
 from deformer_stream.tables.data_files import DataFile, RemoteFile
@@ -103,7 +103,7 @@ DEFAULT_READ_OPTIONS = ReadOptions()
 
 
 def open_source(
-    inputs: Sequence[str | Path], schema: Schema | Sequence[Schema], options: ReadOptions = DEFAULT_READ_OPTIONS
+    inputs: Sequence[str | Path], schemas: Sequence[Schema], options: ReadOptions = DEFAULT_READ_OPTIONS
 ) -> FileSource | StandardInput:
     """Return a source of the events in Parquet, CSV and JSON lines files, or on standard input.
 
@@ -114,7 +114,7 @@ def open_source(
 
     Args:
         inputs: Paths of files and folders, patterns, or "-" alone for JSON lines on standard input.
-        schema: The features of the model, or of each of several models.
+        schemas: The features of each model.
         options: How the files are read.
 
     Raises:
@@ -136,14 +136,14 @@ def open_source(
                 "standard input (-) holds JSON lines, but --label is the name of a column of tables; leave it out"
             )
         return StandardInput(max_message_bytes=options.max_message_bytes, batch_events=options.batch_events)
-    files = open_input_files(inputs, schema, options)
+    files = open_input_files(inputs, schemas, options)
     payloads = files.iterate() if options.order == "arrival" else files.iterate_reordered()
     return FileSource(payloads, files.num_rows, files.ignored_columns, files.missing_columns)
 
 
 def open_input_files(
     inputs: Sequence[str | Path],
-    schema: Schema | Sequence[Schema],
+    schemas: Sequence[Schema],
     options: ReadOptions = DEFAULT_READ_OPTIONS,
     choose: Callable[[Sequence[DataFile]], Sequence[DataFile]] | None = None,
 ) -> InputFiles:
@@ -151,7 +151,7 @@ def open_input_files(
 
     Args:
         inputs: As for `open_source`.
-        schema: As for `open_source`.
+        schemas: As for `open_source`.
         options: As for `open_source`.
         choose: Returns those of the files to open; None for all of them.
 
@@ -159,7 +159,7 @@ def open_input_files(
         InputError: A file is missing or unreadable, or its columns do not fit the model or the options.
         ConfigError: The options contradict each other.
     """
-    reading = _Reading.from_options(options, (schema,) if isinstance(schema, Schema) else tuple(schema))
+    reading = _Reading.from_options(options, tuple(schemas))
     files: Sequence[DataFile] = find_data_files(inputs)
     files = files if choose is None else choose(files)
     prefix_by_file = make_record_prefixes(files)
@@ -354,6 +354,9 @@ class FileSource:
         self._payloads = Prefetcher(payloads)
         self._is_exhausted = False
 
+    def set_callbacks(self, callbacks: SourceCallbacks) -> None:
+        """Do nothing: no call waits for long."""
+
     @property
     def is_exhausted(self) -> bool:
         """Whether all rows and lines were returned. It becomes true with the first poll that returns no data."""
@@ -408,6 +411,9 @@ class StandardInput:
         # poll(2), unlike epoll, accepts a regular file, as in `deformer-stream replay - < events.jsonl`.
         self._selector = selectors.PollSelector()
         self._selector.register(self._descriptor, selectors.EVENT_READ)
+
+    def set_callbacks(self, callbacks: SourceCallbacks) -> None:
+        """Do nothing: no call waits for long."""
 
     @property
     def is_exhausted(self) -> bool:

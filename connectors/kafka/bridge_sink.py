@@ -22,7 +22,7 @@ from deformer_stream.codec.bridge_messages import BridgeRejection, Translation, 
 from deformer_stream.codec.cloud_events import make_headers, make_source
 from deformer_stream.codec.sparkplug import SparkplugTranslator
 from deformer_stream.errors import Unavailable
-from deformer_stream.runtime.incident_history import read_existing
+from deformer_stream.runtime.existing_messages import read_existing
 
 MAX_STATE_BYTES = 8 * 2**20
 """Largest message of the topic with the births of Sparkplug, in bytes."""

@@ -28,7 +28,7 @@ from deformer_stream.codec.bridge_messages import (
 )
 from deformer_stream.codec.sparkplug import PREFIX
 from deformer_stream.errors import ConfigError, InputError
-from deformer_stream.runtime.incident_history import read_existing
+from deformer_stream.runtime.existing_messages import read_existing
 
 MAX_OFFSET = 2**63 - 1
 """Largest offset of Kafka. Larger numbers in headers are rejected."""

@@ -26,7 +26,7 @@ from deformer_stream.codec.feedback_messages import decode_label, encode_label, 
 from deformer_stream.codec.output_formats import JSON_FORMAT, JSON_READER, OutputFormat, OutputReader
 from deformer_stream.errors import DeformerError, map_write_errors
 from deformer_stream.incidents.events import FeedbackLabel, Incident
-from deformer_stream.runtime.incident_history import read_existing
+from deformer_stream.runtime.existing_messages import read_existing
 
 INCIDENT_RETENTION_MS = 365 * 86_400_000
 """Time for which an incident that no longer changes is kept, if this program creates the topic: a year."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
@@ -38,7 +37,7 @@ from deformer_stream import log
 from deformer_stream.codec.payloads import Messages
 from deformer_stream.engine.events import NO_TIME
 from deformer_stream.errors import DeformerError, Unavailable
-from deformer_stream.runtime.ports import NO_STATE, CollectState, PartitionState, PollResult, RestoredPartition
+from deformer_stream.runtime.ports import NO_STATE, PartitionState, PollResult, RestoredPartition, SourceCallbacks
 
 CONFIRM_SECONDS = 10.0
 """Seconds after which unchanged offsets are committed again. If another process uses the same instance name, the broker
@@ -49,11 +48,6 @@ STOP_SECONDS = 10.0
 the Helm chart after 60 s, and a running attempt can take 35 s before it fails."""
 
 _VALID_TOPIC = re.compile(r"[A-Za-z0-9._-]{1,249}")
-
-
-def _collect_no_state(partitions: frozenset[int]) -> Mapping[int, PartitionState]:
-    """Return no state to save; the default before the pipeline sets its own function."""
-    return NO_STATE
 
 
 class KafkaSource:
@@ -88,13 +82,8 @@ class KafkaSource:
     Attributes:
         topic: The topic that is consumed.
         partitions: Number of its partitions when the object was created.
-        collect_state: A function that returns the state of partitions, set by the pipeline. It is called before they
-            are given up.
-        on_wait: A function that is called at least every few seconds while a method waits for the brokers.
-        stop: Set when the process is to end, so that failed commits are retried for `STOP_SECONDS` only. The pipeline
-            replaces it.
-        waiting_partitions: Partitions of which polls return no messages and for which nothing is committed, set by the
-            pipeline.
+        callbacks: The callbacks of the pipeline; by default they do nothing. Once `callbacks.stop` is set, failed
+            commits are retried for `STOP_SECONDS` only.
 
     Raises:
         MissingTopic: The topic does not exist.
@@ -120,17 +109,15 @@ class KafkaSource:
         creates_partitions: bool = True,
     ) -> None:
         self.topic = topic
-        self.collect_state: CollectState = _collect_no_state
-        self.on_wait: Callable[[], None] = do_nothing
-        self.stop = threading.Event()
-        self.waiting_partitions: frozenset[int] = frozenset()
+        self.callbacks = SourceCallbacks()
+        self._left_out: frozenset[int] = frozenset()  # numbers of partitions
         self._cluster, self._session, self._patience = cluster, session_seconds, patience
         # Offset of the next event of each partition, after all polls, and after the polls whose effects are written.
         self._polled_positions: dict[TopicPartition, int] = {}
         self._written_positions: dict[TopicPartition, int] = {}
         self._poll_failures = FailureLimit(patience, "poll_failed_retrying")
         self._start_offsets: dict[TopicPartition, int] = {}  # where the reading of each partition began
-        self._stopped_at: dict[TopicPartition, int] = {}  # positions of the partitions of `waiting_partitions`
+        self._stopped_at: dict[TopicPartition, int] = {}  # positions of the partitions that are left out
         # Committed offsets of partitions whose earlier events (the history) are still being read again.
         self._history_ends: dict[TopicPartition, int] = {}
         self._revoked: list[int] = []  # revoked since the last poll
@@ -138,8 +125,6 @@ class KafkaSource:
         self._revocations: deque[bool] = deque()
         self._fatal_error: Exception | None = None  # of a commit of revoked partitions; raised by the next poll
         self._has_joined = self._is_closed = False
-        if not _VALID_TOPIC.fullmatch(topic):
-            raise make_error(INVALID_NAME, cluster.servers, f"looking for topic {topic!r}", "InvalidTopic")
         options = ConsumerOptions(
             group=group,
             instance=instance,
@@ -148,16 +133,11 @@ class KafkaSource:
             max_poll_seconds=max(session_seconds, patience / 2),
             max_messages=max_poll_records,
         )
-        self._consumer: Consumer = load_client(cluster).open_consumer(cluster, options)
+        self._consumer, self.partitions = _open_consumer(cluster, topic, options)
         self._commits = CommitManager(self._consumer, delivery, state, model)
         self._liveness = LivenessCheck(self._consumer, cluster, topic, patience)
-        try:
-            self.partitions = count_partitions(cluster, topic)
-        except DeformerError:
-            self._consumer.close()
-            raise
         self._membership = GroupMembership(
-            self._consumer, self._commits, cluster, topic, self.partitions, group, instance, self._report_wait
+            self._consumer, self._commits, cluster, topic, self.partitions, group, instance, self.on_wait
         )
         self._restorer = PartitionRestorer(
             self._membership,
@@ -169,7 +149,7 @@ class KafkaSource:
             on_lost_state=on_lost_state,
             patience=patience,
             creates_partitions=creates_partitions,
-            on_wait=self._report_wait,
+            on_wait=self.on_wait,
         )
         try:
             self._membership.check_before_joining()
@@ -178,18 +158,21 @@ class KafkaSource:
             self.close()
             raise
 
-    def _report_wait(self) -> None:
-        """Call `on_wait`, which the pipeline may have replaced."""
-        self.on_wait()
+    def on_wait(self) -> None:
+        """Call `on_wait` of the present callbacks."""
+        self.callbacks.on_wait()
 
-    @property
-    def model_fingerprint(self) -> str:
-        """The fingerprint of this member's model, which the metadata of the next commits state."""
-        return self._commits.model
+    def set_callbacks(self, callbacks: SourceCallbacks) -> None:
+        """Use the callbacks of a run of a pipeline from now on."""
+        self.callbacks = callbacks
 
-    @model_fingerprint.setter
-    def model_fingerprint(self, fingerprint: str) -> None:
+    def set_model_fingerprint(self, fingerprint: str) -> None:
+        """Use the fingerprint of another model, which the metadata of the next commits state."""
         self._commits.model = fingerprint
+
+    def leave_out(self, partitions: frozenset[int]) -> None:
+        """Return no messages of these partitions and commit nothing for them, until the next call of this method."""
+        self._left_out = partitions
 
     @property
     def is_exhausted(self) -> bool:
@@ -243,7 +226,7 @@ class KafkaSource:
         self._written_positions = dict(self._polled_positions)
         if self._must_end_commit():
             self.end_commit()
-        self._stop_waiting_partitions()
+        self._stop_left_out()
         self._membership.check_owners()
         # Partitions may be assigned, and revoked ones committed, during this call.
         columns = self._fetch(0.0 if self._restorer.unrestored else timeout)
@@ -278,14 +261,14 @@ class KafkaSource:
         is_rebalancing = self._consumer.membership is None
         return is_rebalancing
 
-    def _stop_waiting_partitions(self) -> None:
-        """Stop reading the partitions of `waiting_partitions`, and continue with those that wait no longer."""
+    def _stop_left_out(self) -> None:
+        """Stop reading the partitions that are left out, and continue with those that are not any more."""
         for tp in self._list_active():
-            if tp.partition in self.waiting_partitions:
+            if tp.partition in self._left_out:
                 position = self._consumer.get_position(tp)
                 self._stopped_at[tp] = self._start_offsets[tp] if position is None else position
                 self._consumer.stop([tp])
-        for tp in [tp for tp in self._stopped_at if tp.partition not in self.waiting_partitions]:
+        for tp in [tp for tp in self._stopped_at if tp.partition not in self._left_out]:
             self._consumer.start(tp, self._stopped_at.pop(tp))
 
     def return_messages(self, messages: Messages) -> None:
@@ -458,7 +441,7 @@ class KafkaSource:
                 self._try_to_commit()
             except DeformerError as error:
                 is_permanent = not isinstance(error, Unavailable)
-                if self.stop.is_set() and not is_ending:  # an attempt that has taken long was the last one
+                if self.callbacks.stop.is_set() and not is_ending:  # an attempt that has taken long was the last one
                     is_ending, deadline = True, min(deadline, began_at + STOP_SECONDS)
                 if is_permanent or time.monotonic() > deadline:
                     self._commits.give_up()
@@ -513,11 +496,11 @@ class KafkaSource:
         """Return the offset of the next event to read from each partition, except partitions that cannot be committed.
 
         A partition cannot be committed while it is being restored. The restore ends when its saved state is loaded, and
-        the events before its committed offset have been read again to bring that state up to date. The same is true of
-        `waiting_partitions`.
+        the events before its committed offset have been read again to bring that state up to date. Partitions that are
+        left out cannot be committed either.
         """
         committable = filter(self._is_committable, self._assignment)
-        # A partition that waits no longer is stopped until the next poll, which starts it where it was stopped.
+        # A partition that is no longer left out is stopped until the next poll, which starts it where it was stopped.
         positions = {tp: self._stopped_at.get(tp, self._consumer.get_position(tp)) for tp in committable}
         return {tp: position for tp, position in positions.items() if position is not None}
 
@@ -526,7 +509,7 @@ class KafkaSource:
         # `unrestored` holds partitions whose saved state is not loaded yet. `_history_ends` holds those whose earlier
         # events are still being read again.
         is_restored = tp not in self._history_ends and tp not in self._restorer.unrestored
-        return is_restored and tp.partition not in self.waiting_partitions
+        return is_restored and tp.partition not in self._left_out
 
     def get_lag(self) -> dict[tuple[str, int], int]:
         """Return the number of unread messages of each assigned partition, as far as it is known without a request.
@@ -606,7 +589,7 @@ class KafkaSource:
                 offsets |= self._send_within(deadline)
                 # Its messages are written. If the consumer cannot commit its offsets, `give_up` is called.
                 self._commits.mark_committed()
-            states = self.collect_state(frozenset(tp.partition for tp in revoked))
+            states = self.callbacks.collect_state(frozenset(tp.partition for tp in revoked))
             positions = {tp: offset for tp, offset in self._written_positions.items() if self._is_committable(tp)}
             self._commits.begin(positions, states)
             try:
@@ -703,3 +686,21 @@ def make_messages(topic: str, columns: MessageColumns) -> Messages:
         partitions=columns.partitions,
         offsets=columns.offsets,
     )
+
+
+def _open_consumer(cluster: KafkaCluster, topic: str, options: ConsumerOptions) -> tuple[Consumer, int]:
+    """Return a consumer that has not subscribed to the topic yet, and the number of partitions of the topic.
+
+    Raises:
+        MissingTopic: The topic does not exist.
+        Unavailable: No broker responds.
+        ConfigError: The name is not that of a topic, or the broker refuses the connection.
+    """
+    if not _VALID_TOPIC.fullmatch(topic):
+        raise make_error(INVALID_NAME, cluster.servers, f"looking for topic {topic!r}", "InvalidTopic")
+    consumer: Consumer = load_client(cluster).open_consumer(cluster, options)
+    try:
+        return consumer, count_partitions(cluster, topic)
+    except DeformerError:
+        consumer.close()
+        raise

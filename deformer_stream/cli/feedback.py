@@ -157,7 +157,7 @@ def find_incident(incidents: IncidentLog, prefix: str) -> Incident:
         Unavailable: The log cannot be read.
     """
     from deformer_stream.errors import InputError
-    from deformer_stream.runtime.incident_history import read_existing
+    from deformer_stream.runtime.existing_messages import read_existing
 
     incident_by_id = {message.id: message for message in read_existing(incidents) if message.id.startswith(prefix)}
     if prefix in incident_by_id:

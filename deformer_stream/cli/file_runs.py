@@ -23,8 +23,7 @@ if TYPE_CHECKING:
         StandardInput,
         SuspiciousRecordLines,
     )
-    from deformer_stream.codec import Codec
-    from deformer_stream.codec.model_choice import ModelCodecs
+    from deformer_stream.codec.model_choice import ModelDecoder
     from deformer_stream.engine.engine_set import EngineSet
     from deformer_stream.model.schema import Schema
     from deformer_stream.runtime.pipeline import Totals
@@ -46,7 +45,7 @@ if TYPE_CHECKING:
 
 def open_replay_sinks(
     settings: ReplaySettings,
-    schema: Schema | Mapping[str, Schema],
+    schema_by_model: Mapping[str, Schema],
     cleanup: ExitStack,
     has_faults: bool = False,
     labels: RecordLabels | None = None,
@@ -55,7 +54,7 @@ def open_replay_sinks(
 
     Args:
         settings: Options of `replay`, which name the output files.
-        schema: Schema (features) of the model, or of each of several models by name.
+        schema_by_model: The schema (features) of each model, by the name of the model.
         cleanup: An exit stack, to which the method `discard` of each sink is added. After an error, it deletes an
             incomplete Parquet file, or closes a file of JSON lines. If the sink was closed before, it does nothing.
         has_faults: Whether the model has a classifier of faults, whose names become columns of `--records`.
@@ -78,7 +77,7 @@ def open_replay_sinks(
 
     sinks: list[Sink] = []
     if settings.output:
-        sinks.append(discard_on_error(ScoresParquet(settings.output, schema)))
+        sinks.append(discard_on_error(ScoresParquet(settings.output, schema_by_model)))
     if settings.records:
         sinks.append(discard_on_error(RecordsParquet(settings.records, has_faults, labels)))
     if settings.alerts:
@@ -129,7 +128,7 @@ def log_columns(ignored_columns: Sequence[str], missing_columns: Sequence[str]) 
 def run_on_files(
     title: str,
     source: FileSource | StandardInput,
-    codec: Codec | ModelCodecs,
+    codec: ModelDecoder,
     engines: EngineSet,
     sinks: Sequence[Sink],
     stop: threading.Event,
@@ -169,7 +168,7 @@ def run_on_files(
 
 def run_pipeline(
     source: EventSource,
-    codec: Codec | ModelCodecs,
+    codec: ModelDecoder,
     engines: EngineSet,
     sinks: Sequence[Sink],
     clock: Clock,

@@ -15,8 +15,7 @@ from deformer_stream.cli.codecs import get_field_names, make_row_codec, make_win
 if TYPE_CHECKING:
     from connectors.files import FileSource, InputFiles, ReadOptions, StandardInput
     from deformer_stream.cli.served_models import ServedModels
-    from deformer_stream.codec import Codec
-    from deformer_stream.codec.model_choice import ModelCodecs
+    from deformer_stream.codec.model_choice import ModelDecoder
     from deformer_stream.model_store import Artifact
     from deformer_stream.settings import CalibrateSettings, InputSettings, ReplaySettings
     from deformer_stream.tables.data_files import DataFile
@@ -64,7 +63,7 @@ def check_paths(
 
 def open_inputs(
     inputs: Sequence[str], models: ServedModels, settings: InputSettings
-) -> tuple[Codec | ModelCodecs, FileSource | StandardInput]:
+) -> tuple[ModelDecoder, FileSource | StandardInput]:
     """Open the input files of a command, and create the codec that decodes their events.
 
     Args:
@@ -140,7 +139,7 @@ def adopt_training_label(
     return settings
 
 
-def make_row_codecs(models: ServedModels, settings: InputSettings) -> Codec | ModelCodecs:
+def make_row_codecs(models: ServedModels, settings: InputSettings) -> ModelDecoder:
     """Return the codec of a command that scores files with one model, or the codecs of several models."""
     return models.combine_codecs(
         lambda loaded: make_row_codec(loaded, settings, models.choice), settings, translator=None

@@ -173,7 +173,7 @@ def _find_labels(settings: ProposeSettings) -> list[FeedbackLabel]:
         return []
     from connectors.kafka import KafkaFeedbackLog
     from deformer_stream.cli.kafka_cluster import make_cluster
-    from deformer_stream.runtime.incident_history import read_existing
+    from deformer_stream.runtime.existing_messages import read_existing
 
     log = KafkaFeedbackLog(make_cluster(settings), settings.feedback_topic or f"{settings.topic}-feedback")
     try:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from deformer_stream.runtime.calibration_sink import CollectedRecords, MaxStatisticSink
-from deformer_stream.runtime.next_order import RecordReadingsSink, score_in_chosen_order
+from deformer_stream.runtime.next_reading_order import RecordReadingsSink, score_in_chosen_order
 
 if TYPE_CHECKING:
     from deformer_stream.model_store import Artifact

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from deformer_stream.calibration.conformal import Calibration
     from deformer_stream.codec import Codec, SchemaTranslator
-    from deformer_stream.codec.model_choice import ModelChoice, ModelCodecs
+    from deformer_stream.codec.model_choice import ModelChoice, ModelDecoder
     from deformer_stream.engine.engine import Engine, Limits
     from deformer_stream.engine.engine_set import EngineSet
     from deformer_stream.engine.explain import ExplanationEffort
@@ -113,7 +113,7 @@ class ServedModels:
 
     def combine_codecs(
         self, make_codec: Callable[[Artifact], Codec], settings: ScoringSettings, translator: SchemaTranslator | None
-    ) -> Codec | ModelCodecs:
+    ) -> ModelDecoder:
         """Return the codec of the only model, or the codecs of several ones.
 
         Args:

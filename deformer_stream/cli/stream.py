@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from connectors.schema_registry import SchemaRegistry
     from deformer_stream.cli.served_models import ServedModels
     from deformer_stream.codec import Codec
-    from deformer_stream.codec.model_choice import ModelCodecs
+    from deformer_stream.codec.model_choice import ModelDecoder
     from deformer_stream.codec.output_formats import OutputSchema
     from deformer_stream.engine.engine import Engine
     from deformer_stream.engine.engine_set import EngineSet
@@ -170,7 +170,7 @@ def _score_stream(settings: ConsumeSettings, stop: threading.Event, reload_reque
 def _make_pipeline(
     settings: ConsumeSettings,
     source: EventSource,
-    codec: Codec | ModelCodecs,
+    codec: ModelDecoder,
     engines: EngineSet,
     sinks: Sequence[Sink],
     metrics: Metrics,
@@ -212,7 +212,7 @@ def _make_pipeline(
 def _connect(
     settings: ConsumeSettings,
     models: ServedModels,
-    codec: Codec | ModelCodecs,
+    codec: ModelDecoder,
     registry: SchemaRegistry | None,
     metrics: Metrics,
     stop: threading.Event,
@@ -409,7 +409,7 @@ def _connect_to_kafka(
     settings: ConsumeSettings,
     servers: str,
     topic: str,
-    codec: Codec | ModelCodecs,
+    codec: ModelDecoder,
     model: str,
     registry: SchemaRegistry | None,
     metrics: Metrics,

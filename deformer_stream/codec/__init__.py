@@ -61,7 +61,7 @@ from deformer_stream.codec.tables import (
 from deformer_stream.codec.timestamps import FutureTimeLimit, format_rfc3339
 from deformer_stream.codec.validation import MAX_TEXT_CHARS, FieldNames
 from deformer_stream.codec.windowing import WindowAssigner
-from deformer_stream.engine.events import Alert, EventBatch, Rejection
+from deformer_stream.engine.events import ONLY_MODEL, Alert, EventBatch, Rejection
 from deformer_stream.errors import ConfigError
 from deformer_stream.model.schema import Schema
 
@@ -182,6 +182,19 @@ class Codec:
                 return self._long_decoder.decode(data, skips_nulls=self.schema.reading_times is not None)
             case WideRows():
                 return self._wide_decoder.decode(data)
+
+    def decode_by_model(self, data: Payload) -> tuple[dict[str, EventBatch], list[Rejection]]:
+        """Decode as `decode` does; the events are those of the model `ONLY_MODEL` (`model_choice.ModelDecoder`)."""
+        batch, rejections = self.decode(data)
+        return {ONLY_MODEL: batch}, rejections
+
+    def with_codec(self, name: str, codec: Codec) -> Codec:
+        """Return the codec of the model that replaces the only one (`model_choice.ModelDecoder`)."""
+        return codec
+
+    def combine_fingerprints(self, fingerprint_by_model: Mapping[str, str]) -> str:
+        """Return the fingerprint of the only model (`model_choice.ModelDecoder`)."""
+        return fingerprint_by_model[ONLY_MODEL]
 
     def decode_requests(self, data: LongRows) -> tuple[EventBatch, list[Rejection]]:
         """Decode the rows of a long table in which a row without a value requests an imputed one.

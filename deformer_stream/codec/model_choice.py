@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from decimal import Decimal
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 import numpy as np
@@ -23,7 +23,7 @@ from deformer_stream.codec.encode_outputs import encode_alert
 from deformer_stream.codec.json_messages import ARROW_PREFIX, parse_document
 from deformer_stream.codec.payloads import LongRows, Messages, Payload, UnreadablePayload, WideRows
 from deformer_stream.codec.validation import MAX_TEXT_CHARS, FieldNames, RejectionError, is_unicode, quote
-from deformer_stream.engine.events import ONLY_MODEL, Alert, EventBatch, Rejection, RejectionReason
+from deformer_stream.engine.events import Alert, EventBatch, Rejection, RejectionReason
 from deformer_stream.errors import InputError
 from deformer_stream.model.schema import format_label
 
@@ -114,6 +114,39 @@ def _is_missing(value: object) -> bool:
     return value is None or value != value  # NaN differs from itself
 
 
+class ModelDecoder(Protocol):
+    """The decoder of a process: a `Codec` if there is one model, `ModelCodecs` if there are several."""
+
+    @property
+    def field_names(self) -> FieldNames:
+        """The names of the fields of an event."""
+
+    def decode_by_model(self, data: Payload) -> tuple[Mapping[str, EventBatch], list[Rejection]]:
+        """Decode what a poll of a connector returned.
+
+        Returns:
+            The events by the name of the model, which is `ONLY_MODEL` for the only one; and the rejections. The message
+            indices of events and rejections refer to `data`.
+
+        Raises:
+            InputError: As `Codec.decode`.
+        """
+
+    def with_codec(self, name: str, codec: Codec) -> ModelDecoder:
+        """Return the decoder after a model was replaced or added.
+
+        Args:
+            name: The name of the model, which is `ONLY_MODEL` for the only one.
+            codec: Its codec.
+        """
+
+    def combine_fingerprints(self, fingerprint_by_model: Mapping[str, str]) -> str:
+        """Return the fingerprint of the only model, or that of the set of models with what chooses among them."""
+
+    def encode_alert(self, alert: Alert, data: Payload | None) -> bytes:
+        """Return an alert of any of the models as JSON, as `Codec.encode_alert` does."""
+
+
 class ModelCodecs:
     """Decoder for messages and rows of several models, each with a codec of its own.
 
@@ -121,7 +154,7 @@ class ModelCodecs:
 
     Args:
         choice: Decides to which model a message or a row belongs.
-        codec_by_model: The codec of each model, by the name of the model. The caller may replace and add codecs.
+        codec_by_model: The codec of each model, by the name of the model.
         field_names: The names of the fields of an event.
         max_message_bytes: Maximum size of a message in bytes; a larger one is rejected.
         translator: Converts messages in a format of a schema registry to JSON. None if they are JSON or Arrow streams.
@@ -131,19 +164,19 @@ class ModelCodecs:
     def __init__(
         self,
         choice: ModelChoice,
-        codec_by_model: dict[str, Codec],
+        codec_by_model: Mapping[str, Codec],
         field_names: FieldNames,
         max_message_bytes: int = 1_048_576,
         translator: SchemaTranslator | None = None,
     ) -> None:
-        self.choice, self.codec_by_model, self.field_names = choice, codec_by_model, field_names
+        self.choice, self.codec_by_model, self.field_names = choice, dict(codec_by_model), field_names
         self._max_bytes, self._translator = max_message_bytes, translator
         # The message key replaces these fields if they are missing, because producers key messages by them.
         self._is_key = choice.field in (field_names.record, field_names.device)
         event_type = msgspec.defstruct("Event", [("value", str | None, None)], rename={"value": choice.field}, gc=False)
         self._parse_value: Callable[[Any], Any] = msgspec.json.Decoder(event_type).decode
 
-    def decode(self, data: Payload) -> tuple[dict[str, EventBatch], list[Rejection]]:
+    def decode_by_model(self, data: Payload) -> tuple[dict[str, EventBatch], list[Rejection]]:
         """Decode what a poll of a connector returned.
 
         Args:
@@ -172,6 +205,15 @@ class ModelCodecs:
                 batches[name] = replace(batch, message_indices=message_indices)
             rejections += [replace(r, message_index=int(indices[r.message_index])) for r in part_rejections]
         return batches, Rejection.merge_by_message(rejections)
+
+    def with_codec(self, name: str, codec: Codec) -> ModelCodecs:
+        """Return the decoder after a model was replaced or added."""
+        codec_by_model = {**self.codec_by_model, name: codec}
+        return ModelCodecs(self.choice, codec_by_model, self.field_names, self._max_bytes, self._translator)
+
+    def combine_fingerprints(self, fingerprint_by_model: Mapping[str, str]) -> str:
+        """Return the fingerprint of the set of models with what chooses among them."""
+        return compute_set_fingerprint(self.choice, fingerprint_by_model)
 
     def encode_alert(self, alert: Alert, data: Payload | None) -> bytes:
         """Return an alert of any of the models as JSON, as `Codec.encode_alert` does."""
@@ -310,18 +352,6 @@ class ModelCodecs:
             if len(rows):
                 parts[name] = data.take(rows), rows
         return parts, rejections
-
-
-def decode_by_model(codec: Codec | ModelCodecs, data: Payload) -> tuple[Mapping[str, EventBatch], list[Rejection]]:
-    """Decode what a poll returned, by the codec of the only model or by the codecs of several.
-
-    Returns:
-        The events by the name of the model, which is `ONLY_MODEL` for the only one; and the rejections.
-    """
-    if isinstance(codec, ModelCodecs):
-        return codec.decode(data)
-    batch, rejections = codec.decode(data)
-    return {ONLY_MODEL: batch}, rejections
 
 
 def compute_set_fingerprint(choice: ModelChoice, fingerprint_by_model: Mapping[str, str]) -> str:

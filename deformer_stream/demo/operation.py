@@ -18,7 +18,7 @@ import orjson
 from deformer_stream.codec.payloads import Messages
 from deformer_stream.demo.simulate import FEATURES, INTERVAL, MAX_DELAY, simulate
 from deformer_stream.engine.events import NO_TIME
-from deformer_stream.runtime.ports import PollResult
+from deformer_stream.runtime.ports import PollResult, SourceCallbacks
 
 NUM_PUMPS = 12
 POOL_RECORDS = 6_000
@@ -155,6 +155,9 @@ class RealTimeSource:
         self._messages, self._stop, self._chunk, self._now = messages, stop, chunk, now
         self._next = next(messages)
         self._offset = 0
+
+    def set_callbacks(self, callbacks: SourceCallbacks) -> None:
+        """Do nothing: no call waits for long."""
 
     @property
     def is_exhausted(self) -> bool:

@@ -37,9 +37,9 @@ from deformer_stream.page.server import PageServer, bind
 from deformer_stream.page.store import IncidentStore
 from deformer_stream.page.texts import describe_suspect, name_incident
 from deformer_stream.page.views import Notice
-from deformer_stream.runtime.incident_memory import MemoryFeedbackLog, MemoryIncidentLog, MemoryNextReadingLog
 from deformer_stream.runtime.incident_plan import load_detection_plan
 from deformer_stream.runtime.incident_sink import IncidentSink
+from deformer_stream.runtime.memory_logs import MemoryFeedbackLog, MemoryIncidentLog, MemoryNextReadingLog
 from deformer_stream.runtime.metrics import Metrics
 from deformer_stream.runtime.pipeline import Pipeline
 from deformer_stream.runtime.timing import EventClock

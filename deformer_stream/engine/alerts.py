@@ -123,31 +123,14 @@ class AlertBuilder:
             self._describe_evidence(kind, feature)
             for kind, feature in zip(kinds[alerting].tolist(), features.tolist(), strict=True)
         ]
-        # The alphas are descending, so the p-value is at most the first `num_reached` of them. The record has raised
-        # alerts at these already, except at the last `num_crossed`.
-        num_reached = (scored.p_value[alerting][:, None] <= self.alphas).sum(1)
-        raised = [
-            (i, alpha_index)
-            for i, (reached, crossed) in enumerate(
-                zip(num_reached.tolist(), num_crossed[alerting].tolist(), strict=True)
-            )
-            for alpha_index in range(reached - crossed, reached)
-        ]
+        raised = self._list_raised(scored.p_value[alerting], num_crossed[alerting])
         is_thorough = np.zeros(len(alerting), bool)
         is_thorough[
             [raised[k][0] for k in select_most_severe([float(self.alphas[a]) for _, a in raised], self.max_explained)]
         ] = True
         explanations = self._explain(record_index, num_readings, record_ids, evidence, is_thorough)
         declared_later = self._find_later_declarations(batch, readings, arrivals, alerting)
-        # How many features each record was expected to have when its alert was raised.
-        num_expected = np.full(len(alerting), len(self.records.schema))
-        if self.records.is_irregular:
-            num_seen = self.records.count_sensors_seen(record_index, num_readings)
-        else:
-            num_seen = num_readings
-            # `num_declared_missing` counts all declarations of the batch. Those after the alert are added back.
-            num_expected -= self.records.num_declared_missing[record_index]
-            num_expected += np.bincount(declared_later[0], minlength=len(alerting))
+        num_seen, num_expected = self._count_features(record_index, num_readings, declared_later)
         is_incomplete = num_seen < num_expected
         faults = self._name_faults(record_index, num_readings, is_thorough)
         suggestions = {}
@@ -183,6 +166,40 @@ class AlertBuilder:
             )
             alerts.append(alert)
         return alerts
+
+    def _list_raised(self, p_values: Floats, num_crossed: Ints) -> list[tuple[int, int]]:
+        """Return the alerts that A readings raise: the index of the reading, and the index of the alpha.
+
+        Args:
+            p_values: (A,) p-values of the records after the readings.
+            num_crossed: (A,) number of alerts that each reading raises.
+        """
+        # The alphas are descending, so the p-value is at most the first `num_reached` of them. The record has raised
+        # alerts at these already, except at the last `num_crossed`.
+        num_reached = (p_values[:, None] <= self.alphas).sum(1)
+        return [
+            (i, alpha_index)
+            for i, (reached, crossed) in enumerate(zip(num_reached.tolist(), num_crossed.tolist(), strict=True))
+            for alpha_index in range(reached - crossed, reached)
+        ]
+
+    def _count_features(
+        self, record_index: Ints, num_readings: Ints, declared_later: tuple[Ints, Ints]
+    ) -> tuple[Ints, Ints]:
+        """Return how many features A records had, (A,), and were expected to have, (A,), when they raised their alerts.
+
+        Args:
+            record_index: (A,) row of each record in the table.
+            num_readings: (A,) number of readings of each record when it raised its alert.
+            declared_later: The result of `_find_later_declarations`.
+        """
+        num_expected = np.full(len(record_index), len(self.records.schema))
+        if self.records.is_irregular:
+            return self.records.count_sensors_seen(record_index, num_readings), num_expected
+        # `num_declared_missing` counts all declarations of the batch. Those after the alert are added back.
+        num_expected -= self.records.num_declared_missing[record_index]
+        num_expected += np.bincount(declared_later[0], minlength=len(record_index))
+        return num_readings, num_expected
 
     def _name_faults(self, record_index: Ints, num_readings: Ints, is_thorough: Bools) -> dict[int, FaultName | None]:
         """Return which known fault each alerting record looks like, by the index of the record.

@@ -301,13 +301,7 @@ class Engine:
         if self._rescorings:
             restoring_partitions = {*restoring_partitions, *self._rescorings}
         if restoring_partitions:
-            is_restoring = np.isin(batch.partitions, list(restoring_partitions))
-            if is_restoring.any():
-                partition = int(batch.partitions[is_restoring][0])
-                raise InvariantViolated(
-                    "Engine.handle was called while the state of the previous run was being restored for partition "
-                    f"{partition}, but the methods must be called in the order {CALL_ORDER}: report this bug"
-                )
+            _check_not_restoring(batch, restoring_partitions)
         withdrawn = self._take_over_suspicious(restoring_partitions)
         unscored = self._select_unscored(restoring_partitions)
         batch, accepted, rejections, num_combined = self._ingest(batch, now)
@@ -1186,3 +1180,18 @@ class Engine:
         self.records.release(closed)
         # The closed records may have been the last ones of an older model.
         self._versions.drop_unused(self.records)
+
+
+def _check_not_restoring(batch: EventBatch, restoring_partitions: Collection[int]) -> None:
+    """Check that a batch for `Engine.handle` has no events of partitions that are being restored.
+
+    Raises:
+        InvariantViolated: It has.
+    """
+    is_restoring = np.isin(batch.partitions, list(restoring_partitions))
+    if is_restoring.any():
+        partition = int(batch.partitions[is_restoring][0])
+        raise InvariantViolated(
+            "Engine.handle was called while the state of the previous run was being restored for partition "
+            f"{partition}, but the methods must be called in the order {CALL_ORDER}: report this bug"
+        )

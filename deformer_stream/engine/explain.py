@@ -44,8 +44,7 @@ from deformer_stream.engine.events import AlertCause, Contribution, ExpectedRang
 from deformer_stream.engine.order_trees import OrderTree, build_chain_tree, build_order_tree
 from deformer_stream.engine.single_readings import check_single_readings
 from deformer_stream.kernels.cpu import CpuKernels
-from deformer_stream.kernels.library import load_library
-from deformer_stream.kernels.prefix_distances import choose_distance_function
+from deformer_stream.kernels.prefix_distances import get_distance_function
 from deformer_stream.model.alert_distance import AlertDistance
 from deformer_stream.model.alert_prior import AlertPrior, PriorPValues
 from deformer_stream.model.parameters import Model
@@ -967,7 +966,7 @@ def _compute_max_statistics(
     terms = None
     distance = AlertDistance.from_model(model)
     if distance is not None:
-        terms = distance.compute_terms(codes, values, choose_distance_function(load_library(False)))
+        terms = distance.compute_terms(codes, values, get_distance_function(model))
     # The state after all readings contains the largest prefix statistic.
     prior = PriorPValues.pair(AlertPrior.from_model(model), scored.log_p_prior)
     initial = PrefixState.initial(len(codes))

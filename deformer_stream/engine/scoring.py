@@ -62,8 +62,7 @@ from deformer_stream.engine.ties import average_over_orders
 from deformer_stream.errors import ConfigError, InvariantViolated
 from deformer_stream.kernels.cpu import CpuKernels, CusumArguments, RaggedBatch
 from deformer_stream.kernels.kv_cache import CacheShape, CpuKVCache, PagePool, cpu_cache_shape
-from deformer_stream.kernels.library import load_library
-from deformer_stream.kernels.prefix_distances import choose_distance_function
+from deformer_stream.kernels.prefix_distances import get_distance_function
 from deformer_stream.model.alert_distance import IGNORED, AlertDistance, Prefixes
 from deformer_stream.model.alert_prior import AlertPrior, PriorPValues
 from deformer_stream.model.exemplars import Exemplars
@@ -184,8 +183,7 @@ class ModelVersion:
             self._exemplars = Exemplars.from_parameters(model.extract_parameters())
         self.kernels = CpuKernels.for_model(model)
         self._distance = AlertDistance.from_model(model)
-        # Compiled code measures distances, also if the network runs on a GPU.
-        self._measure_distances = choose_distance_function(load_library(False))
+        self._measure_distances = get_distance_function(model)
         # Copies of the cached readings before tie groups, so that other orders of a group do not change the cache.
         self._branch_cache: CpuKVCache | None = None
         # Runs the network in PyTorch, None with compiled kernels.

@@ -15,6 +15,7 @@ from deformer_stream.model.alert_distance import (
     Prefixes,
     measure_distances,
 )
+from deformer_stream.model.parameters import Model
 
 NUM_FIRST = 256
 """Number of stored records that are compared first. Most normal records are near enough to some of them, and need no
@@ -29,6 +30,14 @@ def choose_distance_function(library: ctypes.CDLL | None) -> DistanceFunction:
     Both give the same bits; for distances that are not above their bounds, both give numbers that are not above them.
     """
     return measure_distances if library is None else _CompiledDistances(library)
+
+
+def get_distance_function(model: Model) -> DistanceFunction:
+    """Return the function that measures the distances of a model's alert: that of its compiled kernels, if it has any.
+
+    The kernels of a model in bfloat16 measure distances in float32, as all others do.
+    """
+    return choose_distance_function(model.kernel_library or model.distance_library)
 
 
 class _CompiledDistances:

@@ -137,6 +137,7 @@ class DEformer(nn.Module):
 
     Attributes:
         kernel_library: The compiled CPU kernels that score in place of PyTorch, or None to score with PyTorch.
+        distance_library: As for `ModelParameters`.
             `model_store.read` attaches them; `kernels.cpu.CpuKernels` calls them. The model's own methods ignore them.
         apply_layer: The function that computes a layer over complete records, `apply_layer` of this module. Training on
             a GPU replaces it by a compiled one.
@@ -163,6 +164,7 @@ class DEformer(nn.Module):
         super().__init__()
         self.schema, self.config = schema, config
         self.kernel_library: ctypes.CDLL | None = None
+        self.distance_library: ctypes.CDLL | None = None
         self.apply_layer = apply_layer
         self._init_identities()
         self._init_labels()
@@ -355,13 +357,13 @@ class DEformer(nn.Module):
         network = DEformer(parameters.schema, parameters.config)
         # torch.from_numpy warns of arrays that it must not write to, as those of a weights file are.
         network.load_state_dict({name: torch.from_numpy(a.copy()) for name, a in parameters.arrays.items()})
-        network.kernel_library = parameters.kernel_library
+        network.kernel_library, network.distance_library = parameters.kernel_library, parameters.distance_library
         return network.eval()
 
     def extract_parameters(self) -> ModelParameters:
         """Return the parameters as NumPy arrays. On the CPU they share the memory of the network's tensors."""
         arrays = {name: tensor.detach().cpu().numpy() for name, tensor in self.state_dict().items()}
-        return ModelParameters(self.schema, self.config, arrays, self.kernel_library)
+        return ModelParameters(self.schema, self.config, arrays, self.kernel_library, self.distance_library)
 
     def conditionals(
         self,

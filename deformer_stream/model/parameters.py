@@ -41,6 +41,7 @@ class Model(Protocol):
     schema: Schema
     config: ModelConfig
     kernel_library: ctypes.CDLL | None
+    distance_library: ctypes.CDLL | None
 
     @property
     def num_prior_components(self) -> int:
@@ -67,6 +68,8 @@ class ModelParameters:
         config: The hyperparameters of the network.
         arrays: The weights by their keys in model.safetensors (`describe_tensors`).
         kernel_library: The compiled CPU kernels that score with these weights, None if PyTorch has to.
+        distance_library: The compiled CPU kernels that measure distances to training records (`alert_distance`) if
+            PyTorch scores, for example on a GPU. None if there are none, or if `kernel_library` is set.
         network: The network in PyTorch; None until `load_network.load_network` builds it.
     """
 
@@ -74,6 +77,7 @@ class ModelParameters:
     config: ModelConfig
     arrays: Mapping[str, Array]
     kernel_library: ctypes.CDLL | None = None
+    distance_library: ctypes.CDLL | None = None
     network: Any = None  # a `DEformer`, whose module imports this one
 
     @property

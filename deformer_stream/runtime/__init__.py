@@ -11,12 +11,12 @@ The modules are:
     process              memory, threads and garbage collection of the process
     shard_job            the plan and the manifest of a run in shards
     worker_pool, ray_tasks            tasks on several processes or machines
-    calibration_sink, next_order      the records of a new calibration
+    calibration_sink, next_reading_order         the records of a new calibration
     plant_source, bridge, bridge_metrics         systems without a log, such as MQTT
 
     incident_pipeline, tracker_set, detection_metrics   the loop that makes incidents of evidence
     incident_plan        the rule and the options by which incidents are made
-    incident_sink, incident_memory, incident_history    incidents in one process; logs in memory; a whole log
-    incident_ports, notification, backlog, incident_metrics   the delivery of incidents to receivers
+    incident_sink, memory_logs, existing_messages       incidents in one process; logs in memory; what a log holds
+    incident_ports, notification, notification_backlog, incident_metrics   the delivery of incidents to receivers
     incident_calibration, propose, incident_difference, approval   a new calibration of incidents, and its approval
 """

@@ -37,7 +37,7 @@ from deformer_stream.engine.events import ONLY_MODEL
 from deformer_stream.errors import DeformerError, InputError, StoppedWaiting
 from deformer_stream.incidents.events import EvidenceBatch, Incident
 from deformer_stream.runtime.detection_metrics import DetectionMetrics
-from deformer_stream.runtime.incident_history import ReadHistory, collect_last_messages
+from deformer_stream.runtime.existing_messages import ReadHistory, collect_last_messages
 from deformer_stream.runtime.incident_plan import DetectionPlan
 from deformer_stream.runtime.ports import (
     PartitionedSource,
@@ -45,8 +45,7 @@ from deformer_stream.runtime.ports import (
     PollResult,
     RestoredPartition,
     RewindableSource,
-    StoppableSource,
-    WaitingSource,
+    SourceCallbacks,
 )
 from deformer_stream.runtime.source_status import is_behind, is_ready
 from deformer_stream.runtime.timing import CommitSchedule
@@ -139,9 +138,6 @@ class IncidentPipeline:
         # When a plan is looked for again, by the name and the fingerprint of a model without a plan; monotonic seconds.
         self._retry_at_by_model: dict[tuple[str | None, str], float] = {}
         self._has_logged_skipped = self._has_warned_of_suspects = False
-        source.collect_state = self._prepare_handover
-        if isinstance(source, WaitingSource):
-            source.on_wait = metrics.record_progress
         self._log = log.get_logger("incidents")
 
     def run(self, stop: threading.Event) -> None:
@@ -154,8 +150,7 @@ class IncidentPipeline:
             Unavailable: The broker did not respond for too long.
             StateError: The saved state cannot be decoded.
         """
-        if isinstance(self._source, StoppableSource):
-            self._source.stop = stop
+        self._source.set_callbacks(SourceCallbacks(self._prepare_handover, self._metrics.record_progress, stop))
         while not stop.is_set():
             polled = self._source.poll(self._max_wait)
             self._update_partitions(polled)
@@ -273,7 +268,7 @@ class IncidentPipeline:
         if messages is not None:
             places = zip(messages.partitions.tolist(), messages.offsets.tolist(), strict=True)
             incomplete |= {number for number, offset in places if self._is_history(number, offset)}
-        self._source.waiting_partitions = frozenset(incomplete)
+        self._source.leave_out(frozenset(incomplete))
         if messages is not None:
             self._source.return_messages(messages)
         self._log.warning("decoding_stopped", messages=0 if messages is None else len(messages), message=str(error))

@@ -21,7 +21,6 @@ from typing import Protocol
 from deformer_stream import log
 from deformer_stream.errors import DeformerError
 from deformer_stream.incidents.overlay import Overlay
-from deformer_stream.runtime.backlog import Backlog, Entry
 from deformer_stream.runtime.incident_metrics import DELIVERED, FAILED, REFUSED, DeliveryMetrics, OpenIncidentMetrics
 from deformer_stream.runtime.incident_ports import (
     BatchReceiver,
@@ -35,6 +34,7 @@ from deformer_stream.runtime.incident_ports import (
     Receiver,
     TemporaryFailure,
 )
+from deformer_stream.runtime.notification_backlog import Backlog, Entry
 
 FIRST_RETRY_SECONDS, MAX_RETRY_SECONDS = 1.0, 300.0
 """Seconds until the second attempt, and largest number of seconds between attempts. The time doubles each time."""

@@ -33,7 +33,7 @@ import numpy as np
 from deformer_stream import log
 from deformer_stream.codec import Codec
 from deformer_stream.codec.alert_text import summarize_cause
-from deformer_stream.codec.model_choice import ModelCodecs, compute_set_fingerprint, decode_by_model
+from deformer_stream.codec.model_choice import ModelDecoder
 from deformer_stream.codec.payloads import Messages, Payload
 from deformer_stream.engine.engine import Engine, OpenRecordPolicy
 from deformer_stream.engine.engine_set import EngineSet
@@ -53,8 +53,7 @@ from deformer_stream.runtime.ports import (
     PollResult,
     RewindableSource,
     Sink,
-    StoppableSource,
-    WaitingSource,
+    SourceCallbacks,
 )
 from deformer_stream.runtime.record_labels import RecordLabels
 from deformer_stream.runtime.recovery import Recovery
@@ -147,8 +146,8 @@ class Totals:
 class Pipeline:
     """The pipeline from a source through codec and engine to the sinks; `run` is its loop.
 
-    It may have several models (`ModelCodecs`, and several engines). Each message then belongs to one of them, and the
-    sinks receive the effects of each model on its own.
+    It may have several models, with a codec (`ModelCodecs`) and an engine for each of them. Each message then belongs
+    to one of the models, and the sinks receive the effects of each model on its own.
 
     Attributes:
         source: The connector that returns messages or table rows.
@@ -185,7 +184,7 @@ class Pipeline:
     """
 
     source: EventSource
-    codec: Codec | ModelCodecs
+    codec: ModelDecoder
     engines: EngineSet
     sinks: Sequence[Sink]
     clock: Clock
@@ -232,10 +231,6 @@ class Pipeline:
         self._group_source = self.source if isinstance(self.source, GroupSource) else None
         self._async_source = self.source if isinstance(self.source, AsyncCommitSource) else None
         self._last_summary = time.monotonic()
-        if self._partitioned_source is not None:
-            self._partitioned_source.collect_state = self._prepare_handover
-        if isinstance(self.source, WaitingSource):
-            self.source.on_wait = self.metrics.record_progress
 
     @property
     def num_open_records(self) -> int:
@@ -251,8 +246,7 @@ class Pipeline:
             stop: Set from outside to end the run after the current turn of the loop, for example by a signal handler.
         """
         self._last_summary = time.monotonic()
-        if isinstance(self.source, StoppableSource):
-            self.source.stop = stop
+        self.source.set_callbacks(SourceCallbacks(self._prepare_handover, self.metrics.record_progress, stop))
         self._show_models()
         while not stop.is_set() and (self.recovery.waiting_partitions or not self.source.is_exhausted):
             self._replace_model()
@@ -307,7 +301,7 @@ class Pipeline:
         """
         if data is None:
             return {}, []
-        batch_by_model, rejections = decode_by_model(self.codec, data)
+        batch_by_model, rejections = self.codec.decode_by_model(data)
         if self.record_labels is not None:
             self.record_labels.observe(data, batch_by_model)
         return batch_by_model, rejections
@@ -326,7 +320,7 @@ class Pipeline:
         source = self._group_source
         if not isinstance(source, RewindableSource):
             return False
-        source.waiting_partitions = self.recovery.waiting_partitions | self.recovery.restoring_partitions
+        source.leave_out(self.recovery.waiting_partitions | self.recovery.restoring_partitions)
         if isinstance(data, Messages):
             source.return_messages(data)
         return True
@@ -506,7 +500,7 @@ class Pipeline:
         """Let the source leave out the partitions that cannot be processed now, and show their number as a metric."""
         waiting = self.recovery.waiting_partitions
         if self._group_source is not None:
-            self._group_source.waiting_partitions = waiting
+            self._group_source.leave_out(waiting)
         self.metrics.partitions_waiting.set(len(waiting | self.recovery.restoring_partitions))
 
     def _prepare_handover(self, partitions: frozenset[int]) -> dict[int, PartitionState]:
@@ -573,10 +567,7 @@ class Pipeline:
         if self._group_source is None:
             self.recovery.advance(self.codec, self._now())  # no partition can wait
         self._set_waiting_partitions()
-        if isinstance(self.codec, ModelCodecs):
-            self.codec.codec_by_model[name] = codec
-        else:
-            self.codec = codec
+        self.codec = self.codec.with_codec(name, codec)
         self._alert_shares[name] = self._make_alert_share_monitor(engine)  # the share was that of the old calibration
         # The new model may have other time slots.
         self._repeated_readings[name] = RepeatedReadingsMonitor(engine.schema)
@@ -585,7 +576,7 @@ class Pipeline:
         self.recovery.request_snapshots()
         self._show_models()
         if self._partitioned_source is not None:
-            self._partitioned_source.model_fingerprint = self._get_fingerprint()
+            self._partitioned_source.set_model_fingerprint(self._get_fingerprint())
         if is_new:
             logger.info("model_added", model=artifact.fingerprint, **named)
         else:
@@ -612,10 +603,7 @@ class Pipeline:
 
     def _get_fingerprint(self) -> str:
         """Return the fingerprint of the only model, or of the set of models."""
-        fingerprint_by_name = self.engines.fingerprint_by_name
-        if isinstance(self.codec, ModelCodecs):
-            return compute_set_fingerprint(self.codec.choice, fingerprint_by_name)
-        return fingerprint_by_name[ONLY_MODEL]
+        return self.codec.combine_fingerprints(self.engines.fingerprint_by_name)
 
     def _is_behind(self) -> bool:
         """Return whether more messages are unread than a usual poll returns."""

@@ -24,7 +24,7 @@ from deformer_stream.codec.bridge_messages import BridgeMessage, Translator, tra
 from deformer_stream.codec.payloads import Messages, UnreadablePayload
 from deformer_stream.runtime.bridge import BridgeSource
 from deformer_stream.runtime.bridge_metrics import SourceMetrics
-from deformer_stream.runtime.ports import NO_STATE, CollectState, PartitionState, PollResult, RestoredPartition
+from deformer_stream.runtime.ports import NO_STATE, PartitionState, PollResult, RestoredPartition, SourceCallbacks
 
 PARTITION = 0
 """The number of the only partition."""
@@ -123,8 +123,6 @@ class PlantSource:
     ) -> None:
         self._source, self._translator, self._store = source, translator, store
         self._name, self._metrics = name, metrics
-        self.collect_state: CollectState = lambda partitions: {}  # never called, as no partition is given up
-        self.model_fingerprint = ""
         self._saved: SavedState | None = store.load()  # until the first poll
         for key, value in self._saved.translator_states.items():
             restorable.restore(key, value)
@@ -134,6 +132,12 @@ class PlantSource:
         self._events: list[SavedEvent] = []
         self._translator_states: dict[str, bytes] = {}
         self._logged_reasons: set[str] = set()
+
+    def set_callbacks(self, callbacks: SourceCallbacks) -> None:
+        """Do nothing: no partition is given up, and no call waits for long."""
+
+    def set_model_fingerprint(self, fingerprint: str) -> None:
+        """Do nothing: there are no other consumers that must use the same model."""
 
     @property
     def is_exhausted(self) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -83,8 +83,40 @@ CollectState = Callable[[frozenset[int]], Mapping[int, PartitionState]]
 partition."""
 
 
+def _collect_no_state(partitions: frozenset[int]) -> Mapping[int, PartitionState]:
+    """Return no state to save."""
+    return NO_STATE
+
+
+def _do_nothing() -> None:
+    """Do nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class SourceCallbacks:
+    """The functions of a pipeline that a source calls during a run, and the event that ends the run.
+
+    Attributes:
+        collect_state: Returns the state of partitions. A `PartitionedSource` calls it before it gives them up.
+        on_wait: A source calls it every few seconds while one of its calls waits, for example until a broker that
+            restarts responds again, so that the process counts as healthy.
+        stop: The event that is set when the process receives a signal to end. A source then gives up sooner during an
+            outage.
+    """
+
+    collect_state: CollectState = _collect_no_state
+    on_wait: Callable[[], None] = _do_nothing
+    stop: threading.Event = field(default_factory=threading.Event)
+
+
 class EventSource(Protocol):
     """A connector that reads messages or table rows, for example from files or from a Kafka topic."""
+
+    def set_callbacks(self, callbacks: SourceCallbacks) -> None:
+        """Use the callbacks of a run of a pipeline, which calls this method before the first poll of the run.
+
+        A source whose calls never wait for long, and that gives up no partitions, ignores them.
+        """
 
     @property
     def is_exhausted(self) -> bool:
@@ -120,15 +152,11 @@ class PartitionedSource(EventSource, Protocol):
     """A source whose partitions are divided among several consumers. Each commit also saves state of the partitions.
 
     Partitions may be revoked and assigned at any poll. Before a partition is given up, the source commits the messages
-    whose effects are written, together with the state that `collect_state` returns for it.
-
-    Attributes:
-        collect_state: Set by the pipeline. The source calls it before it gives up partitions.
-        model_fingerprint: Fingerprint of the model in use. All consumers of the same group must use the same model.
+    whose effects are written, together with the state that `SourceCallbacks.collect_state` returns for it.
     """
 
-    collect_state: CollectState
-    model_fingerprint: str
+    def set_model_fingerprint(self, fingerprint: str) -> None:
+        """Use the fingerprint of another model from now on. All consumers of the same group must use the same model."""
 
     @property
     def assigned_partitions(self) -> frozenset[int]:
@@ -148,29 +176,6 @@ class PartitionedSource(EventSource, Protocol):
 
 
 @runtime_checkable
-class WaitingSource(EventSource, Protocol):
-    """A source whose calls may wait for a long time, for example until a broker that restarts responds again.
-
-    Attributes:
-        on_wait: Set by the pipeline. The source calls it every few seconds while one of its calls waits, so that the
-            process counts as healthy.
-    """
-
-    on_wait: Callable[[], None]
-
-
-@runtime_checkable
-class StoppableSource(EventSource, Protocol):
-    """A source that gives up sooner during an outage if the process has received a signal to end.
-
-    Attributes:
-        stop: Set by the pipeline: the event that is set when the process receives a signal to end.
-    """
-
-    stop: threading.Event
-
-
-@runtime_checkable
 class ConnectedSource(EventSource, Protocol):
     """A source that receives messages only while a connection exists, and restores the connection itself."""
 
@@ -181,16 +186,14 @@ class ConnectedSource(EventSource, Protocol):
 
 @runtime_checkable
 class GroupSource(PartitionedSource, Protocol):
-    """A source that is a member of a group, and that can leave out partitions for some time.
+    """A source that is a member of a group, and that can leave out partitions for some time."""
 
-    Attributes:
-        waiting_partitions: Set by the pipeline before each call of another method. Until the pipeline removes a
-            partition from the set, polls return none of its messages and nothing is committed for it. If it is given up
-            before, this happens without a commit. Messages that earlier polls have returned may still wait in the
-            pipeline.
-    """
+    def leave_out(self, partitions: frozenset[int]) -> None:
+        """Leave out exactly these partitions until the next call of this method.
 
-    waiting_partitions: frozenset[int]
+        Polls return none of their messages, and nothing is committed for them. If one of them is given up, this happens
+        without a commit. Messages that earlier polls have returned may still wait in the pipeline.
+        """
 
     @property
     def has_joined(self) -> bool:

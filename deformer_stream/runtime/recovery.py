@@ -26,8 +26,7 @@ from functools import partial
 import numpy as np
 
 from deformer_stream import log
-from deformer_stream.codec import Codec
-from deformer_stream.codec.model_choice import ModelCodecs, decode_by_model
+from deformer_stream.codec.model_choice import ModelDecoder
 from deformer_stream.codec.payloads import Messages, Payload
 from deformer_stream.codec.state import (
     decode_decisions_by_model,
@@ -165,7 +164,7 @@ class Recovery:
         """Record that the source has returned all messages of a partition's history."""
         self._caught_up.append(partition)
 
-    def advance(self, codec: Codec | ModelCodecs, now: int, seconds: float = math.inf) -> list[Messages]:
+    def advance(self, codec: ModelDecoder, now: int, seconds: float = math.inf) -> list[Messages]:
         """Restore partitions and score open records again, as far as the given time permits, but at least one step.
 
         Args:
@@ -202,7 +201,7 @@ class Recovery:
             self._mark_changed(messages)
         return later_messages
 
-    def _take_step(self, codec: Codec | ModelCodecs, now: int) -> bool:
+    def _take_step(self, codec: ModelDecoder, now: int) -> bool:
         """Do a part of the work of `advance`.
 
         Returns:
@@ -262,7 +261,7 @@ class Recovery:
         if other_kind is not None:
             raise StateError(f"{description} {other_kind}: choose another --group or --state-dir")
 
-    def _replay_part(self, codec: Codec | ModelCodecs, now: int) -> None:
+    def _replay_part(self, codec: ModelDecoder, now: int) -> None:
         """Process the history among the next messages of the queue, and keep those after the history for later.
 
         The history of a partition is the messages below its committed offset, which a previous run has processed. They
@@ -279,7 +278,7 @@ class Recovery:
         committed_offsets = np.array([self._restoring[p].committed_offset for p in messages.partitions.tolist()])
         is_history = messages.offsets < committed_offsets
         if is_history.any():
-            batch_by_model, _ = decode_by_model(codec, messages.take(np.flatnonzero(is_history)))
+            batch_by_model, _ = codec.decode_by_model(messages.take(np.flatnonzero(is_history)))
             self._engines.replay(batch_by_model, now)
         if not is_history.all():
             self._later_messages.append(messages.take(np.flatnonzero(~is_history)))

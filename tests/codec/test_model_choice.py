@@ -53,7 +53,7 @@ def list_events(batches: dict[str, EventBatch]) -> list[tuple[int, str, str, int
 
 
 def decode(codecs: ModelCodecs, data: Payload) -> tuple[list[tuple[int, str, str, int, float]], list[Rejection]]:
-    batches, rejections = codecs.decode(data)
+    batches, rejections = codecs.decode_by_model(data)
     assert list(batches) == sorted(batches)
     assert all(batches.values())
     return list_events(batches), rejections
@@ -240,7 +240,9 @@ def test_rows_of_tables_are_divided() -> None:
 
 def test_record_id_of_a_wide_table_can_determine_the_model() -> None:
     wide = pa.RecordBatch.from_pydict({"power": [1.0, 2.0]})
-    batches, rejections = make_codecs("record", "^[a-z]+").decode(WideRows("t.csv", wide, ["pump1", "fan1"], 0))
+    batches, rejections = make_codecs("record", "^[a-z]+").decode_by_model(
+        WideRows("t.csv", wide, ["pump1", "fan1"], 0)
+    )
     assert ({name: set(batch.record_ids) for name, batch in batches.items()}, rejections) == (
         {"fan": {"fan1"}, "pump": {"pump1"}},
         [],
@@ -365,7 +367,7 @@ def test_names_of_whole_numbers_are_those_of_training() -> None:
 def test_column_of_a_type_that_names_no_model_is_refused(column: pa.Array) -> None:
     table = pa.RecordBatch.from_pydict({"type": column, "record": ["a"], "feature": ["power"], "value": ["1"]})
     with pytest.raises(InputError, match=r"column 'type' has the type .*, which names no model"):
-        make_codecs().decode(LongRows("t.csv", table, 0))
+        make_codecs().decode_by_model(LongRows("t.csv", table, 0))
 
 
 def test_fingerprint_of_a_set_depends_on_the_choice_and_on_all_models() -> None:

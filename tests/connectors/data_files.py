@@ -33,7 +33,7 @@ def read_events(
     Returns:
         The events as (record, feature, value), the rejections, and the (file, partition, offset) of each event.
     """
-    source = open_source(inputs, SCHEMA, ReadOptions(order=order, seed=seed, **options))
+    source = open_source(inputs, [SCHEMA], ReadOptions(order=order, seed=seed, **options))
     codec = Codec(SCHEMA, order=order, seed=seed, window_assigner=options.get("window_assigner"))
     events: list[Event] = []
     refused: list[Rejection] = []

@@ -30,7 +30,7 @@ from connectors.kafka.ports import TopicPartition as Partition
 from connectors.kafka.state import parse_model
 from deformer_stream.codec.payloads import Messages, Payload
 from deformer_stream.errors import DeformerError
-from deformer_stream.runtime.ports import NO_STATE, PartitionState, PollResult, RestoredPartition
+from deformer_stream.runtime.ports import NO_STATE, PartitionState, PollResult, RestoredPartition, SourceCallbacks
 from tests.conftest import get_client_library, make_cluster
 from tests.connectors.kafka_helpers import (
     TIMEOUT_SECONDS,
@@ -185,7 +185,7 @@ class Member:
         self._history: dict[int, RestoredPartition] = {}
         self._unsaved: dict[int, list[int]] = {}  # decisions since the last commit, of the live partitions
         self._based: set[int] = set()  # partitions that have a snapshot
-        source.collect_state = self.collect_state
+        source.set_callbacks(SourceCallbacks(self.collect_state))
 
     def poll(self, timeout: float = 0.1) -> PollResult:
         """Poll, update the state, and write the effects of the messages."""

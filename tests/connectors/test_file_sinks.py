@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from connectors.files import AlertLines, LinesSink, RecordsParquet, ScoresParquet, sinks
+from deformer_stream.engine.events import ONLY_MODEL
 from deformer_stream.errors import ConfigError, Unavailable
 from deformer_stream.tables.discovery import check_no_overwrite
 from tests.contracts.effects import SCHEMA, make_effects
@@ -25,7 +26,7 @@ def test_parquet_file_gets_its_name_when_it_is_closed_and_is_removed_when_discar
     monkeypatch.setattr(sinks, "ROW_GROUP_SIZE", 10)
     path = tmp_path / "scores.parquet"
     path.write_text("previous run")
-    sink = ScoresParquet(path, SCHEMA)
+    sink = ScoresParquet(path, {ONLY_MODEL: SCHEMA})
     for first in range(0, 100, 2):
         sink.write(*make_effects(first))
     assert path.read_text() == "previous run"
@@ -34,7 +35,7 @@ def test_parquet_file_gets_its_name_when_it_is_closed_and_is_removed_when_discar
     assert (file.metadata.num_rows, file.metadata.num_row_groups) == (300, 25)
     file.close()
     before = path.read_bytes()
-    failed = ScoresParquet(path, SCHEMA)
+    failed = ScoresParquet(path, {ONLY_MODEL: SCHEMA})
     failed.write(*make_effects(0))
     failed.discard()
     failed.close()
@@ -59,12 +60,12 @@ def test_alerts_are_written_to_standard_output(monkeypatch: pytest.MonkeyPatch) 
 
 def test_output_that_cannot_be_written_is_reported(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"scores\.parquet: the file cannot be written \(No such file or directory\)"):
-        ScoresParquet(tmp_path / "no" / "scores.parquet", SCHEMA)
+        ScoresParquet(tmp_path / "no" / "scores.parquet", {ONLY_MODEL: SCHEMA})
     with pytest.raises(ConfigError, match="cannot be written"):
         AlertLines(tmp_path)
     for name in ("scores.csv", "scores.jsonl"):
         with pytest.raises(ConfigError, match=r"Parquet.*\.parquet$"):
-            ScoresParquet(tmp_path / name, SCHEMA)
+            ScoresParquet(tmp_path / name, {ONLY_MODEL: SCHEMA})
     with pytest.raises(ConfigError, match=r"JSON lines.*\.jsonl$"):
         AlertLines(tmp_path / "alerts.parquet")
     assert list(tmp_path.iterdir()) == []
@@ -80,7 +81,7 @@ def test_output_that_cannot_be_written_is_reported(tmp_path: Path) -> None:
 def test_full_disk_is_reported_and_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The error of a row group that is written in the background is raised with a later write."""
     monkeypatch.setattr(sinks, "ROW_GROUP_SIZE", 10)
-    sink = ScoresParquet(tmp_path / "scores.parquet", SCHEMA)
+    sink = ScoresParquet(tmp_path / "scores.parquet", {ONLY_MODEL: SCHEMA})
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def write() -> None:

@@ -43,7 +43,7 @@ def test_wide_parquet_has_record_ids_times_and_ignored_columns(tmp_path: Path) -
         later=stamps,
         state=["on", "off"],
     )
-    source = open_source([path], SCHEMA)
+    source = open_source([path], [SCHEMA])
     assert isinstance(source, FileSource)
     assert (source.num_rows, source.ignored_columns) == (2, ("anomaly", "later"))
     data = source.poll(0).data
@@ -77,7 +77,7 @@ def test_wide_csv_is_read_with_its_own_delimiter_and_types(tmp_path: Path) -> No
     path.write_text(
         "datetime;a;state;changepoint;record\n2020-03-09 10:34:33;1.5;3.0;0;007\n2020-03-09 10:34:33.25;;on;0.5;008\n"
     )
-    source = open_source([path], SCHEMA)
+    source = open_source([path], [SCHEMA])
     data = source.poll(0).data
     assert data is not None
     batch, rejected = Codec(SCHEMA).decode(data)
@@ -156,7 +156,7 @@ def test_polls_are_bounded_and_the_source_ends(tmp_path: Path) -> None:
     path = write_parquet(tmp_path / "w.parquet", a=np.arange(1000.0), b=np.arange(1000.0))
     source = open_source(
         [path, write_lines(tmp_path / "e.jsonl", *[{"record": "r", "feature": "a", "value": 1}] * 50)],
-        SCHEMA,
+        [SCHEMA],
         ReadOptions(batch_events=30),
     )
     sizes = []
@@ -194,19 +194,19 @@ def test_events_of_devices_are_assigned_to_windows(tmp_path: Path) -> None:
     for path in (table, text, events):
         assert read_events([path], window_assigner=windows)[:2] == (expected, []), path
         with pytest.raises(ConfigError, match="arrival"):
-            open_source([path], SCHEMA, ReadOptions(order="random", window_assigner=windows))
-    source = open_source([table], SCHEMA, ReadOptions(window_assigner=windows))
+            open_source([path], [SCHEMA], ReadOptions(order="random", window_assigner=windows))
+    source = open_source([table], [SCHEMA], ReadOptions(window_assigner=windows))
     assert isinstance(source, FileSource)
     assert source.ignored_columns == ()
     with pytest.raises(InputError, match="no column is a feature"):
-        open_source([table], SCHEMA)  # without windows it is no long table
+        open_source([table], [SCHEMA])  # without windows it is no long table
     wide = write_parquet(tmp_path / "wide.parquet", record=["r"], a=[1.0], device=["p"])
     assert read_events([wide], "random", window_assigner=windows)[0] == read_events([wide], "random")[0]
     for missing in ("device", "time"):
         rest = {name: column for name, column in columns.items() if name != missing}
         path = write_parquet(tmp_path / f"no-{missing}.parquet", **rest)
         with pytest.raises(InputError, match=f"'{missing}'"):
-            open_source([path], SCHEMA, ReadOptions(layout="long", window_assigner=windows))
+            open_source([path], [SCHEMA], ReadOptions(layout="long", window_assigner=windows))
 
 
 def test_random_order_is_the_same_for_every_layout(tmp_path: Path) -> None:
@@ -341,7 +341,7 @@ def test_file_with_damaged_content_is_an_input_error(tmp_path: Path) -> None:
 def test_standard_input_cannot_be_combined_with_files_or_an_order(tmp_path: Path) -> None:
     for arguments, order in (([Path("-"), tmp_path], "arrival"), ([Path("-")], "random")):
         with pytest.raises(ConfigError, match="standard input"):
-            open_source(arguments, SCHEMA, ReadOptions(order=order))  # type: ignore[arg-type]
+            open_source(arguments, [SCHEMA], ReadOptions(order=order))  # type: ignore[arg-type]
 
 
 def test_standard_input_returns_available_lines_within_the_timeout() -> None:
@@ -400,7 +400,7 @@ def test_a_dead_letter_holds_the_malformed_row(tmp_path: Path) -> None:
     # A row that would be a valid message must not become an event.
     row = '{"record":"x","feature":"a","value":1}'
     (tmp_path / "w.csv").write_text(f"record;a\n{row}\nx;1\n")
-    source = open_source([tmp_path / "w.csv"], SCHEMA)
+    source = open_source([tmp_path / "w.csv"], [SCHEMA])
     data = source.poll(0.0).data
     assert data is not None
     events, refused = Codec(SCHEMA).decode(data)

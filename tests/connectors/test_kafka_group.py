@@ -15,7 +15,7 @@ from connectors.kafka import KafkaSource, ensure_topics, produce
 from connectors.kafka.client import HEARTBEAT_SECONDS
 from connectors.kafka.ports import RebalanceInProgress
 from deformer_stream.errors import ConfigError, DeformerError
-from deformer_stream.runtime.ports import PartitionState
+from deformer_stream.runtime.ports import PartitionState, SourceCallbacks
 from tests.conftest import make_cluster, start_broker
 from tests.connectors.kafka_groups import MODES, Group, Member, list_alert_keys, poll_in_background
 from tests.connectors.kafka_helpers import TIMEOUT_SECONDS, make_messages, wait_until
@@ -91,14 +91,14 @@ def test_model_can_be_changed_in_one_process_after_the_other(
     with poll_in_background(lambda: turn(first)):
         second = world.add_member(model="old")
         wait_until(lambda: turn(second) is None and len(second.source.assigned_partitions) == 3, "3 + 3")
-        first.source.model_fingerprint = "new"
+        first.source.set_model_fingerprint("new")
         with poll_in_background(lambda: turn(second)):
             wait_until(lambda: world.read_models() == {"new", "old"}, "commits with both models")
             third = world.add_member(model="new")
             wait_until(lambda: turn(third) is None and len(third.source.assigned_partitions) == 2, "2 + 2 + 2")
             with poll_in_background(lambda: turn(third)):
                 assert "uses model" in get_refusal(world, "newer")
-            second.source.model_fingerprint = "new"
+            second.source.set_model_fingerprint("new")
             third.close()
             wait_until(
                 lambda: len(first.source.assigned_partitions) == len(second.source.assigned_partitions) == 3,
@@ -193,7 +193,7 @@ def test_restart_within_a_rebalance_leaves_no_partition_without_a_member(
             while not may_end.is_set():
                 first.poll()
 
-    first.source.collect_state = hang
+    first.source.set_callbacks(SourceCallbacks(hang))
     thread = threading.Thread(target=poll_until_asked)
     thread.start()
     try:
@@ -370,7 +370,7 @@ def test_exception_of_collect_state_is_raised(group: Callable[..., Group]) -> No
     def fail(partitions: frozenset[int]) -> dict[int, PartitionState]:
         raise ZeroDivisionError
 
-    first.source.collect_state = fail
+    first.source.set_callbacks(SourceCallbacks(fail))
     with poll_in_background(second.poll), pytest.raises(ZeroDivisionError):
         wait_until(lambda: bool(first.poll()) and False, "the end")
 

@@ -28,10 +28,10 @@ from deformer_stream.codec.encode_incidents import encode_incident
 from deformer_stream.codec.feedback_messages import make_label
 from deformer_stream.errors import Unavailable
 from deformer_stream.incidents.events import Incident
-from deformer_stream.runtime.backlog import MAX_NOTED_INCIDENTS
 from deformer_stream.runtime.incident_metrics import DeliveryMetrics
 from deformer_stream.runtime.incident_ports import DeliveryProgress, LoggedIncident
 from deformer_stream.runtime.notification import ReceiverWorker
+from deformer_stream.runtime.notification_backlog import MAX_NOTED_INCIDENTS
 from tests.connectors.kafka_helpers import InterruptedReader, wait_until
 from tests.incidents.delivery import ScriptedReceiver
 from tests.incidents.examples import make_incident

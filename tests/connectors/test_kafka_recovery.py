@@ -6,6 +6,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -220,7 +221,7 @@ def test_restore_that_finds_no_broker_goes_on_in_the_next_poll(
     monkeypatch.setattr("connectors.kafka.client.RETRY_SECONDS", 0.01)
     second = world.add_member()
     waits: list[bool] = []
-    second.source.on_wait = lambda: waits.append(True)
+    second.source.set_callbacks(replace(second.source.callbacks, on_wait=lambda: waits.append(True)))
     second.poll_until_assigned(0, 1)
     assert len(failures) == 2
     assert len(waits) >= 2
@@ -235,7 +236,7 @@ def test_progress_is_reported_while_a_commit_is_repeated(
     member = world.add_member()
     member.read(20)
     waits: list[bool] = []
-    member.source.on_wait = lambda: waits.append(True)
+    member.source.set_callbacks(replace(member.source.callbacks, on_wait=lambda: waits.append(True)))
     original, failures = KafkaSource._try_to_commit, []
 
     def fail(source: KafkaSource) -> None:
@@ -269,7 +270,7 @@ def test_progress_is_reported_while_revoked_partitions_are_committed(
     producer: Any = member.delivery._producer
     commit = producer.commit_transaction
     monkeypatch.setattr(producer, "commit_transaction", lambda timeout: has_waited.wait(30.0) and commit(timeout))
-    member.source.on_wait = wait
+    member.source.set_callbacks(replace(member.source.callbacks, on_wait=wait))
     assert member.source.on_revoked(member.source._consumer.assignment) == {}
     assert waits
     assert world.read_positions() == {0: 10}
@@ -358,13 +359,13 @@ def test_waiting_partitions_are_neither_read_nor_committed(
     produce(world.cluster, world.topic, make_messages(40, keys=20))
     reader.source.commit({p: PartitionState(snapshot=b"first") for p in range(2)})
     before = world.read_positions()
-    reader.source.waiting_partitions = frozenset({0})
+    reader.source.leave_out(frozenset({0}))
     wait_until(lambda: bool(reader.poll()) and sum(reader.source.get_lag().values()) > 0, "the lag of partition 0")
     wait_until(lambda: bool(reader.poll()) and reader.source.get_lag().get((world.topic, 1)) == 0, "partition 1")
     assert not reader.messages_by_partition[0]
     reader.source.commit({1: PartitionState(decisions=b"one")})
     assert world.read_positions() == {0: before[0], 1: len(reader.messages_by_partition[1])}
-    reader.source.waiting_partitions = frozenset()
+    reader.source.leave_out(frozenset())
     reader.read(40)
     assert [offset for offset, _, _ in reader.messages_by_partition[0]] == list(
         range(len(reader.messages_by_partition[0]))

@@ -13,7 +13,7 @@ from connectors.kafka.ports import CommittedOffset, TopicPartition
 from connectors.kafka.source import STOP_SECONDS, KafkaSource
 from connectors.kafka.state import MAX_VISIBILITY_SECONDS, StateTopic
 from deformer_stream.errors import StateError, Unavailable
-from deformer_stream.runtime.ports import PartitionState, StoppableSource
+from deformer_stream.runtime.ports import PartitionState, SourceCallbacks
 from tests.connectors.fake_kafka import Clock, FakeConsumer, FakeKafka
 
 PATIENCE = 120.0
@@ -77,7 +77,8 @@ def test_a_process_that_is_to_end_does_not_retry_a_commit_for_its_patience(fake_
     """A supervisor would kill it. Nothing is lost: the next run handles the messages again."""
     fake_kafka.num_partitions = {"events": 1}
     source = KafkaSource(fake_kafka.cluster, "events", "group", patience=1000.0)
-    assert isinstance(source, StoppableSource), "the pipelines give it the event"
+    stop = threading.Event()
+    source.set_callbacks(SourceCallbacks(stop=stop))
     (consumer,) = fake_kafka.consumers
     consumer.give(TopicPartition("events", 0))
     assert poll_restored(source) == [0]
@@ -86,7 +87,7 @@ def test_a_process_that_is_to_end_does_not_retry_a_commit_for_its_patience(fake_
         if name == "commit":
             clock.sleep(1.0)
             if clock.now > stopped_at:
-                source.stop.set()
+                stop.set()
             raise Unavailable("no response")
 
     fake_kafka.before, stopped_at = fail, clock.now + 100.0
@@ -280,7 +281,8 @@ def test_progress_is_reported_while_partitions_are_added_to_the_state_topic(
         if name == "describe_topics":
             assert has_waited.wait(30.0)
 
-    fake_kafka.before, source.on_wait = wait, has_waited.set
+    fake_kafka.before = wait
+    source.set_callbacks(SourceCallbacks(on_wait=has_waited.set))
     fake_kafka.num_partitions = {"events": 2, STATE_TOPIC: 2}
     consumer.give(TopicPartition("events", 1))
     assert poll_restored(source) == [0, 1]

@@ -55,7 +55,7 @@ def test_offsets_that_the_consumer_could_not_commit_are_committed_again(fake_kaf
 def test_partitions_of_another_topic_are_neither_read_nor_committed(fake_kafka: FakeKafka, clock: Clock) -> None:
     """Kafka assigns the partitions of the previous topic to a process that restarts under its name with another one."""
     source, consumer = open_source(fake_kafka)
-    source.waiting_partitions = frozenset([2])
+    source.leave_out(frozenset([2]))
     others = [TopicPartition("earlier-events", number) for number in range(3)]
     with capture_logs() as logs:
         consumer.give(*others)

@@ -51,17 +51,17 @@ def test_wide_rows_of_devices_are_assigned_to_windows(tmp_path: Path) -> None:
         assert [rejection.reason.value for rejection in rejections] == ["wrong_type"]
         assert "'Bad'" in rejections[0].detail
         assert places == [("wide.csv", 0, row) for row in (0, 0, 1, 1, 2, 3)]  # the rows of the file
-    source = open_source([path], SCHEMA, ReadOptions(**options))
+    source = open_source([path], [SCHEMA], ReadOptions(**options))
     assert isinstance(source, FileSource)
     assert (source.ignored_columns, source.num_rows) == (("note",), None)
     with pytest.raises(ConfigError, match="arrival"):
-        open_source([path], SCHEMA, ReadOptions(order="random", **options))
+        open_source([path], [SCHEMA], ReadOptions(order="random", **options))
     with pytest.raises(
         InputError, match=r"wide\.csv: the times in column 'Zeit', such as 09.03.2020 11:34:31.*--timezone"
     ):
-        open_source([path], SCHEMA, ReadOptions(window_assigner=WINDOWS))
+        open_source([path], [SCHEMA], ReadOptions(window_assigner=WINDOWS))
     with pytest.raises(InputError, match="no device column 'pump'"):
-        open_source([path], SCHEMA, ReadOptions(device_column="pump", **options))
+        open_source([path], [SCHEMA], ReadOptions(device_column="pump", **options))
 
 
 def test_a_wide_table_gives_the_events_of_the_same_table_written_long(tmp_path: Path) -> None:
@@ -88,7 +88,7 @@ def test_a_wide_table_gives_the_events_of_the_same_table_written_long(tmp_path: 
 
     def decode(path: Path) -> tuple[EventBatch, list[Rejection]]:
         """Return the events and the rejections of a file."""
-        data = open_source([path], SCHEMA, ReadOptions(window_assigner=WINDOWS)).poll(0).data
+        data = open_source([path], [SCHEMA], ReadOptions(window_assigner=WINDOWS)).poll(0).data
         assert data is not None
         return Codec(SCHEMA, window_assigner=WINDOWS).decode(data)
 
@@ -117,7 +117,7 @@ def test_sensors_with_time_slots_are_found_by_their_name(tmp_path: Path) -> None
     mode = Feature("mode", "discrete", labels=("on",), coordinates=(0.0,))
     schema = Schema((*slots, mode), Window(10 * SECOND, slots=2))
     path = write_parquet(tmp_path / "p.parquet", time=[31.0, 36.0], flow=[1.0, 2.0], mode=["on", None])
-    data = open_source([path], schema, ReadOptions(window_assigner=WINDOWS)).poll(0).data
+    data = open_source([path], [schema], ReadOptions(window_assigner=WINDOWS)).poll(0).data
     assert data is not None
     batch, rejections = Codec(schema, window_assigner=WINDOWS).decode(data)
     assert rejections == []
@@ -154,7 +154,7 @@ def test_labels_with_a_decimal_comma_are_those_of_training(
 ) -> None:
     schema = Schema((Feature("level", "discrete", labels=("0.5", "1.5")), Feature("a", "continuous")))
     (tmp_path / "t.csv").write_text("time;level;a\n31;1,5;2,25\n45;0,5;3,75\n60;2,5;4,25\n")
-    data = open_source([tmp_path / "t.csv"], schema, ReadOptions(window_assigner=window_assigner)).poll(0).data
+    data = open_source([tmp_path / "t.csv"], [schema], ReadOptions(window_assigner=window_assigner)).poll(0).data
     assert data is not None
     batch, rejections = Codec(schema, window_assigner=window_assigner).decode(data)
     assert rejections == []
@@ -165,7 +165,7 @@ def test_labels_with_a_decimal_comma_are_those_of_training(
 def test_times_of_day_are_numbers_if_training_made_them_a_measurement(tmp_path: Path) -> None:
     schema = Schema((Feature("tod", "continuous"), Feature("a", "continuous")))
     (tmp_path / "t.csv").write_text("tod,a\n13:45,1\n00:01,2\n")
-    data = open_source([tmp_path / "t.csv"], schema, ReadOptions()).poll(0).data
+    data = open_source([tmp_path / "t.csv"], [schema], ReadOptions()).poll(0).data
     assert data is not None
     batch, rejections = Codec(schema).decode(data)
     assert rejections == []

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from deformer_stream.codec import Codec, get_position
 from deformer_stream.model.schema import Feature, Schema
-from deformer_stream.runtime.ports import EventSource
+from deformer_stream.runtime.ports import EventSource, SourceCallbacks
 
 SCHEMA = Schema(tuple(Feature(name, "continuous") for name in ("a", "b", "c")))
 
@@ -55,6 +55,7 @@ def collect(source: EventSource, count: int) -> CollectedReadings:
     """Poll until at least `count` events have arrived, and return them. Surplus events of the last poll are
     included.
     """
+    source.set_callbacks(SourceCallbacks())  # as a pipeline does before the first poll
     codec = Codec(SCHEMA)
     collected = CollectedReadings({}, [])
     seen = 0

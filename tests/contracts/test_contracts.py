@@ -26,7 +26,7 @@ from connectors.files import (
 from deformer_stream.codec import encode_alert, encode_rejected
 from deformer_stream.codec.encode_evidence import encode_evidence
 from deformer_stream.codec.payloads import Payload
-from deformer_stream.engine.events import Effects
+from deformer_stream.engine.events import ONLY_MODEL, Effects
 from deformer_stream.incidents.make_evidence import make_evidence
 from deformer_stream.runtime.ports import EventSource
 from deformer_stream.testing import MemorySink, MemorySource
@@ -76,7 +76,7 @@ class TestFiles(SourceContract):
         path = tmp_path / request.param
         write = WRITERS[request.param]
         return SourceUnderTest(
-            lambda readings: write(path, readings), lambda: open_source([path], SCHEMA, ReadOptions(batch_events=8))
+            lambda readings: write(path, readings), lambda: open_source([path], [SCHEMA], ReadOptions(batch_events=8))
         )  # type: ignore[arg-type]
 
 
@@ -157,7 +157,9 @@ class TestScoresParquet(SinkContract):
             table = pq.read_table(path)
             return list(zip(table["record"].to_pylist(), table["seq"].to_pylist(), strict=True))
 
-        return SinkUnderTest(lambda: ScoresParquet(path, made.SCHEMA), delivered, expected, safe_at_flush=False)
+        return SinkUnderTest(
+            lambda: ScoresParquet(path, {ONLY_MODEL: made.SCHEMA}), delivered, expected, safe_at_flush=False
+        )
 
 
 class TestRecordsParquet(SinkContract):

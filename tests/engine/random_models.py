@@ -10,6 +10,7 @@ import torch
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from deformer_stream.kernels.library import load_library
 from deformer_stream.model.deformer import AlertDistanceTensors, DEformer, ModelConfig
 from deformer_stream.model.positions import compute_positions
 from deformer_stream.model.schema import Feature, Schema
@@ -106,6 +107,7 @@ def make_model(schema: Schema, config: ModelConfig, seed: int = 0, dtype: torch.
             model.process.noise.copy_(0.3 + torch.rand(model.process.noise.shape))
     if model.alert_distance is not None:
         fill_alert_distance(model.alert_distance, schema, seed)
+        model.distance_library = load_library(False)
     if model.alert_prior is not None:
         rng, shape = np.random.default_rng([seed, 0xA9]), model.alert_prior.slopes.shape
         model.alert_prior.starts.copy_(torch.from_numpy(rng.uniform(0.0, 0.5, shape)))

@@ -184,7 +184,7 @@ def assert_models_decode(codecs: ModelCodecs, data: Payload) -> None:
     Each message is decoded independently of the others, and is accounted for. A message has one rejection per reason.
     """
     try:
-        batches, rejections = codecs.decode(data)
+        batches, rejections = codecs.decode_by_model(data)
     except InputError as error:
         assert_one_line(str(error), 2000)
         return
@@ -204,7 +204,7 @@ def assert_models_decode(codecs: ModelCodecs, data: Payload) -> None:
     alone = []
     num_events = 0
     for i in range(len(data)):
-        own_batches, own_rejections = codecs.decode(data.take(np.array([i])))
+        own_batches, own_rejections = codecs.decode_by_model(data.take(np.array([i])))
         num_events += sum(map(len, own_batches.values()))
         alone += [(i, rejection.reason, rejection.num_readings) for rejection in own_rejections]
     assert together == alone

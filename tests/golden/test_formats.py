@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 
 from connectors.files import AlertLines, ExplanationsParquet, RecordsParquet, RejectedLines, ScoresParquet
 from deformer_stream.codec import encode_alert
-from deformer_stream.engine.events import NO_TIME, AlertCause
+from deformer_stream.engine.events import NO_TIME, ONLY_MODEL, AlertCause
 from tests.contracts.effects import SCHEMA, make_alert, make_drift_notice, make_effects
 
 GOLDEN = Path(__file__).parent
@@ -73,7 +73,7 @@ def test_rejection_lines(tmp_path: Path) -> None:
 
 
 def test_scores_table(tmp_path: Path) -> None:
-    sink = ScoresParquet(tmp_path / "scores.parquet", SCHEMA)
+    sink = ScoresParquet(tmp_path / "scores.parquet", {ONLY_MODEL: SCHEMA})
     sink.write(*make_effects(1))
     sink.close()
     assert table_text(tmp_path / "scores.parquet") == (GOLDEN / "scores.txt").read_text()

@@ -18,8 +18,6 @@ from deformer_stream.codec.feedback_messages import make_label
 from deformer_stream.errors import ConfigError, Unavailable
 from deformer_stream.incidents.events import FeedbackLabel, Incident
 from deformer_stream.incidents.overlay import Overlay
-from deformer_stream.runtime.backlog import MAX_NOTED_INCIDENTS, Backlog, Entry
-from deformer_stream.runtime.incident_memory import MemoryFeedbackLog, MemoryIncidentLog
 from deformer_stream.runtime.incident_metrics import DeliveryMetrics, OpenIncidentMetrics
 from deformer_stream.runtime.incident_ports import (
     DeliveryProgress,
@@ -28,6 +26,7 @@ from deformer_stream.runtime.incident_ports import (
     ReceiverState,
     TemporaryFailure,
 )
+from deformer_stream.runtime.memory_logs import MemoryFeedbackLog, MemoryIncidentLog
 from deformer_stream.runtime.notification import (
     MAX_RETRY_SECONDS,
     REFUSED_RETRY_SECONDS,
@@ -37,6 +36,7 @@ from deformer_stream.runtime.notification import (
     WorkerThread,
     compute_backoff,
 )
+from deformer_stream.runtime.notification_backlog import MAX_NOTED_INCIDENTS, Backlog, Entry
 from tests.incidents.delivery import ManualClock, ScriptedBatchReceiver, ScriptedReceiver, Topic, TopicReader
 from tests.incidents.examples import MINUTE, make_fleet_incident, make_incident, make_incidents
 
@@ -802,7 +802,7 @@ def test_a_worker_that_cannot_be_created_ends_the_start() -> None:
     ],
 )
 def test_the_table_of_states(is_resolved: bool, is_silenced: bool, state: ReceiverState, owed: str | None) -> None:
-    """The table in the docstring of `backlog`."""
+    """The table in the docstring of `notification_backlog`."""
     incident = make_states(1)[2 if is_resolved else 0]
     labels = [make_label("false-alarm", 1, incident=incident.id)] if is_silenced else []
     progress = {0: DeliveryProgress(1, {incident.id: state})}

@@ -20,7 +20,7 @@ from deformer_stream.codec.encode_incidents import decode_incident
 from deformer_stream.codec.output_formats import OutputReader
 from deformer_stream.codec.schema_formats import HEADER_BYTES
 from deformer_stream.codec.timestamps import parse_rfc3339
-from deformer_stream.runtime.incident_history import read_existing
+from deformer_stream.runtime.existing_messages import read_existing
 from tests.apicurio import run_apicurio
 from tests.commands import RunCommand
 from tests.integration.incident_events import NUM_RECORDS, RULE, group_by_id, make_events

@@ -13,7 +13,7 @@ from deformer_stream.codec.encode_incidents import encode_incident
 from deformer_stream.errors import InputError
 from deformer_stream.incidents.events import FeedbackLabel
 from deformer_stream.incidents.overlay import Overlay
-from deformer_stream.runtime.incident_memory import MemoryIncidentLog
+from deformer_stream.runtime.memory_logs import MemoryIncidentLog
 from tests.commands import RunCommand
 from tests.incidents.examples import make_incident, make_incidents
 from tests.integration.programs import wait_until

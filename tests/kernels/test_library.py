@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,8 @@ import torch
 from deformer_stream import model_store
 from deformer_stream.errors import ConfigError
 from deformer_stream.kernels import abi, library
+from deformer_stream.kernels.prefix_distances import get_distance_function
+from deformer_stream.model.alert_distance import measure_distances
 from deformer_stream.model.deformer import ModelConfig
 from tests.engine.random_models import make_model
 from tests.models import SCHEMA, TRAINING_SUMMARY, make_calibration
@@ -160,3 +163,37 @@ def test_model_that_is_read_gets_the_kernels_of_its_precision(tmp_path: Path) ->
     model_store.write(tmp_path / "model", model, make_calibration(model), TRAINING_SUMMARY, "")
     assert model_store.read(tmp_path / "model").model.kernel_library is library.load_library(False)
     assert model_store.read(tmp_path / "model", compiled=False).model.kernel_library is None
+
+
+def test_model_in_bfloat16_needs_no_kernels_in_float32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An instruction set that DEFORMER_INSTRUCTION_SET names, such as avx512bf16, may have none."""
+    model = make_model(SCHEMA, replace(WIDE, alert_exemplars=5, precision="bfloat16"), 0, torch.float32)
+    model_store.write(tmp_path / "model", model, make_calibration(model), TRAINING_SUMMARY, "")
+    precisions: list[bool] = []
+
+    def load_library(low_precision: bool) -> ctypes.CDLL | None:
+        precisions.append(low_precision)
+        return library.load_library(low_precision)
+
+    monkeypatch.setattr(model_store, "load_library", load_library)
+    scoring_model = model_store.read(tmp_path / "model").scoring_model
+    assert precisions == [True]
+    assert get_distance_function(scoring_model) is not measure_distances
+
+
+def test_model_that_pytorch_scores_gets_the_kernels_for_its_distances(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_model(SCHEMA, replace(WIDE, alert_exemplars=5), 0, torch.float32)
+    model_store.write(tmp_path / "model", model, make_calibration(model), TRAINING_SUMMARY, "")
+    with_kernels = model_store.read(tmp_path / "model").model
+    assert (with_kernels.kernel_library, with_kernels.distance_library) == (library.load_library(False), None)
+    assert get_distance_function(with_kernels) is not measure_distances
+    monkeypatch.setattr(model_store, "is_supported", lambda _: False)
+    with_torch = model_store.read(tmp_path / "model").model
+    assert (with_torch.kernel_library, with_torch.distance_library) == (None, library.load_library(False))
+    assert with_torch.extract_parameters().distance_library is with_torch.distance_library
+    assert get_distance_function(with_torch) is not measure_distances
+    without = model_store.read(tmp_path / "model", compiled=False).model
+    assert without.distance_library is None
+    assert get_distance_function(without) is measure_distances

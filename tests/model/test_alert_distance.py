@@ -116,9 +116,11 @@ def test_terms_are_those_of_the_nearest_three() -> None:
     assert (terms[codes < 0] == 0).all()
 
 
+@pytest.mark.parametrize("low_precision", [False, True])
 @pytest.mark.parametrize("has_gaps", [False, True])
-def test_compiled_kernels_give_the_same_bits(has_gaps: bool) -> None:
-    library = load_library(False)
+def test_compiled_kernels_give_the_same_bits(has_gaps: bool, low_precision: bool) -> None:
+    """The kernels of a model in bfloat16 measure distances in float32, too."""
+    library = load_library(low_precision)
     assert library is not None
     distance = make_distance(3, has_gaps)
     codes, values = draw_records(np.random.default_rng(2), 200)

@@ -14,7 +14,7 @@ from deformer_stream.incidents.events import FeedbackLabel, Incident
 from deformer_stream.page.app import Page, PageOptions, make_app
 from deformer_stream.page.followers import LogFollower
 from deformer_stream.page.store import IncidentStore
-from deformer_stream.runtime.incident_memory import MemoryFeedbackLog
+from deformer_stream.runtime.memory_logs import MemoryFeedbackLog
 
 NOW = 1_783_750_073_000_000
 """2026-07-11T06:07:53Z, the present time of these tests."""

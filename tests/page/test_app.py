@@ -19,7 +19,7 @@ from deformer_stream.incidents.events import Incident, OpenRecordReading
 from deformer_stream.page.followers import LogFollower
 from deformer_stream.page.store import IncidentStore
 from deformer_stream.page.views import PAGE_SIZE, Notice
-from deformer_stream.runtime.incident_memory import MemoryIncidentLog
+from deformer_stream.runtime.memory_logs import MemoryIncidentLog
 from tests.incidents.examples import HOSTILE_NAMES, make_fleet_incident, make_incident, make_incidents
 from tests.page.pages import NOW, BrokenFeedbackLog, Site, find_rows, find_token, make_site
 

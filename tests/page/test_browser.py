@@ -26,7 +26,7 @@ from deformer_stream.page.security import Credentials
 from deformer_stream.page.server import PageServer, bind
 from deformer_stream.page.store import IncidentStore
 from deformer_stream.page.views import Notice
-from deformer_stream.runtime.incident_memory import MemoryFeedbackLog, MemoryIncidentLog, MemoryNextReadingLog
+from deformer_stream.runtime.memory_logs import MemoryFeedbackLog, MemoryIncidentLog, MemoryNextReadingLog
 from tests.incidents.examples import HOSTILE_NAMES, make_incident, make_incidents
 
 pytestmark = pytest.mark.browser

@@ -14,7 +14,7 @@ from deformer_stream.incidents.events import FeedbackLabel, Incident, IncidentSt
 from deformer_stream.incidents.overlay import Overlay, Presentation
 from deformer_stream.page.followers import LogFollower
 from deformer_stream.page.store import MAX_LABELS_PER_INCIDENT, SPARKLINE_POINTS, IncidentFilter, IncidentStore
-from deformer_stream.runtime.incident_memory import MemoryIncidentLog
+from deformer_stream.runtime.memory_logs import MemoryIncidentLog
 from tests.incidents.examples import make_fleet_incident, make_incident, make_incidents
 from tests.page.pages import NOW
 

@@ -7,7 +7,6 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
 
@@ -18,10 +17,11 @@ from deformer_stream.engine.engine_set import EngineSet
 from deformer_stream.engine.events import ONLY_MODEL, Effects, EventBatch, Rejection
 from deformer_stream.errors import StoppedWaiting
 from deformer_stream.incidents.make_evidence import make_evidence
+from deformer_stream.model.schema import Schema
 from deformer_stream.model_store import Artifact
 from deformer_stream.runtime.metrics import Metrics
 from deformer_stream.runtime.pipeline import Pipeline
-from deformer_stream.runtime.ports import NO_STATE, CollectState, PartitionState, PollResult, RestoredPartition
+from deformer_stream.runtime.ports import NO_STATE, PartitionState, PollResult, RestoredPartition, SourceCallbacks
 from deformer_stream.testing import ManualClock
 from tests.models import draw_rows
 
@@ -80,8 +80,7 @@ class GroupMember:
 
     def __init__(self, world: Cluster, assigned: set[int], seed: int, crash: float, move: float) -> None:
         self.world, self.rng, self.crash, self.move = world, np.random.default_rng(seed), crash, move
-        self.collect_state: CollectState = lambda partitions: NO_STATE
-        self.model_fingerprint = ""
+        self.callbacks = SourceCallbacks()
         self._new = sorted(assigned)
         self._assigned = set(assigned)
         self._recovering: dict[int, int] = {}
@@ -91,6 +90,11 @@ class GroupMember:
     def _happens(self, share: float) -> bool:
         """Return True with a given probability, reduced during replay so that runs can finish it."""
         return bool(self.rng.random() < (share / 10 if self._recovering else share))
+
+    def set_callbacks(self, callbacks: SourceCallbacks) -> None:
+        self.callbacks = callbacks
+
+    def set_model_fingerprint(self, fingerprint: str) -> None: ...
 
     @property
     def is_exhausted(self) -> bool:
@@ -109,7 +113,7 @@ class GroupMember:
         revoked: tuple[int, ...] = ()
         if self._next and self._happens(self.move):
             gone = int(self.rng.choice(sorted(self._assigned)))
-            self._commit(self.collect_state(frozenset({gone})))
+            self._commit(self.callbacks.collect_state(frozenset({gone})))
             self._assigned.discard(gone)
             for known in (self._next, self._recovering):
                 known.pop(gone, None)
@@ -236,6 +240,9 @@ class WaitingGroupMember(AsyncGroupMember):
     has_joined = True
     num_waits = 0
 
+    def leave_out(self, partitions: frozenset[int]) -> None:
+        self.waiting_partitions = partitions
+
     def _list_readable(self) -> list[int]:
         self.num_waits += bool(self.waiting_partitions)
         return sorted(self._assigned - self.waiting_partitions)
@@ -264,25 +271,26 @@ class RewindableGroupMember(WaitingGroupMember):
             self._next[p] = int(messages.offsets[messages.partitions == p].min())
 
 
-class WaitingCodec:
+class WaitingCodec(Codec):
     """A codec that at random waits for a service until the process must end.
 
     Args:
-        codec: Decodes the messages.
+        schema: The features of the model.
         stop: Set before it waits.
         seed: Seed of its random decisions.
         share: Probability that it waits.
     """
 
-    def __init__(self, codec: Codec, stop: threading.Event, seed: int, share: float) -> None:
-        self._codec, self._stop, self._share = codec, stop, share
+    def __init__(self, schema: Schema, stop: threading.Event, seed: int, share: float) -> None:
+        super().__init__(schema)
+        self._stop, self._share = stop, share
         self._rng = np.random.default_rng(seed)
 
     def decode(self, data: Payload) -> tuple[EventBatch, list[Rejection]]:
         if self._rng.random() < self._share:
             self._stop.set()
             raise StoppedWaiting("the registry does not respond")
-        return self._codec.decode(data)
+        return super().decode(data)
 
 
 def make_cluster(loaded: Artifact, seed: int, records: int = 40) -> Cluster:
@@ -344,8 +352,8 @@ def run_member(
 
     (_, model), stop = take_new_model() or (ONLY_MODEL, loaded), threading.Event()
 
-    def make_codec(artifact: Artifact) -> Any:
-        return WaitingCodec(Codec(artifact.schema), stop, seed, waits)
+    def make_codec(artifact: Artifact) -> Codec:
+        return WaitingCodec(artifact.schema, stop, seed, waits)
 
     engine = Engine(model.model, model.calibration, model.fingerprint, ALPHA, Limits(), drift=DRIFT, effort="off")
     pipeline = Pipeline(

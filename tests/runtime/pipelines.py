@@ -8,7 +8,7 @@ from typing import Any
 
 from deformer_stream.engine.engine import Engine, Limits
 from deformer_stream.model_store import Artifact
-from deformer_stream.runtime.ports import NO_STATE, CollectState, PartitionState, PollResult
+from deformer_stream.runtime.ports import NO_STATE, PartitionState, PollResult, SourceCallbacks
 from tests.models import draw_rows
 
 ALPHA = 0.3
@@ -35,17 +35,26 @@ class ScriptedSource:
 
     Attributes:
         assigned_partitions: The partitions that are assigned now; the functions may change it.
+        callbacks: The callbacks of the pipeline.
+        waiting_partitions: The partitions that the pipeline has left out.
     """
 
     waiting_partitions: frozenset[int] = frozenset()
     assigned_partitions: frozenset[int] = frozenset()
-    model_fingerprint = ""
     has_joined = False
 
     def __init__(self, turns: list[Callable[[], PollResult]]) -> None:
         self.turns = turns
-        self.collect_state: CollectState = lambda partitions: NO_STATE
+        self.callbacks = SourceCallbacks()
         self.committed: list[Mapping[int, PartitionState]] = []
+
+    def set_callbacks(self, callbacks: SourceCallbacks) -> None:
+        self.callbacks = callbacks
+
+    def set_model_fingerprint(self, fingerprint: str) -> None: ...
+
+    def leave_out(self, partitions: frozenset[int]) -> None:
+        self.waiting_partitions = partitions
 
     @property
     def is_exhausted(self) -> bool:

@@ -28,7 +28,7 @@ from deformer_stream.runtime import incident_pipeline
 from deformer_stream.runtime.detection_metrics import DetectionMetrics
 from deformer_stream.runtime.incident_pipeline import IncidentPipeline
 from deformer_stream.runtime.incident_plan import DetectionPlan, make_get_device
-from deformer_stream.runtime.ports import NO_STATE, PartitionState, PollResult, RestoredPartition
+from deformer_stream.runtime.ports import NO_STATE, PartitionState, PollResult, RestoredPartition, SourceCallbacks
 from deformer_stream.runtime.process_metrics import STALL_SECONDS
 from tests.incidents.evidence_logs import SECOND, make_log
 from tests.runtime.pipelines import ScriptedSource
@@ -95,13 +95,19 @@ class BrokerSource:
     def __init__(self, broker: Broker, reach: Callable[[str], None], stop: threading.Event, seed: int) -> None:
         self.broker, self.reach, self.stop = broker, reach, stop
         self.rng = np.random.default_rng(seed)
-        self.collect_state: Callable[[frozenset[int]], Mapping[int, PartitionState]] = lambda partitions: NO_STATE
-        self.on_wait: Callable[[], None] = lambda: None
-        self.model_fingerprint = ""
+        self.callbacks = SourceCallbacks()
         self.positions: dict[int, int] = {}
         self.pending: list[tuple[int, Incident]] = []
         self.catching_up: set[int] = set()
         self.to_revoke: tuple[int, ...] = ()
+
+    def set_callbacks(self, callbacks: SourceCallbacks) -> None:
+        self.callbacks = callbacks
+
+    def set_model_fingerprint(self, fingerprint: str) -> None: ...
+
+    def leave_out(self, partitions: frozenset[int]) -> None:
+        self.waiting_partitions = partitions
 
     @property
     def is_exhausted(self) -> bool:
@@ -430,7 +436,7 @@ def test_process_is_healthy_while_a_commit_waits_for_the_brokers() -> None:
         if step == "commit":
             for _ in range(10):  # an outage that is much longer than a stall
                 seconds += STALL_SECONDS / 2
-                source.on_wait()
+                source.callbacks.on_wait()
                 healthy.append(metrics.is_healthy())
 
     broker = make_broker()
@@ -643,7 +649,7 @@ def test_state_is_handed_over_with_a_revoked_partition(expected: dict[str, list[
         polled = source.poll(0.0)
         pipeline._update_partitions(polled)
         pipeline._handle(polled)
-    source.commit(source.collect_state(frozenset((0,))))
+    source.commit(pipeline._prepare_handover(frozenset((0,))))
     assert broker.snapshots[0][1] == source.positions[0] > 0
     run_once(broker)
     assert group_by_id(broker) == expected

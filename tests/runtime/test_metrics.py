@@ -254,8 +254,6 @@ def test_ready_after_first_turn_and_unhealthy_after_stall(model_dir: Path, port:
 class StaticPartitionedSource(MemorySource):
     """A partitioned source whose partitions never change and have no saved state."""
 
-    collect_state, model_fingerprint = None, ""
-
     def __init__(self, assigned: frozenset[int]) -> None:
         super().__init__([b"{}"])
         self.assigned_partitions = assigned
@@ -265,6 +263,8 @@ class StaticPartitionedSource(MemorySource):
         restored, self.restored = self.restored, ()
         data = super().poll(timeout).data
         return PollResult(data, (), restored, tuple(partition.partition for partition in restored))
+
+    def set_model_fingerprint(self, fingerprint: str) -> None: ...
 
     def commit(self, saved: object = ()) -> None: ...
 

@@ -23,7 +23,7 @@ from deformer_stream.model_store import Artifact
 from deformer_stream.runtime import pipeline
 from deformer_stream.runtime.metrics import Metrics
 from deformer_stream.runtime.pipeline import Pipeline
-from deformer_stream.runtime.ports import NO_STATE, CollectState, PartitionState, PollResult
+from deformer_stream.runtime.ports import NO_STATE, PartitionState, PollResult
 from deformer_stream.runtime.timing import CommitSchedule, EventClock, WallClock
 from deformer_stream.testing import ManualClock, MemorySink, MemorySource
 from tests.irregular_tables import write_irregular_model
@@ -283,14 +283,14 @@ class AsyncSource(MemorySource):
         waited: For each commit, whether the pipeline waited for it.
     """
 
-    model_fingerprint = ""
     assigned_partitions = frozenset({0})
     unread = 0
 
     def __init__(self, messages: list[bytes]) -> None:
         super().__init__(messages, chunk=1)
-        self.collect_state: CollectState = lambda partitions: {}
         self.waited: list[bool] = []
+
+    def set_model_fingerprint(self, fingerprint: str) -> None: ...
 
     def get_lag(self) -> dict[tuple[str, int], int]:
         return {("memory", 0): self.unread}

@@ -16,10 +16,11 @@ from deformer_stream.codec import Codec, encode_alert
 from deformer_stream.codec.payloads import Messages, Payload
 from deformer_stream.engine.engine_set import EngineSet
 from deformer_stream.engine.events import NO_TIME, Effects, EventBatch, Rejection
+from deformer_stream.model.schema import Schema
 from deformer_stream.model_store import Artifact
 from deformer_stream.runtime.metrics import Metrics
 from deformer_stream.runtime.pipeline import Pipeline
-from deformer_stream.runtime.ports import PollResult
+from deformer_stream.runtime.ports import PollResult, SourceCallbacks
 from deformer_stream.testing import ManualClock
 from tests.runtime.pipelines import make_engine, make_record_messages
 
@@ -59,6 +60,8 @@ class BrokerSource:
     def __init__(self, broker: Broker, plan: CrashPlan, chunk: int) -> None:
         self.broker, self.plan, self.chunk = broker, plan, chunk
         self.next = broker.committed
+
+    def set_callbacks(self, callbacks: SourceCallbacks) -> None: ...
 
     @property
     def is_exhausted(self) -> bool:
@@ -110,15 +113,16 @@ class BrokerSink:
     def close(self) -> None: ...
 
 
-class CrashingCodec:
+class CrashingCodec(Codec):
     """A codec that may crash before it decodes."""
 
-    def __init__(self, codec: Codec, plan: CrashPlan) -> None:
-        self.codec, self.plan = codec, plan
+    def __init__(self, schema: Schema, plan: CrashPlan) -> None:
+        super().__init__(schema)
+        self.plan = plan
 
     def decode(self, data: Payload) -> tuple[EventBatch, list[Rejection]]:
         self.plan.reach("decode")
-        return self.codec.decode(data)
+        return super().decode(data)
 
 
 class CrashingClock(ManualClock):
@@ -137,7 +141,7 @@ def run_once(loaded: Artifact, broker: Broker, step: str | None, turn: int, chun
     """Run the pipeline from its start to its end or crash."""
     plan = CrashPlan(step, turn)
     sinks = [BrokerSink(broker, plan), BrokerSink(Broker([], log=broker.log), plan)]
-    source, codec = BrokerSource(broker, plan, chunk), CrashingCodec(Codec(loaded.schema), plan)
+    source, codec = BrokerSource(broker, plan, chunk), CrashingCodec(loaded.schema, plan)
     Pipeline(
         source,
         codec,

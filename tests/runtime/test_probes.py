@@ -76,13 +76,6 @@ def probes_of() -> Iterator[Callable[[Metrics], Probes]]:
         probes.stop()
 
 
-class WaitingScriptedSource(ScriptedSource):
-    """A scripted source that reports progress while it waits."""
-
-    def on_wait(self) -> None:  # the pipeline replaces it
-        raise AssertionError("the pipeline has not set on_wait")
-
-
 def make_messages(lines: list[bytes], partition: int = 0, first_offset: int = 0) -> Messages:
     """Return messages of one partition."""
     n = len(lines)
@@ -155,7 +148,7 @@ def test_a_process_lives_through_an_outage_that_its_source_waits_for(
     def outage() -> PollResult:
         for _ in range(45):
             clock.seconds += 2.0
-            source.on_wait()
+            source.callbacks.on_wait()
             seen[clock.seconds] = probes.ask()
         return PollResult(None)
 
@@ -166,7 +159,7 @@ def test_a_process_lives_through_an_outage_that_its_source_waits_for(
             seen[seconds - 1000] = probes.ask()
         return PollResult(None)
 
-    source = WaitingScriptedSource([])
+    source = ScriptedSource([])
     source.turns = [restore_at_once(source, {0}), outage, hang]
     pipeline, _ = make_pipeline(loaded, source, measures)
     assert probes.ask() == (200, 503)
@@ -358,7 +351,7 @@ def test_a_change_of_the_model_is_spread_over_polls_and_commits_nothing_of_what_
             source.turns = [poll]
         if len(turns) == 2:
             assert 1 in source.waiting_partitions
-            assert source.collect_state(frozenset({1})).keys() == set()
+            assert source.callbacks.collect_state(frozenset({1})).keys() == set()
             source.assigned_partitions, revoked = frozenset({0}), (1,)
         return PollResult(None, revoked)
 

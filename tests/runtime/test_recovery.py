@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
 from deformer_stream.codec import Codec
-from deformer_stream.codec.payloads import Messages
+from deformer_stream.codec.payloads import Messages, Payload
 from deformer_stream.codec.state import decode_snapshot, encode_snapshots
 from deformer_stream.engine.engine import Engine, Limits
 from deformer_stream.engine.engine_set import EngineSet
@@ -105,15 +105,15 @@ def test_run_that_ends_while_it_waits_for_a_service_commits_what_was_processed(l
     member, stop = RewindableGroupMember(world, {0}, 0, 0.0, 0.0), threading.Event()
     decoded: list[int] = []
 
-    class StoppingCodec:
-        def decode(self, data: Messages) -> tuple[EventBatch, list[Rejection]]:
+    class StoppingCodec(Codec):
+        def decode(self, data: Payload) -> tuple[EventBatch, list[Rejection]]:
             if len(decoded) == 3:
                 stop.set()
                 raise StoppedWaiting("the registry does not respond")
             decoded.append(len(data))
-            return Codec(loaded.schema).decode(data)
+            return super().decode(data)
 
-    codec: Any = StoppingCodec()
+    codec = StoppingCodec(loaded.schema)
     engine = Engine(loaded.model, loaded.calibration, loaded.fingerprint, ALPHA, Limits())
     options: dict[str, Any] = {"is_finite": False, "commit_interval": 100.0}
     with capture_logs() as logs:

@@ -1,4 +1,4 @@
-"""Reading of everything that a log holds, such as one of incidents, labels or dead letters."""
+"""All messages that a log holds when it is opened, such as one of incidents, labels or dead letters."""
 
 from __future__ import annotations
 
