@@ -32,6 +32,9 @@ if TYPE_CHECKING:
     from deformer_stream.model_store import Artifact
 
 limit_thread_spinning()
+# Without files of bytecode, each program that a test starts would compile the modules of the checkout again.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 # The models of tests are small: one thread is as fast as two, and tests run beside each other (`make test`).
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # The duration of an example depends on the load of the machine, so it decides no test. CI repeats the same examples.
