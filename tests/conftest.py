@@ -25,7 +25,7 @@ from hypothesis import HealthCheck, settings
 
 from deformer_stream.kernels import library
 from deformer_stream.runtime.process import limit_thread_spinning
-from tests.effort import num_examples
+from tests.effort import IS_LONG, num_examples
 
 if TYPE_CHECKING:
     from connectors.kafka.ports import ClientLibrary, KafkaCluster
@@ -249,6 +249,20 @@ def lines(table: pa.Table, tmp_path: Path) -> Path:
     path = tmp_path / "events.jsonl"
     path.write_text("".join(json.dumps(event) + "\n" for event in list_events(table)))
     return path
+
+
+@pytest.fixture(autouse=True)
+def leave_out_charts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave out the charts of reports in this process, unless a test has the marker `charts` or the run is a long one.
+
+    To draw the charts of a report takes longer than to train a small model.
+    """
+    from deformer_stream.report import charts
+
+    if not IS_LONG and request.node.get_closest_marker("charts") is None:
+        monkeypatch.setattr(
+            charts, "_render_chart", lambda title, *_: charts._render_without_drawing(title, "left out")
+        )
 
 
 @pytest.fixture(autouse=True)

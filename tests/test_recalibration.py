@@ -153,6 +153,7 @@ def test_output_and_report_compare_both_calibrations(cli: Run, model_dir: Path, 
         "--alpha",
         0.3,
     )
+@pytest.mark.charts
     before, after = model_store.read(model_dir).calibration, model_store.read(out).calibration
     assert after.arrival_order == before.arrival_order == "random"
     rows = {line.split()[0]: line.split()[1:] for line in result.out.splitlines()}

@@ -148,6 +148,7 @@ def test_a_candidate_is_shown_approved_and_rolled_back(run: Run, site: Path, mod
     assert document["alerts"]["removed"] == 0
 
     page = (out / "report.html").read_text()
+@pytest.mark.charts
     assert "&lt;b&gt;bearing&lt;/b&gt;" in page
     assert "<b>" not in page
     assert "<script" not in page

@@ -174,6 +174,7 @@ def test_options_that_do_not_fit_are_refused(cli: RunCommand, model_dir: Path, t
 
 
 @pytest.mark.slow
+@pytest.mark.charts
 def test_processes_collect_records_and_a_killed_run_continues(cli: RunCommand, model_dir: Path, tmp_path: Path) -> None:
     """Kill the run as soon as one shard is finished, then a worker of the next run, and compare with one process."""
     lines = write_lines(tmp_path / "log.jsonl", draw_readings(700, 0))

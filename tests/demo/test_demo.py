@@ -44,6 +44,7 @@ def alert(record: str, raised_at: int = 3, parts: tuple[Contribution, ...] = ())
     )  # fmt: skip
 
 
+pytestmark = pytest.mark.charts
 FLOW = Contribution("flow", 61.25, 11.2, ExpectedRange(75.12, 78.0, 81.9))
 MODE = Contribution("mode", "idle", 5.0, ExpectedRange(None, "boost", None))
 MILD = Contribution("voltage", 401.0, 0.4, ExpectedRange(395.0, 400.0, 405.0))

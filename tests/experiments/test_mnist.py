@@ -15,7 +15,7 @@ from experiments.completion import fill_missing
 from experiments.run import Outcome
 from tests.experiments.worlds import TINY, corner, settings, write_images
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.charts]
 
 
 @pytest.fixture(scope="module")

@@ -55,6 +55,7 @@ def remove_durations(results: dict[str, Any]) -> dict[str, Any]:
 def uninterrupted_run(table: Path, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     return run(table, tmp_path_factory.mktemp("uninterrupted_run"))
 
+@pytest.mark.charts
 
 def test_run_writes_results_model_and_report(uninterrupted_run: Outcome, table: Path) -> None:
     results = json.loads((uninterrupted_run.directory / "results.json").read_text())

@@ -143,6 +143,7 @@ def test_commands_for_scoring_need_no_extra(tmp_path: Path, requirements: dict[s
     subprocess.run([sys.executable, "-c", f"{HIDE}\n{program}", ",".join(hidden)], check=True, cwd=ROOT)
 
 
+@pytest.mark.charts
 def test_without_matplotlib_a_report_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(charts, "is_installed", lambda module: False)
     for chart in (
@@ -156,6 +157,7 @@ def test_without_matplotlib_a_report_says_what_to_install(monkeypatch: pytest.Mo
         assert "<svg" not in chart
 
 
+@pytest.mark.charts
 def test_calibrate_works_without_matplotlib_and_says_so(
     cli: RunCommand, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

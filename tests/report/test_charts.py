@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from deformer_stream.report import charts
 from tests.report.reader import SVG, parse_drawings, paths_of, texts_of
 
+pytestmark = pytest.mark.charts
+
 
 def size_of(drawing_view_box: str) -> tuple[float, float]:
     width, height = map(float, drawing_view_box.split()[2:])

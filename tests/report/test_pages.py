@@ -13,6 +13,7 @@ from deformer_stream.report import charts, pages
 from tests.effort import num_examples
 from tests.report.reader import SVG, parse_drawings, read_html
 
+pytestmark = pytest.mark.charts
 HOSTILE = "</td><script>alert('x')</script><img src=x onerror=\"alert(1)\">&amp;\x00\x0b\ud800\uffff"
 NUM_DRAWINGS = 6
 """Three charts, each for wide and for narrow screens."""

@@ -80,6 +80,7 @@ def run(source: Path, out: Path, **options: Any) -> IrregularOutput:
 
 
 def test_job_writes_a_model_directory_that_describes_irregular_readings(tmp_path: Path, source: Path) -> None:
+@pytest.mark.charts
     output = run(source, tmp_path / "model")
     artifact = model_store.read(tmp_path / "model")
     assert artifact.model.schema.reading_times == output.data.schema.reading_times
@@ -96,6 +97,7 @@ def test_job_writes_a_model_directory_that_describes_irregular_readings(tmp_path
     page = (tmp_path / "model" / "report.html").read_text()
     assert "Irregular readings" in page
     assert "the Gaussian process alone" in page
+    assert "<svg" in page
     assert not (tmp_path / "model.training").exists()
     seen = model_store.read_seen_records(tmp_path / "model", artifact.manifest)
     assert seen is not None

@@ -18,6 +18,7 @@ from trainer import report
 from trainer.data import DataOptions, PreparedTable, prepare_table
 from trainer.evaluate import HeldOutLikelihood
 
+pytestmark = pytest.mark.charts
 NUM_RECORDS = 200
 START = datetime(2026, 11, 20)
 TRAINING: dict[str, Any] = {
