@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 import uuid
 from collections.abc import Callable
 from dataclasses import replace
@@ -78,7 +79,13 @@ def model(site: Path, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def run(site: Path, model: Path) -> Run:
+def run(model: Path) -> Run:
+    return bind_model(model)
+
+
+def bind_model(model: Path) -> Run:
+    """Return a function that runs `propose` for a model."""
+
     def call(*arguments: str | Path, **options: object) -> Result:
         texts = ["--model", str(model), *OPTIONS, *map(str, arguments)]
         return CliRunner().invoke(build_propose(), texts, catch_exceptions=False, standalone_mode=False, **options)  # type: ignore[arg-type]
@@ -91,13 +98,25 @@ def make_candidate(run: Run, site: Path, out: Path, *more: str) -> Result:
     return run("--log", logs, "--feedback", site / "labels.jsonl", "--out", out, *more)
 
 
-def test_several_logs_are_named_after_the_option(run: Run, site: Path, tmp_path: Path) -> None:
-    make_candidate(run, site, tmp_path / "with-commas")
+@pytest.fixture(scope="module")
+def made_once(site: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a candidate for the model. Tests must not change it."""
+    out = tmp_path_factory.mktemp("made") / "candidate"
+    make_candidate(bind_model(site / "model"), site, out)
+    return out
+
+
+@pytest.fixture
+def candidate(made_once: Path, tmp_path: Path) -> Path:
+    """Return a copy of the candidate, which the test may change."""
+    return Path(shutil.copytree(made_once, tmp_path / "copied-candidate"))
+
+
+def test_several_logs_are_named_after_the_option(run: Run, site: Path, made_once: Path, tmp_path: Path) -> None:
+    """The logs of the other candidate were separated by commas."""
     logs = [site / "one.jsonl", site / "two.jsonl"]
     run("--log", *logs, "--feedback", site / "labels.jsonl", "--out", tmp_path / "with-spaces")
-    documents = [
-        json.loads((tmp_path / name / "difference.json").read_text()) for name in ("with-commas", "with-spaces")
-    ]
+    documents = [json.loads((out / "difference.json").read_text()) for out in (made_once, tmp_path / "with-spaces")]
     for document in documents:
         del document["made"]
     assert documents[0] == documents[1]
@@ -106,7 +125,9 @@ def test_several_logs_are_named_after_the_option(run: Run, site: Path, tmp_path:
 
 
 @pytest.mark.kafka
-def test_evidence_and_labels_of_topics(run: Run, site: Path, tmp_path: Path, kafka: SimpleNamespace) -> None:
+def test_evidence_and_labels_of_topics(
+    run: Run, site: Path, made_once: Path, tmp_path: Path, kafka: SimpleNamespace
+) -> None:
     topic = f"pumps-{uuid.uuid4().hex[:8]}"
     specs = describe_evidence_topic(f"{topic}-evidence") | describe_incident_topics("unused", f"{topic}-feedback")
     del specs["unused"]
@@ -114,10 +135,9 @@ def test_evidence_and_labels_of_topics(run: Run, site: Path, tmp_path: Path, kaf
     for name, files in (("evidence", ("one.jsonl", "two.jsonl")), ("feedback", ("labels.jsonl",))):
         lines = [line for file in files for line in (site / file).read_bytes().splitlines() if line]
         produce(kafka.cluster, f"{topic}-{name}", [(None, line, None) for line in [b"no message", *lines]])
-    make_candidate(run, site, tmp_path / "files")
     options = ["--topic", topic, "--bootstrap-servers", kafka.bootstrap]
     assert run(*options, "--out", tmp_path / "topics").exit_code == 0
-    documents = [json.loads((tmp_path / name / "difference.json").read_text()) for name in ("files", "topics")]
+    documents = [json.loads((out / "difference.json").read_text()) for out in (made_once, tmp_path / "topics")]
     for document in documents:
         del document["made"]
     assert documents[0] == documents[1]
@@ -128,6 +148,7 @@ def hash_files(directory: Path) -> dict[str, str]:
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in directory.iterdir()}
 
 
+@pytest.mark.charts
 def test_a_candidate_is_shown_approved_and_rolled_back(run: Run, site: Path, model: Path, tmp_path: Path) -> None:
     before = hash_files(model)
     out = tmp_path / "candidate"
@@ -148,7 +169,6 @@ def test_a_candidate_is_shown_approved_and_rolled_back(run: Run, site: Path, mod
     assert document["alerts"]["removed"] == 0
 
     page = (out / "report.html").read_text()
-@pytest.mark.charts
     assert "&lt;b&gt;bearing&lt;/b&gt;" in page
     assert "<b>" not in page
     assert "<script" not in page
@@ -190,9 +210,8 @@ def test_each_roll_back_names_the_approval_that_it_takes_back(run: Run, model: P
     assert [entry.summary[-2:] for entry in calibration.log] == ["A", "B", "C", " C", " B", " A"]
 
 
-def test_a_candidate_of_another_calibration_is_refused(run: Run, site: Path, model: Path, tmp_path: Path) -> None:
-    first, second = tmp_path / "first", tmp_path / "second"
-    make_candidate(run, site, first)
+def test_a_candidate_of_another_calibration_is_refused(run: Run, site: Path, candidate: Path, tmp_path: Path) -> None:
+    first, second = candidate, tmp_path / "second"
     make_candidate(run, site, second)
     assert (
         json.loads((first / "difference.json").read_text())["patterns"]
@@ -248,9 +267,8 @@ def test_a_calibration_of_records_replaces_segments_that_the_rule_in_use_ignores
     assert all(new.end != old.end for new, old in zip(after.segments, before.segments, strict=True))
 
 
-def test_a_roll_back_after_another_training_is_refused(run: Run, site: Path, model: Path, tmp_path: Path) -> None:
-    make_candidate(run, site, tmp_path / "candidate")
-    run("--approve", tmp_path / "candidate")
+def test_a_roll_back_after_another_training_is_refused(run: Run, model: Path, candidate: Path) -> None:
+    run("--approve", candidate)
     calibration = read_incident_calibration(model)
     assert calibration is not None
     write_model(model, seed=3)
@@ -259,11 +277,10 @@ def test_a_roll_back_after_another_training_is_refused(run: Run, site: Path, mod
         run("--roll-back")
 
 
-def test_damaged_candidates_are_refused(run: Run, site: Path, model: Path, tmp_path: Path) -> None:
+def test_damaged_candidates_are_refused(run: Run, model: Path, candidate: Path, tmp_path: Path) -> None:
     with pytest.raises(ArtifactError, match="cannot be read"):
         run("--approve", tmp_path)
-    out = tmp_path / "candidate"
-    make_candidate(run, site, out)
+    out = candidate
     before = hash_files(model)
     path = out / "model" / INCIDENTS_FILE
     raw = path.read_bytes()
