@@ -176,6 +176,7 @@ def test_process_with_all_neighbors_is_fitted_to_complete_examples(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, table: IrregularTable
 ) -> None:
     monkeypatch.setattr(gaussian_process, "choose_arrival_share", lambda examples: 1.0)
+    monkeypatch.setattr(gaussian_process, "STEPS_PER_ROUND", 25)
     examples = divided(tmp_path, table, 5, 8)
     few, all_neighbors = (GaussianProcessPrior(table.schema, 2, 3, number) for number in (6, 100))
     losses: list[float] = []
@@ -196,6 +197,7 @@ def test_process_for_imputation_is_fitted_to_predict_readings_from_all_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, table: IrregularTable
 ) -> None:
     monkeypatch.setattr(gaussian_process, "MAX_EXACT_ROUNDS", 6)
+    monkeypatch.setattr(gaussian_process, "STEPS_PER_ROUND", 25)
     examples = divided(tmp_path, table, 0, 40, arrival_share=0.0)
     process = GaussianProcessPrior(table.schema, 2, 4, 100, outlier_limit=5.0)
     losses: list[float] = []
@@ -290,7 +292,7 @@ def test_fit_of_the_process_keeps_the_parameters_before_numerical_problems(
     monkeypatch.setattr(gaussian_process, "_prepare_loss", prepare_failing_loss)
     process = GaussianProcessPrior(table.schema, 2, 3, 3)
     messages: list[str] = []
-    fit_process(process, examples, 0, on_message=messages.append)
+    fit_process(process, examples, 0, clock=lambda: 0.0, on_message=messages.append)  # without messages about progress
     assert num_calls == failing_step + 1
     assert len(messages) == 1
     assert f"not finite after {failing_step} step" in messages[0]

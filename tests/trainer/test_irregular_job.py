@@ -64,8 +64,9 @@ SMALL: dict[str, Any] = {
 
 
 @pytest.fixture(autouse=True)
-def _fit_the_process_in_few_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+def _fit_the_process_in_few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gaussian_process, "NUM_ROUNDS", 3)
+    monkeypatch.setattr(gaussian_process, "STEPS_PER_ROUND", 15)
 
 
 @pytest.fixture
@@ -79,8 +80,8 @@ def run(source: Path, out: Path, **options: Any) -> IrregularOutput:
     return train_irregular([source], settings)
 
 
-def test_job_writes_a_model_directory_that_describes_irregular_readings(tmp_path: Path, source: Path) -> None:
 @pytest.mark.charts
+def test_job_writes_a_model_directory_that_describes_irregular_readings(tmp_path: Path, source: Path) -> None:
     output = run(source, tmp_path / "model")
     artifact = model_store.read(tmp_path / "model")
     assert artifact.model.schema.reading_times == output.data.schema.reading_times
@@ -96,8 +97,8 @@ def test_job_writes_a_model_directory_that_describes_irregular_readings(tmp_path
     assert set(artifact.calibration.mean_neg_log_p_by_feature) == {"a", "b", "state"}
     page = (tmp_path / "model" / "report.html").read_text()
     assert "Irregular readings" in page
-    assert "the Gaussian process alone" in page
     assert "<svg" in page
+    assert "the Gaussian process alone" in page
     assert not (tmp_path / "model.training").exists()
     seen = model_store.read_seen_records(tmp_path / "model", artifact.manifest)
     assert seen is not None
@@ -272,6 +273,7 @@ def test_scale_of_cumulative_sums_is_fitted_to_the_scores_of_the_engine(tmp_path
 
 
 def test_chunks_change_no_sum(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, table: IrregularTable) -> None:
+    monkeypatch.setattr(gaussian_process, "STEPS_PER_ROUND", 75)  # a prior that is hardly fitted gives small sums
     examples = divided(tmp_path, table)
     torch.manual_seed(0)
     model = DEformer(table.schema, replace(CONFIG, context_recent=5, context_block=8)).eval()
@@ -315,12 +317,12 @@ def test_memory_for_sums_does_not_grow_with_the_longest_record(tmp_path: Path) -
 
 
 def test_evidence_fades_by_default(tmp_path: Path, source: Path) -> None:
-    fading = run(source, tmp_path / "fading").calibration
+    fading = run(source, tmp_path / "fading", epochs=1).calibration
     assert fading.cusum_scale is not None
     stored = model_store.read(tmp_path / "fading").calibration
     assert stored.cusum_scale is not None
     np.testing.assert_array_equal(stored.cusum_scale.slopes, fading.cusum_scale.slopes)
-    lasting = run(source, tmp_path / "lasting", evidence="lasting").calibration
+    lasting = run(source, tmp_path / "lasting", epochs=1, evidence="lasting").calibration
     assert lasting.cusum_scale is None
     assert not np.allclose(lasting.scores, fading.scores, rtol=0.01)
     with pytest.raises(ConfigError, match="--evidence needs --irregular"):
