@@ -221,8 +221,9 @@ def test_draws_have_the_exact_joint_distribution() -> None:
     assert np.abs(correlation[np.triu_indices(3, 1)]).max() > 0.3
     assert np.corrcoef(drawn.T) == pytest.approx(correlation, abs=0.08)
     assert drawn.std(0) == pytest.approx(deviation, rel=0.08)
-    assert np.array_equal(drawn[:5], draw_at_times(model, observed, targets, 3000, seed=4)[:5])
-    assert not np.array_equal(drawn[:5], draw_at_times(model, observed, targets, 5, seed=5))
+    few = [draw_at_times(model, observed, targets, 5, seed=seed) for seed in (4, 4, 5)]
+    assert np.array_equal(few[0], few[1])
+    assert not np.array_equal(few[0], few[2])
 
 
 def test_values_of_earlier_groups_are_in_the_context_of_later_ones() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,6 @@ from experiments.command import run_command
 from experiments.experiment import apply_overrides
 from experiments.power.experiment import EXPERIMENT, PRESETS
 from experiments.run import Outcome
-from tests.conftest import ROOT
 from tests.experiments.worlds import TINY, settings, write_power
 from trainer.data import Split
 from trainer.evaluate import evaluate_held_out
@@ -55,8 +54,8 @@ def remove_durations(results: dict[str, Any]) -> dict[str, Any]:
 def uninterrupted_run(table: Path, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     return run(table, tmp_path_factory.mktemp("uninterrupted_run"))
 
-@pytest.mark.charts
 
+@pytest.mark.charts
 def test_run_writes_results_model_and_report(uninterrupted_run: Outcome, table: Path) -> None:
     results = json.loads((uninterrupted_run.directory / "results.json").read_text())
     assert results == uninterrupted_run.results
@@ -156,21 +155,25 @@ def test_paused_run_continues_until_complete(table: Path, tmp_path: Path, capsys
     assert "test NLL" in shown.out
 
 
-def module(name: str, *words: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", f"experiments.{name}", *map(str, words)]
-    return subprocess.run(command, cwd=ROOT, text=True, capture_output=True, check=False)
-
-
 @pytest.mark.parametrize("name", ["binarized_mnist", "power"])
-def test_command_line_options_and_errors(name: str, tmp_path: Path) -> None:
-    shown = module(name, "--help")
-    assert shown.returncode == 0
+def test_command_line_options_and_errors(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run_module(*words: object) -> tuple[object, str, str]:
+        """Return the exit code and the outputs of `python -m experiments.NAME`, which runs in this process."""
+        monkeypatch.setattr(sys, "argv", [name, *map(str, words)])
+        with pytest.raises(SystemExit) as end:
+            runpy.run_module(f"experiments.{name}", run_name="__main__")
+        return end.value.code, *capsys.readouterr()
+
+    code, out, _ = run_module("--help")
+    assert code == 0
     for word in ("--data", "--out", "--preset", "--max-time", "--pause-after", "--resume", "--orders", "arXiv"):
-        assert word in shown.stdout
-    refused = module(name, "--data", tmp_path, "--out", tmp_path / "out")
-    assert refused.returncode == 3
-    assert len(refused.stderr.splitlines()) == 1
-    assert module(name, "--data", tmp_path, "--out", tmp_path / "out", "--preset", "huge").returncode == 2
+        assert word in out
+    code, _, errors = run_module("--data", tmp_path, "--out", tmp_path / "out")
+    assert code == 3
+    assert len(errors.splitlines()) == 1
+    assert run_module("--data", tmp_path, "--out", tmp_path / "out", "--preset", "huge")[0] == 2
 
 
 def test_parts_of_the_split_have_different_codes() -> None:
