@@ -22,9 +22,11 @@ import pytest
 import deformer_stream
 from deformer_stream import model_store
 from deformer_stream.calibration.conformal import Calibration
+from deformer_stream.cli.shards import run as shard_run
 from deformer_stream.report.pages import render_page, render_paragraph
 from deformer_stream.runtime.next_reading_order import score_in_chosen_order
 from deformer_stream.runtime.reload import ModelReloader
+from tests.cli.conftest import SerialPool
 from tests.commands import assert_command_failed
 from tests.models import SCHEMA, draw_rows, write_model
 
@@ -110,9 +112,19 @@ def test_order_next_scores_records_in_the_chosen_order(cli: Run, model_dir: Path
 @pytest.mark.parametrize("ending", ["csv", "parquet"])
 @pytest.mark.parametrize("options", [(), ("--workers", "2")])
 def test_only_rows_with_the_normal_label_of_the_training_are_used(
-    cli: Run, model_dir: Path, tmp_path: Path, options: tuple[str, ...], ending: str
+    cli: Run,
+    model_dir: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    options: tuple[str, ...],
+    ending: str,
 ) -> None:
-    """A fault in one of three rows; the labels are spelt otherwise than in the training."""
+    """A fault in one of three rows; the labels are spelt otherwise than in the training.
+
+    Only one of the cases starts the processes for which `--workers` asks.
+    """
+    if ending == "parquet":
+        monkeypatch.setattr(shard_run, "_make_pool", lambda engine, *arguments: SerialPool(*arguments))
     loaded = model_store.read(model_dir)
     training = {"options": {"label": "fault", "normal": "0"}}
     model_store.write(tmp_path / "m", loaded.model, loaded.calibration, training, "")
@@ -141,6 +153,7 @@ def test_only_rows_with_the_normal_label_of_the_training_are_used(
     assert_command_failed(cli(*words, "--label", "fault"), 2, "--label and --normal belong together")
 
 
+@pytest.mark.charts
 def test_output_and_report_compare_both_calibrations(cli: Run, model_dir: Path, tmp_path: Path) -> None:
     out = tmp_path / "again"
     result = cli(
@@ -153,7 +166,6 @@ def test_output_and_report_compare_both_calibrations(cli: Run, model_dir: Path, 
         "--alpha",
         0.3,
     )
-@pytest.mark.charts
     before, after = model_store.read(model_dir).calibration, model_store.read(out).calibration
     assert after.arrival_order == before.arrival_order == "random"
     rows = {line.split()[0]: line.split()[1:] for line in result.out.splitlines()}

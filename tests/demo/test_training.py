@@ -63,7 +63,7 @@ def test_the_call_after_an_interrupted_one_continues_its_training(
     assert process.returncode == 130, errors
     assert "the same command of the demo continues it" in printed
     assert not (output / "model").exists()
-    if not options:
+    if number == signal.SIGTERM:  # in one of the cases, because it starts a further process
         # With another seed it is not continued, and the error of the trainer names the folder to delete.
         assert run_trainer(Console(), output / "normal.parquet", output / "model", seed=1, train_time="1h") == 2
         assert f"delete {output / 'model.training'}" in capfd.readouterr().err
