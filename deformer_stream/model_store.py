@@ -593,8 +593,8 @@ def read(directory: Path, device: str = "cpu", compiled: bool = True) -> Artifac
             devices but "cpu".
         compiled: Whether to attach the compiled CPU kernels to the model. They score faster than PyTorch, which is then
             not needed (`ModelParameters.kernel_library`). If PyTorch has to score, on a GPU or because they do not
-            support the model, they only measure distances (`distance_library`). The argument has no effect if there are
-            no kernels for the processor.
+            support the model, they only measure distances (`distance_library`). Nothing is attached if there are no
+            kernels for the processor.
 
     Raises:
         ArtifactError: The model directory is incomplete, altered or inconsistent. The message names the file and the

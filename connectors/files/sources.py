@@ -36,6 +36,7 @@ from deformer_stream.settings.base import Layout
 from deformer_stream.tables.csv_rows import BadRow
 from deformer_stream.tables.data_files import DataFile, RemoteFile
 from deformer_stream.tables.discovery import JSON_LINES, find_data_files, get_stem, has_ending
+from deformer_stream.tables.labels import encode_labels
 from deformer_stream.tables.table import (
     DEFAULT_RECORD_COLUMN,
     CellForm,
@@ -131,14 +132,10 @@ def open_source(
                 f"--order {options.order} cannot be used with standard input (-), because reordering needs the whole "
                 "input; write it to a file first, and name the file"
             )
-        if options.label_column is not None:
-            raise ConfigError(
-                "standard input (-) holds JSON lines, but --label is the name of a column of tables; leave it out"
-            )
         return StandardInput(max_message_bytes=options.max_message_bytes, batch_events=options.batch_events)
     files = open_input_files(inputs, schemas, options)
     payloads = files.iterate() if options.order == "arrival" else files.iterate_reordered()
-    return FileSource(payloads, files.num_rows, files.ignored_columns, files.missing_columns)
+    return FileSource(payloads, files.num_rows, files.ignored_columns, files.missing_columns, files.has_labels)
 
 
 def open_input_files(
@@ -178,7 +175,6 @@ def open_input_files(
         else:
             contents.append(_WideTable.check(table, prefix_by_file[path], reading))
     opened = InputFiles(tuple(files), tuple(contents), reading)
-    reading.check_label_column(table_by_file.values())
     if options.order != "arrival" and opened.needs_reordering:
         if len(reading.schemas) > 1:
             raise ConfigError(
@@ -281,6 +277,11 @@ class InputFiles:
         return tuple(dict.fromkeys(name for table in self._tables for name in table.ignored_columns))
 
     @property
+    def has_labels(self) -> bool:
+        """Whether a table has labels of records that are read."""
+        return any(table.label_columns for table in self._tables)
+
+    @property
     def missing_columns(self) -> tuple[str, ...]:
         """Features of the model for which no table has a column; empty if other contents could have them."""
         tables = [content for content in self._contents if content is not None]
@@ -340,6 +341,7 @@ class FileSource:
         num_rows: Total number of rows, for progress reports. None if it is not known in advance.
         ignored_columns: Columns of the tables that are not read, because they are not features of the model.
         missing_columns: Features of the model for which no table has a column.
+        has_labels: Whether a table has labels of records that are read.
     """
 
     def __init__(
@@ -348,8 +350,9 @@ class FileSource:
         num_rows: int | None,
         ignored_columns: tuple[str, ...],
         missing_columns: tuple[str, ...] = (),
+        has_labels: bool = False,
     ) -> None:
-        self.num_rows = num_rows
+        self.num_rows, self.has_labels = num_rows, has_labels
         self.ignored_columns, self.missing_columns = ignored_columns, missing_columns
         self._payloads = Prefetcher(payloads)
         self._is_exhausted = False
@@ -393,11 +396,13 @@ class StandardInput:
         num_rows: Always None, because the number of lines is not known in advance.
         ignored_columns: Always empty, because lines have no columns.
         missing_columns: Always empty.
+        has_labels: Always False.
     """
 
     num_rows: int | None = None
     ignored_columns: tuple[str, ...] = ()
     missing_columns: tuple[str, ...] = ()
+    has_labels: bool = False
 
     def __init__(
         self, descriptor: int | None = None, *, max_message_bytes: int = 1_048_576, batch_events: int = 8192
@@ -527,7 +532,26 @@ class _Reading(ReadOptions):
             The names of the column that identifies the record or the device, of the columns of features and values, and
             possibly of the time column.
         """
-        return self.field_names.required_columns(table.schema.names, self.window_assigner is not None)
+        names = self.choose_field_names(table)
+        return names.required_columns(table.schema.names, self.window_assigner is not None)
+
+    def choose_field_names(self, table: Table) -> FieldNames:
+        """Return the names of the columns of a reading, if a table has one reading per row.
+
+        They are those of the options, or the default names if only these columns exist. So a table that `init` has made
+        of messages is read with the options for the messages.
+        """
+        names, defaults, columns = self.field_names, FieldNames(), set(table.schema.names)
+        has_default_names = columns >= {defaults.feature, defaults.value}
+        return defaults if has_default_names and not columns >= {names.feature, names.value} else names
+
+    def rename_fields(self, names: FieldNames) -> dict[str, str]:
+        """Return by name of a column the name that the options give to this field.
+
+        Args:
+            names: The names of the columns of a table.
+        """
+        return {getattr(names, field.name): getattr(self.field_names, field.name) for field in fields(FieldNames)}
 
     def get_sensor(self, name: str) -> Feature:
         """Return the first feature of a sensor; all of its features have the same kind and labels."""
@@ -554,31 +578,21 @@ class _Reading(ReadOptions):
             )
         return [self.model_column]
 
-    def check_label_column(self, tables: Iterable[Table]) -> None:
-        """Check that one of the tables has the column of labels, if labels are read.
+    def find_label_column(self, table: Table, reading_columns: Collection[str] = ()) -> list[str]:
+        """Return the column with the labels of records, as a list of names; empty if labels are not read.
 
-        Raises:
-            InputError: No table has the column, or there are no tables.
+        Args:
+            table: The table. It may lack the column.
+            reading_columns: Columns that are parts of a reading, which label no record.
         """
-        tables = list(tables)
-        if self.label_column is None or any(self.label_column in table.schema.names for table in tables):
-            return
-        place = f"{tables[0].name} has the columns {tables[0].format_column_names()}" if tables else "there is no table"
-        raise InputError(
-            f"no table of the input has the column {self.label_column!r} ({place}); choose a column with --label, or "
-            "leave it out"
-        )
-
-    def find_label_column(self, table: Table) -> list[str]:
-        """Return the column of labels as a list of names; empty if labels are not read or the table has none."""
         name = self.label_column
-        return [name] if name is not None and name in table.schema.names else []
+        return [name] if name is not None and name in table.schema.names and name not in reading_columns else []
 
-    def label_rows(self, rows: pa.RecordBatch) -> pa.RecordBatch:
-        """Return rows of a table with the column `RECORD_LABEL_COLUMN`, if they have the column of labels."""
-        if self.label_column not in rows.schema.names:
-            return rows
-        return rows.append_column(RECORD_LABEL_COLUMN, rows.column(self.label_column))
+
+def _format_record_labels(column: pa.Array) -> pa.Array:
+    """Return labels of records, which have any type, as an Arrow array of text."""
+    indexes, labels = encode_labels(column)
+    return pa.array(labels, pa.string()).take(pa.array(indexes, mask=indexes < 0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -593,6 +607,7 @@ class _WideTable:
         record_column: Name of the column of record ids, or None if there is none.
         time_column: Name of the column of times, or None if there is none.
         model_columns: Name of the column that determines the model, if it is none of these columns; else empty.
+        label_columns: Name of the column with the label of the record; empty if there is none.
         ignored_columns: Names of all other columns.
         options: How to read the table.
         bad_rows: The rows of the file that are malformed.
@@ -604,6 +619,7 @@ class _WideTable:
     record_column: str | None
     time_column: str | None
     model_columns: list[str]
+    label_columns: list[str]
     ignored_columns: list[str]
     options: _Reading
     bad_rows: _BadRows
@@ -640,7 +656,8 @@ class _WideTable:
             )
         used_columns = (*feature_columns, record_column, time_column)
         model_columns = options.find_model_column(table, (*used_columns, options.field_names.record))
-        used_columns += (*model_columns, *options.find_label_column(table))
+        label_columns = options.find_label_column(table)
+        used_columns += (*model_columns, *label_columns)
         ignored_columns = [column for column in columns if column not in used_columns]
         return _WideTable(
             table,
@@ -649,6 +666,7 @@ class _WideTable:
             record_column=record_column,
             time_column=time_column,
             model_columns=model_columns,
+            label_columns=label_columns,
             ignored_columns=ignored_columns,
             options=options,
             bad_rows=_BadRows(table),
@@ -670,14 +688,15 @@ class _WideTable:
         if self.time_column is not None:
             columns.append(self.time_column)
             forms[self.time_column] = "time"
-        columns += [name for name in self.options.find_label_column(self.table) if name not in columns]
+        columns += [name for name in self.label_columns if name not in columns]
         num_features = max(len(schema) for schema in self.options.schemas)
         batch_size = max(1, self.options.batch_events // num_features)  # rows; each has an event per feature
         for batch, rows in self.table.iterate_numbered(columns, batch_size, forms, self.bad_rows.add):
             record_ids = self._make_record_ids(batch, rows)
             first_row = int(rows[0]) if len(rows) else 0
-            labelled = self.options.label_rows(batch)
-            yield WideRows(self.table.name, labelled, record_ids, first_row, self.time_column, rows)
+            for name in self.label_columns:
+                batch = batch.append_column(RECORD_LABEL_COLUMN, _format_record_labels(batch.column(name)))
+            yield WideRows(self.table.name, batch, record_ids, first_row, self.time_column, rows)
 
     def _make_record_ids(self, batch: pa.RecordBatch, rows: NDArray[np.int64]) -> list[str]:
         """Return the record id of each row: the cell of the record column, or a text made of the row number.
@@ -703,14 +722,18 @@ class _LongTable:
 
     Attributes:
         table: The file.
+        field_names: Names of the columns of a reading in this table.
         columns: Names of the columns that are read.
+        label_columns: Name of the column with the label of the record, which is one of them; empty if there is none.
         ignored_columns: Names of all other columns.
         options: How to read the table.
         bad_rows: The rows of the file that are malformed.
     """
 
     table: Table
+    field_names: FieldNames
     columns: list[str]
+    label_columns: list[str]
     ignored_columns: list[str]
     options: _Reading
     bad_rows: _BadRows
@@ -726,7 +749,7 @@ class _LongTable:
         Raises:
             InputError: A required column is missing, or feature names are not text.
         """
-        names, columns = options.field_names, table.schema.names
+        names, columns = options.choose_field_names(table), table.schema.names
         for name in options.list_required_columns(table):
             if name not in columns:
                 raise InputError(
@@ -745,15 +768,12 @@ class _LongTable:
         id_columns = (names.record,) if options.window_assigner is None else (names.record, names.device)
         known_columns = (*id_columns, names.feature, names.value, names.label, names.time)
         used_columns = [name for name in known_columns if name in columns]
-        if options.label_column in (names.feature, names.value, names.label):
-            raise InputError(
-                f"{table.name}: the column {options.label_column!r} holds readings, so it cannot be the label of "
-                "records (--label); rename the column with the labels"
-            )
-        used_columns += options.find_model_column(table, used_columns)
-        used_columns += [name for name in options.find_label_column(table) if name not in used_columns]
+        name_by_column = options.rename_fields(names)
+        used_columns += options.find_model_column(table, [name_by_column.get(name, name) for name in used_columns])
+        label_columns = options.find_label_column(table, (names.feature, names.value, names.label))
+        used_columns += [name for name in label_columns if name not in used_columns]
         ignored_columns = [name for name in columns if name not in used_columns]
-        return _LongTable(table, used_columns, ignored_columns, options, _BadRows(table))
+        return _LongTable(table, names, used_columns, label_columns, ignored_columns, options, _BadRows(table))
 
     @property
     def num_rows(self) -> int | None:
@@ -762,7 +782,7 @@ class _LongTable:
 
     def iterate_rows(self) -> Iterator[LongRows]:
         """Yield the rows of the table in batches of at most `options.batch_events` rows."""
-        names = self.options.field_names
+        names, name_by_column = self.field_names, self.options.rename_fields(self.field_names)
         # Values are not converted to numbers here, so that labels such as "007" are not changed.
         forms: dict[str, CellForm] = dict.fromkeys(
             (names.record, names.device, names.feature, names.value, names.label), "text"
@@ -774,7 +794,11 @@ class _LongTable:
         batches = self.table.iterate_numbered(self.columns, self.options.batch_events, forms, self.bad_rows.add)
         for batch, rows in batches:
             first_row = int(rows[0]) if len(rows) else 0
-            yield LongRows(self.table.name, self.options.label_rows(batch), first_row, rows)
+            labels = [_format_record_labels(batch.column(name)) for name in self.label_columns]
+            batch = batch.rename_columns([name_by_column.get(name, name) for name in batch.schema.names])
+            for column in labels:
+                batch = batch.append_column(RECORD_LABEL_COLUMN, column)
+            yield LongRows(self.table.name, batch, first_row, rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -787,6 +811,7 @@ class _WindowedTable:
         time_column: Name of the column of times.
         device_column: Name of the column of devices. None if the name of the file is the device.
         model_columns: Name of the column that determines the model; empty if there is none, or if it is the device.
+        label_columns: Name of the column with the label of the row; empty if there is none.
         ignored_columns: Names of all other columns.
         options: How to read the table.
         bad_rows: The rows of the file that are malformed.
@@ -797,6 +822,7 @@ class _WindowedTable:
     time_column: str
     device_column: str | None
     model_columns: list[str]
+    label_columns: list[str]
     ignored_columns: list[str]
     options: _Reading
     bad_rows: _BadRows
@@ -832,7 +858,8 @@ class _WindowedTable:
                 "table become readings, which have a field of this name; rename the column in the table, and give its "
                 "new name with --model-by"
             )
-        used_columns += (*model_columns, *options.find_label_column(table))
+        label_columns = options.find_label_column(table)
+        used_columns += (*model_columns, *label_columns)
         ignored_columns = [column for column in columns if column not in used_columns]
         return _WindowedTable(
             table,
@@ -840,6 +867,7 @@ class _WindowedTable:
             time_column,
             device_column=device_column,
             model_columns=model_columns,
+            label_columns=label_columns,
             ignored_columns=ignored_columns,
             options=options,
             bad_rows=_BadRows(table),
@@ -862,9 +890,8 @@ class _WindowedTable:
             if name not in columns:
                 columns.append(name)
                 forms[name] = "text"
-        label_of_records = self.options.find_label_column(self.table)
-        columns += [name for name in label_of_records if name not in columns]
-        label_columns = {name for name in self.feature_columns if self.options.get_sensor(name).labels}
+        columns += [name for name in self.label_columns if name not in columns]
+        discrete_columns = {name for name in self.feature_columns if self.options.get_sensor(name).labels}
         long_names = _list_reading_columns(names)
         batch_size = max(1, self.options.batch_events // len(self.feature_columns))  # rows of the wide table
         for batch, rows in self.table.iterate_numbered(columns, batch_size, forms, self.bad_rows.add):
@@ -873,13 +900,14 @@ class _WindowedTable:
             else:
                 description = f"{self.table.name}: column {self.device_column!r}"
                 devices = convert_ids(batch.column(self.device_column), description)
-            readings = unpivot_rows(batch, self.feature_columns, label_columns, self.time_column, devices, rows)
+            readings = unpivot_rows(batch, self.feature_columns, discrete_columns, self.time_column, devices, rows)
             readings = readings.rename_columns(long_names)
-            added_columns = [(name, name) for name in self.model_columns]
-            added_columns += [(name, RECORD_LABEL_COLUMN) for name in label_of_records]
-            for source, name in added_columns:
-                row_of_reading = np.searchsorted(rows, readings.column(ROW_NUMBER_COLUMN).to_numpy())
-                readings = readings.append_column(name, batch.column(source).take(pa.array(row_of_reading)))
+            column_by_name = {name: batch.column(name) for name in self.model_columns}
+            for name in self.label_columns:
+                column_by_name[RECORD_LABEL_COLUMN] = _format_record_labels(batch.column(name))
+            row_of_reading = pa.array(np.searchsorted(rows, readings.column(ROW_NUMBER_COLUMN).to_numpy()))
+            for name, column in column_by_name.items():
+                readings = readings.append_column(name, column.take(row_of_reading))
             yield LongRows(self.table.name, readings, 0)
 
 

@@ -75,7 +75,8 @@ def score_records_in_shards(
     shard_run.check_inputs(inputs, folder, remedy)
     with lock_folder(folder, "--out"):
         delete_leftover(folder)
-        job, files = shard_run.open_job(inputs, models, settings, folder, "--out", remedy)
+        files = input_files.open_inputs_for_shards(inputs, models, settings)
+        job = shard_run.open_job(inputs, models, settings, files, folder, "--out", remedy)
         num_scored = shard_run.run_shards(job, "calibrate", prepare_calibration, files.num_rows, stop)
         if num_scored is None or stop.is_set():
             return None

@@ -97,7 +97,8 @@ def make_record_labels(settings: ReplaySettings) -> RecordLabels | None:
     """Return what finds the labels of records in the input, None if labels are not read."""
     from deformer_stream.runtime.record_labels import RecordLabels
 
-    return RecordLabels(settings.normal) if settings.label_of_records and settings.normal is not None else None
+    labels = settings.label_of_records
+    return None if labels is None else RecordLabels(labels[1])
 
 
 def log_columns(ignored_columns: Sequence[str], missing_columns: Sequence[str]) -> None:

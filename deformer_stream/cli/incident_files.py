@@ -94,7 +94,7 @@ def replay_evidence(
 
     path_by_flag = settings.get_output_by_flag()
     others = [flag for flag, path in path_by_flag.items() if path and flag != "--incidents"]
-    wrong = next((flag for flag in others if flag in given_flags), None)
+    wrong = next((flag for flag in (*others, "--label") if flag in given_flags), None)
     if wrong is not None:
         raise ConfigError(
             f"{wrong} needs events, but {inputs[0]} holds evidence: leave the option out, or give the events"

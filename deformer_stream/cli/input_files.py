@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from deformer_stream.cli.codecs import get_field_names, make_row_codec, make_window_assigner
 
@@ -16,11 +16,8 @@ if TYPE_CHECKING:
     from connectors.files import FileSource, InputFiles, ReadOptions, StandardInput
     from deformer_stream.cli.served_models import ServedModels
     from deformer_stream.codec.model_choice import ModelDecoder
-    from deformer_stream.model_store import Artifact
-    from deformer_stream.settings import CalibrateSettings, InputSettings, ReplaySettings
+    from deformer_stream.settings import InputSettings
     from deformer_stream.tables.data_files import DataFile
-
-    LabelledSettings = TypeVar("LabelledSettings", CalibrateSettings, ReplaySettings)
 
 DEFAULT_BATCH_EVENTS, MAX_BATCH_FACTOR = 8192, 8
 """Number of events of a poll of files with one model; and the largest factor by which it grows with several models."""
@@ -107,38 +104,6 @@ def open_inputs_for_shards(
     return open_input_files(list(inputs), list(models.schema_by_name.values()), options, choose)
 
 
-def adopt_training_label(
-    inputs: Sequence[str], settings: LabelledSettings, artifacts: Sequence[Artifact]
-) -> LabelledSettings:
-    """Return the settings with the options `--label` and `--normal` of the training, if the input has that column.
-
-    Args:
-        inputs: Files, folders and patterns of files; `-` is standard input.
-        settings: Options of the command. If they have a label, they stay as they are.
-        artifacts: The models, whose manifests have the options of the training. Models that were trained with different
-            labels determine none.
-    """
-    from connectors.files.sources import open_tables
-    from deformer_stream.tables.discovery import JSON_LINES, find_data_files, has_ending
-    from deformer_stream.tables.table import TableOptions
-
-    options = [artifact.manifest["training"].get("options", {}) for artifact in artifacts]
-    pairs = {(entry.get("label"), entry.get("normal")) for entry in options}
-    label, normal = pairs.pop()
-    if settings.label is not None or pairs or "-" in inputs or not (isinstance(label, str) and isinstance(normal, str)):
-        return settings
-    names = get_field_names(settings)
-    # In a table with one reading per row, these columns are parts of the reading.
-    reading_columns = frozenset({names.feature, names.value})
-    is_part_of_reading = label in reading_columns | {names.label}
-    files = [file for file in find_data_files(inputs) if not has_ending(file, JSON_LINES)]
-    for table in open_tables(files, TableOptions.from_settings(settings)).values():
-        columns = set(table.schema.names)
-        if label in columns and not (is_part_of_reading and reading_columns <= columns):
-            return settings.model_copy(update={"label": label, "normal": normal})
-    return settings
-
-
 def make_row_codecs(models: ServedModels, settings: InputSettings) -> ModelDecoder:
     """Return the codec of a command that scores files with one model, or the codecs of several models."""
     return models.combine_codecs(
@@ -191,5 +156,5 @@ def _make_read_options(models: ServedModels, settings: InputSettings) -> ReadOpt
         max_message_bytes=settings.max_message_bytes,
         window_assigner=make_window_assigner(schema, settings),
         model_column=None if models.choice is None else models.choice.field,
-        label_column=settings.label_of_records,
+        label_column=None if settings.label_of_records is None else settings.label_of_records[0],
     )

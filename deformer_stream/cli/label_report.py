@@ -1,4 +1,4 @@
-"""The outcome of a replay of labelled records: how many of each label have alerted, and when.
+"""The labels of the records that `replay` scores: which column has them, and how many of each label have alerted.
 
 Heavy packages are imported inside the functions, so that `--help` is printed without delay.
 """
@@ -11,12 +11,61 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from connectors.files import FileSource, InputFiles, StandardInput
+    from deformer_stream.cli.served_models import ServedModels
     from deformer_stream.runtime.label_outcomes import LabelOutcome, LabelOutcomeSink, LabelReport
     from deformer_stream.runtime.record_labels import RecordLabels
     from deformer_stream.settings import ReplaySettings
 
 MAX_LABELS = 20
 """Largest number of labels of faults that the table lists."""
+
+
+def adopt_training_label(settings: ReplaySettings, models: ServedModels) -> ReplaySettings:
+    """Return the settings with the options `--label` and `--normal` of the training, if they have none.
+
+    Args:
+        settings: Options of `replay`.
+        models: The models, whose manifests have the options of the training. Models that were trained with different
+            labels determine none.
+    """
+    options = [artifact.manifest["training"].get("options", {}) for artifact in models.artifact_by_name.values()]
+    label, *others = {(entry.get("label"), entry.get("normal")) for entry in options}
+    if settings.label is not None or others or not all(isinstance(text, str) for text in label):
+        return settings
+    return settings.model_copy(update=dict(zip(("label", "normal"), label, strict=True)))
+
+
+def drop_missing_label(
+    settings: ReplaySettings, given: ReplaySettings, files: FileSource | StandardInput | InputFiles, is_flag: bool
+) -> ReplaySettings:
+    """Return the settings without the labels of records, if no table of the input has the column.
+
+    Args:
+        settings: Options of `replay`, perhaps with the label of the training.
+        given: The options without the label of the training.
+        files: The input.
+        is_flag: Whether the label was given on the command line.
+
+    Raises:
+        InputError: The label was given on the command line.
+    """
+    from deformer_stream import log
+    from deformer_stream.errors import InputError
+
+    if settings.label_of_records is None or files.has_labels:
+        return settings
+    if given.label_of_records is not None:
+        columns = ", ".join(files.ignored_columns)
+        message = (
+            f"no table of the input has a column {settings.label!r} with labels of records"
+            + (f" (the columns without a feature are {columns})" if columns else "")
+            + ": choose a column with --label, or leave it out"
+        )
+        if is_flag:
+            raise InputError(message)
+        log.get_logger("replay").warning("label_missing", column=settings.label, message=message)
+    return settings.model_copy(update={"label": None, "normal": None})
 
 
 def open_outcome_sink(settings: ReplaySettings, labels: RecordLabels) -> LabelOutcomeSink:
@@ -66,6 +115,8 @@ def format_label_report(report: LabelReport, alphas: Sequence[float]) -> str:
 
     alphas = sorted(alphas, reverse=True)
     rows = [("label", "records", *(f"alerted at {alpha:g}" for alpha in alphas), "first alert after")]
+    if not report.num_labelled:
+        return f"none of {report.num_unlabelled:,} records has a label"
     outcomes = [report.normal, *report.faults[:MAX_LABELS]]
     if len(report.faults) > 1:
         outcomes.append(report.all_faults)

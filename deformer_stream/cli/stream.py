@@ -505,12 +505,13 @@ def build_replay() -> click.Command:
         if settings.output_dir is not None:
             from deformer_stream.cli.shards.replay import replay_in_shards
 
-            return replay_in_shards(inputs, settings, settings.output_dir, stop)
+            return replay_in_shards(inputs, settings, settings.output_dir, flags["label"] is not None, stop)
         drift_odds = None if settings.drift == "off" else settings.drift or served_models.DEFAULT_DRIFT_ODDS
         models = served_models.load_models(settings, drift_odds, settings.suspicious_records is not None)
-        settings = input_files.adopt_training_label(inputs, settings, list(models.artifact_by_name.values()))
         engines = models.make_engines()
+        given, settings = settings, label_report.adopt_training_label(settings, models)
         codec, source = input_files.open_inputs(inputs, models, settings)
+        settings = label_report.drop_missing_label(settings, given, source, flags["label"] is not None)
         labels = file_runs.make_record_labels(settings)
         outcome_sink = None if labels is None else label_report.open_outcome_sink(settings, labels)
         with ExitStack() as cleanup:

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from enum import StrEnum
-from itertools import compress
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -547,14 +545,6 @@ class ClosedRecords:
     def __len__(self) -> int:
         """Return the number of records."""
         return len(self.record_ids)
-
-    def select(self, is_chosen: NDArray[np.bool_]) -> ClosedRecords:
-        """Return the records for which `is_chosen`, (R,), is true."""
-        columns: list[Any] = [getattr(self, column.name) for column in fields(self)]
-        for index, column in enumerate(columns):
-            is_array = isinstance(column, np.ndarray)
-            columns[index] = column[is_chosen] if is_array else type(column)(compress(column, is_chosen.tolist()))
-        return ClosedRecords(*columns)
 
     @staticmethod
     def empty() -> ClosedRecords:

@@ -137,8 +137,8 @@ class DEformer(nn.Module):
 
     Attributes:
         kernel_library: The compiled CPU kernels that score in place of PyTorch, or None to score with PyTorch.
-        distance_library: As for `ModelParameters`.
             `model_store.read` attaches them; `kernels.cpu.CpuKernels` calls them. The model's own methods ignore them.
+        distance_library: As for `ModelParameters`.
         apply_layer: The function that computes a layer over complete records, `apply_layer` of this module. Training on
             a GPU replaces it by a compiled one.
 

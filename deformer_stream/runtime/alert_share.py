@@ -15,7 +15,7 @@ Nothing is stored in snapshots: after a restart the counts begin anew.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -27,7 +27,7 @@ from deformer_stream.calibration.false_alarms import bound_false_alarms
 from deformer_stream.engine.events import Alert, CloseReason, Effects
 from deformer_stream.model.schema import Feature, Schema
 
-Population = Literal["records", "normal records"]
+Population = Literal["records", "records without a known fault"]
 
 ERROR_RATE = 1e-3
 """Probability that a run is ever reported although only a share alpha of its records alerts, for each alpha."""
@@ -220,7 +220,7 @@ class AlertShareMonitor:
         self._start_block()
         self._latest: dict[float, tuple[float, float]] = {}
 
-    def add(self, effects: Effects) -> list[AlertShareReport]:
+    def add(self, effects: Effects, left_out: Collection[str] = ()) -> list[AlertShareReport]:
         """Add the closed records and the alerts of one batch, and return what must be reported now.
 
         Within a block, an alpha is reported at most once: at once when more records have alerted than chance explains
@@ -228,18 +228,22 @@ class AlertShareMonitor:
 
         Args:
             effects: The results of the engine for the batch.
+            left_out: Ids of records that are not added.
         """
         reports: list[AlertShareReport] = []
         if not self._alphas:
             return reports
         for alert in effects.raised_alerts:
-            if alert.severity == 1 and alert.contributions:
+            if alert.severity == 1 and alert.contributions and alert.record not in left_out:
                 self._count_blame(alert)
         closed = effects.closed
         # Records of revoked partitions are continued, and counted, by another consumer.
         if not len(closed) or CloseReason.REVOKED in closed.reasons:
             return reports
-        p_values = closed.p_value[closed.num_readings > 0]
+        is_added = closed.num_readings > 0
+        if left_out:
+            is_added &= np.array([record_id not in left_out for record_id in closed.record_ids], np.bool_)
+        p_values = closed.p_value[is_added]
         self._run.add(p_values)
         while len(p_values):
             num_missing = self._block_size - self._block.num_records

@@ -13,6 +13,7 @@ from deformer_stream.calibration.auroc import compute_auroc
 from deformer_stream.codec.payloads import Payload
 from deformer_stream.engine.events import Effects
 from deformer_stream.runtime.record_labels import RecordLabels
+from deformer_stream.tables.labels import normalize_label
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +64,13 @@ class LabelOutcomes:
 
     Args:
         alphas: The false-alarm rates at which records alert.
-        normal_label: The label of normal records.
+        normal_label: The label of normal records. A number matches in every spelling.
     """
 
     def __init__(self, alphas: Sequence[float], normal_label: str) -> None:
-        self._alphas, self._normal_label = sorted(alphas, reverse=True), normal_label
+        self._alphas = sorted(alphas, reverse=True)
         # The index of each label. That of records without a label is −1.
-        self._index_by_label: dict[str, int] = {normal_label: 0}
+        self._index_by_label: dict[str, int] = {normalize_label(normal_label): 0}
         no_numbers = np.empty(0)
         # For each batch: the indexes of the labels, anomaly scores, alphas of alerts, and shares of readings at alerts.
         self._parts = [(np.empty(0, np.int32), no_numbers, no_numbers, no_numbers)]

@@ -173,7 +173,7 @@ class Pipeline:
         log_alert_share: Whether it is logged that more records have alerted than the false-alarm rate explains. A
             command that prints `Totals.alert_share` need not log it. The same holds for the warning that many readings
             repeat an earlier one of their time slot, and `Totals.repeated_readings`.
-        record_labels: Receives the labels of rows. Only records that are labelled as normal are then compared with the
+        record_labels: Receives the labels of rows. Records that are labelled as faults are then not compared with the
             false-alarm rate. None if records have no labels.
         send_drift_notices: Whether drift notices (records no longer resemble those of the calibration) are passed to
             the sinks. They are logged in any case.
@@ -264,6 +264,8 @@ class Pipeline:
                 break
             num_alerts = None if self._alert_limiter is None else self._alert_limiter.count_permitted()
             effects, scoring_seconds = self._handle(batch_by_model, rejections, num_alerts)
+            if self.record_labels is not None and data is not None:
+                self.record_labels.observe(data, batch_by_model, effects)
             effects = self._limit_alerts(effects, num_alerts)
             self._write(effects, data)
             self._commit_if_due(effects)
@@ -299,12 +301,7 @@ class Pipeline:
 
         There are none if the poll had no data (None).
         """
-        if data is None:
-            return {}, []
-        batch_by_model, rejections = self.codec.decode_by_model(data)
-        if self.record_labels is not None:
-            self.record_labels.observe(data, batch_by_model)
-        return batch_by_model, rejections
+        return ({}, []) if data is None else self.codec.decode_by_model(data)
 
     def _return_messages(self, data: Payload | None) -> bool:
         """Return messages that were not decoded to the source, so that the last commit does not include them.
@@ -693,8 +690,8 @@ class Pipeline:
         monitor = self._alert_shares.get(effects.model_name)
         if monitor is None:  # the effects of messages that belong to none of several models
             return
-        counted = effects if self.record_labels is None else self.record_labels.select_normal(effects)
-        for report in monitor.add(counted):
+        left_out = () if self.record_labels is None else self.record_labels.find_faulty(effects)
+        for report in monitor.add(effects, left_out):
             self._log_alert_share(report)
         shares: dict[float, tuple[float, float]] = {}  # of the model with the largest excess over chance
         for monitor in self._alert_shares.values():
@@ -705,7 +702,7 @@ class Pipeline:
 
     def _make_alert_share_monitor(self, engine: Engine) -> AlertShareMonitor:
         """Return a new monitor of the share of records that alert, for the current model of an engine."""
-        population: Population = "records" if self.record_labels is None else "normal records"
+        population: Population = "records" if self.record_labels is None else "records without a known fault"
         calibration = engine.current_version.calibration
         return AlertShareMonitor(engine.alphas.tolist(), calibration, engine.schema, population)
 

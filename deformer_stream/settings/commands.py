@@ -440,8 +440,8 @@ class InputSettings(WindowedTableSettings, ScoringSettings):
         return None
 
     @property
-    def label_of_records(self) -> str | None:
-        """The column whose labels are read with the rows, None if labels are not read."""
+    def label_of_records(self) -> tuple[str, str] | None:
+        """The column of labels that is read with the rows, and the label of normal records; None to read no labels."""
         return None
 
     @property
@@ -531,9 +531,9 @@ class ReplaySettings(ModelSetSettings, InputSettings, IncidentRuleSettings, Shar
     )
 
     @property
-    def label_of_records(self) -> str | None:
-        """The column whose labels are read with the rows, None if labels are not read."""
-        return self.label or None
+    def label_of_records(self) -> tuple[str, str] | None:
+        """The column of labels that is read with the rows, and the label of normal records; None to read no labels."""
+        return (self.label, self.normal) if self.label and self.normal is not None else None
 
     @model_validator(mode="after")
     def _check_label(self) -> Self:
@@ -821,7 +821,9 @@ class InitSettings(WindowedTableSettings, KafkaSettings):
 
     yes: bool = Field(False, description="Ask nothing: take the default of each question without an option.")
     output: Path = Field(Path("deformer.toml"), description="Configuration file to write.")
-    force: bool = Field(False, description="Replace the configuration file if it exists.")
+    force: bool = Field(
+        False, description="Replace the configuration file, and the table of the readings of JSON lines, if they exist."
+    )
     record: Literal["row", "window", "id"] | None = Field(
         None,
         description="What a record is: a row of the table, a time window of a device, or all readings with one id. "

@@ -104,6 +104,8 @@ def test_evidence_cannot_be_scored(cli: RunCommand, model: Path, wide: Path, tmp
         "replay", log, "--model", model, "--incidents", tmp_path / "i.jsonl", "--records", tmp_path / "r.parquet"
     )
     assert_command_failed(result, 2, "--records", "needs events")
+    words = ("replay", log, "--model", model, "--incidents", tmp_path / "i.jsonl")
+    assert_command_failed(cli(*words, "--label", "fault", "--normal", "none"), 2, "--label", "needs events")
     assert_command_failed(
         cli("replay", log, wide, "--model", model, "--incidents", tmp_path / "i.jsonl"), 3, "not both"
     )

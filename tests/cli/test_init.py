@@ -15,6 +15,7 @@ from typing import Any
 import click
 import numpy as np
 import pandas as pd
+import pyarrow as pa
 import pytest
 from click.testing import CliRunner
 
@@ -26,7 +27,7 @@ from deformer_stream.cli.init.table_view import choose_normal_value, look_at_tab
 from deformer_stream.errors import InputError
 from deformer_stream.settings import SETTINGS_BY_COMMAND, load_settings
 from deformer_stream.tables.table import TableOptions
-from tests.commands import RunCommand, assert_command_failed
+from tests.commands import RunCommand, assert_command_failed, list_events
 from trainer.settings import TrainConfig
 
 NUM_ROWS = 1000
@@ -471,13 +472,13 @@ def test_values_and_times_of_all_messages_have_one_type(monkeypatch: pytest.Monk
         ("r2", 7, 3),
         ("r2", "auto", "2026-01-01"),
         ("r2", None, 4),
-        ("r3", 1, 5),
+        ("r3", 12345678901, 1767225609999),
     ]
     lines = [{"record": record, "feature": "x", "value": value, "time": time} for record, value, time in readings]
     table = convert_to_table([(json.dumps(line).encode(), None) for line in lines], "file").table
     assert table.column_names == ["record", "feature", "value", "time"]
-    assert table["value"].to_pylist() == ["20.5", "true", "7", "auto", "1"]
-    assert table["time"].to_pylist() == ["1", "2", "3", "2026-01-01", "5"]
+    assert table["value"].to_pylist() == ["20.5", "true", "7", "auto", "12345678901"]
+    assert table["time"].to_pylist() == ["1", "2", "3", "2026-01-01", "1767225609999"]
     untimed = [(json.dumps({"record": "a", "feature": "x", "value": i}).encode(), None) for i in range(3)]
     assert convert_to_table(untimed, "file").table.column_names == ["record", "feature", "value"]
 
@@ -501,12 +502,46 @@ def test_json_lines_are_converted_to_a_table_to_train_on(cli: RunCommand, plant:
     assert (config["feature-field"], config["value-field"], config["device-field"]) == ("tag", "v", "machine")
     table = pd.read_parquet("log.parquet")
     assert list(table.columns) == ["device", "feature", "value", "time"]
-    assert table["value"].tolist()[:2] == ["20.0", "manual"]
+    assert table["value"].tolist()[:2] == ["20", "manual"]
     assert_command_failed(
         cli("init", "log.jsonl", "--yes", "--output", "other.toml"), 2, "log.parquet exists", "--save"
     )
     assert cli("init", "log.jsonl", "--yes", "--force", "--save", "other.parquet").code == 0
     assert pd.read_parquet("other.parquet").equals(table)
+    Path("log.parquet").unlink()
+    Path("deformer.toml").unlink()
+    assert cli("init", "log.jsonl", "--yes", "--label", "nosuch").code == 2
+    assert not Path("log.parquet").exists()
+    result = cli("init", "log.jsonl", "--yes", "--force", "--save", "log.jsonl")
+    assert_command_failed(result, 2, "--save", "log.jsonl")
+    assert Path("log.jsonl").read_bytes().startswith(b"{")
+
+
+def test_a_table_of_json_lines_is_read_with_the_options_for_the_lines(
+    cli: RunCommand, plant: Path, model_dir: Path, table: pa.Table
+) -> None:
+    """The lines have other names of fields than the table, and both give the same scores."""
+    events = [{"id": e["record"], "Tag": e["feature"], "v": e["value"], "ts": e["time"]} for e in list_events(table)]
+    lines = [json.dumps({"run": event["id"], **event}) for event in events]
+    Path("log.jsonl").write_text("\n".join(lines) + "\n")
+    assert cli("init", "log.jsonl", "--yes").code == 0
+    assert {"record-field", "feature-field", "value-field", "time-field"} <= read_config().keys()
+    for name in ("log.jsonl", "log.parquet"):
+        result = cli("replay", name, "--model", model_dir, "--records", f"{name}.records", "--alerts", "alerts.jsonl")
+        assert result.code == 0, result.err
+    lines_records, table_records = (pd.read_parquet(f"log.{ending}.records") for ending in ("jsonl", "parquet"))
+    assert len(table_records) > 0
+    pd.testing.assert_frame_equal(lines_records, table_records)
+
+
+def test_readings_that_are_not_finite_are_left_out() -> None:
+    """The other readings of their message stay. A message may precede those with readings."""
+    line = b'{"record": "r", "values": {"x": NaN, "y": 1.5, "z": Infinity}}'
+    converted = convert_to_table(
+        [(b'{"time": 1, "status": "up"}', None), (line, None), (b'{"record": "\\ud800"}', None)], "f"
+    )
+    assert converted.table.to_pylist() == [{"record": "r", "feature": "y", "value": 1.5}]
+    assert (converted.num_messages, converted.num_left_out) == (3, 2)
 
 
 def test_json_lines_without_readings_are_refused(cli: RunCommand, plant: Path) -> None:

@@ -175,7 +175,7 @@ def test_the_column_label_of_long_tables_stays_the_label_of_readings(
     assert result.code == 0, result.err
     assert not any(line.startswith("label ") for line in result.lines)
     result = cli(*words, "--label", "label", "--normal", "none")
-    assert_command_failed(result, 3, "the column 'label' holds readings", "rename the column with the labels")
+    assert_command_failed(result, 3, "no table of the input has a column 'label' with labels of records")
 
 
 def test_only_normal_records_are_compared_with_alpha(
@@ -193,17 +193,70 @@ def test_only_normal_records_are_compared_with_alpha(
     last = cli("replay", tmp_path / "right.parquet", *words, *LABEL).lines[-1]
     assert "is allowed" not in last
     last = cli("replay", tmp_path / "wrong.parquet", *words, *LABEL).lines[-1]
-    assert "100% of normal records alerted, 10% is allowed; `temperature` is blamed first" in last
-    assert "80 of 80 normal records" in last
+    assert "100% of records without a known fault alerted, 10% is allowed; `temperature` is blamed first" in last
+    assert "80 of 80 records without a known fault" in last
+    unlabelled = far.append_column("fault", pa.nulls(len(far), pa.string()))
+    pq.write_table(unlabelled, tmp_path / "unlabelled.parquet")
+    result = cli("replay", tmp_path / "unlabelled.parquet", *words, *LABEL)
+    assert "none of 80 records has a label" in result.lines
+    assert "100% of records without a known fault alerted" in result.lines[-1]
 
 
-def test_input_without_the_column_is_refused(
-    cli: RunCommand, model_dir: Path, wide: Path, lines: Path, tmp_path: Path
+def test_a_column_that_is_missing_is_refused_on_the_command_line_and_reported_otherwise(
+    cli: RunCommand, model_dir: Path, wide: Path, lines: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = ("--model", model_dir)
     result = cli("replay", wide, *words, *LABEL)
-    assert_command_failed(result, 3, "no table of the input has the column 'fault'", "wide.parquet has the columns")
-    assert_command_failed(cli("replay", lines, *words, *LABEL), 3, "there is no table")
-    assert_command_failed(cli("replay", "-", *words, *LABEL), 2, "standard input", "--label")
+    assert_command_failed(
+        result, 3, "no table of the input has a column 'fault'", "(the columns without a feature are note"
+    )
+    assert_command_failed(cli("replay", lines, *words, *LABEL), 3, "no table of the input has a column 'fault'")
     assert_command_failed(cli("replay", wide, *words, *LABEL[:2]), 2, "--label and --normal belong together")
     assert_command_failed(cli("replay", wide, *words, *LABEL[2:]), 2, "--label and --normal belong together")
+    monkeypatch.setenv("DEFORMER_LABEL", "fault")
+    monkeypatch.setenv("DEFORMER_NORMAL", "none")
+    result = cli("replay", lines, *words)
+    assert result.code == 0, result.err
+    assert sum('"label_missing"' in line for line in result.lines) == 1
+
+
+def test_rows_that_come_too_late_give_no_label(cli: RunCommand, model_dir: Path, tmp_path: Path) -> None:
+    """A window is closed by a later reading of its device; another row of the window follows."""
+    path = tmp_path / "history.csv"
+    seconds, faults = (1, 25, 2, 30), ("none", "none", "leak", "none")
+    rows = [f"pump-1,2026-01-01T00:00:{s:02d}Z,{20 + s},{fault}" for s, fault in zip(seconds, faults, strict=True)]
+    path.write_text("\n".join(["device,time,temperature,fault", *rows]) + "\n")
+    result = cli("replay", path, "--model", model_dir, "--window", "10s", "--alpha", "0.2,0.5", *LABEL)
+    assert result.code == 0, result.err
+    assert "1 refused (1 late)" in result.lines[-1]
+    assert {name: count for name, (count, _) in read_report(result.lines).items()} == {"none": 3}
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_shards_report_labels_without_an_output_of_records(
+    cli: RunCommand, model_dir: Path, table: pa.Table, tmp_path: Path
+) -> None:
+    """The files of records are then an output, too. A number is the normal label in every spelling."""
+    labels = [1.0 if i % 4 == 0 else 0.0 for i in range(len(table))]
+    pq.write_table(table.append_column("fault", pa.array(labels)), tmp_path / "labelled.parquet")
+    words = (
+        "replay",
+        tmp_path / "labelled.parquet",
+        "--model",
+        model_dir,
+        *OPTIONS,
+        "--label",
+        "fault",
+        "--normal",
+        "0",
+    )
+    shards = ("--output-dir", tmp_path / "shards", "--shards", 2, "--output", "scores.parquet")
+    result = cli(*words, *shards)
+    assert result.code == 0, result.err
+    assert read_report(result.lines) == read_report(cli(*words).lines)
+    assert {name: count for name, (count, _) in read_report(result.lines).items()} == {"0": 60, "1": 20}
+    assert len(list((tmp_path / "shards" / "shards").glob("*/records.parquet"))) == 2
+    pq.write_table(table, tmp_path / "plain.parquet")
+    words = ("replay", tmp_path / "plain.parquet", "--model", model_dir, "--output-dir", tmp_path / "others")
+    assert_command_failed(cli(*words, *LABEL), 3, "no table of the input has a column 'fault'")
+    assert cli(*words).code == 0  # the folder does not hold a run with other options

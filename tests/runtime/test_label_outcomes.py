@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -11,23 +12,35 @@ import pytest
 
 from deformer_stream.codec.payloads import LongRows
 from deformer_stream.codec.tables import RECORD_LABEL_COLUMN
-from deformer_stream.engine.events import NO_ALERT, ONLY_MODEL, ClosedRecords, CloseReason, Effects, EventBatch
+from deformer_stream.engine.events import (
+    NO_ALERT,
+    ONLY_MODEL,
+    ClosedRecords,
+    CloseReason,
+    Effects,
+    EventBatch,
+    Rejection,
+    RejectionReason,
+)
 from deformer_stream.runtime.label_outcomes import LabelOutcomes
 from deformer_stream.runtime.record_labels import RecordLabels
 from tests.contracts.effects import make_alert
 
 
-def observe(labels: RecordLabels, rows: list[tuple[str, object]], model: str = ONLY_MODEL) -> None:
-    """Let labels observe rows of one reading each, given as pairs of record id and label."""
-    record_ids, column = [row[0] for row in rows], pa.array([row[1] for row in rows])
+def observe(
+    labels: RecordLabels, rows: list[tuple[str, str | None]], model: str = ONLY_MODEL, late: Sequence[int] = ()
+) -> None:
+    """Let labels observe rows of one reading each, given as pairs of record id and label, some of which are late."""
+    record_ids, column = [row[0] for row in rows], pa.array([row[1] for row in rows], pa.string())
     codes, times = np.zeros(len(rows), np.int32), np.zeros(len(rows), np.int64)
     indices = np.arange(len(rows), dtype=np.int32)
     batch = EventBatch(record_ids, codes, np.zeros(len(rows)), times, indices, codes)
     data = LongRows("file", pa.RecordBatch.from_arrays([column], [RECORD_LABEL_COLUMN]), 0)
-    labels.observe(data, {model: batch})
+    rejections = [Rejection(row, RejectionReason.LATE, "") for row in late]
+    labels.observe(data, {model: batch}, [replace(Effects.empty("fingerprint", model), rejections=rejections)])
 
 
-def close(*record_ids: str, p_values: tuple[float, ...] = (), model: str = ONLY_MODEL) -> Effects:
+def close(*record_ids: str, model: str = ONLY_MODEL) -> Effects:
     """Return effects in which records are closed."""
     n = len(record_ids)
     zeros, ints = np.zeros(n), np.zeros(n, np.int32)
@@ -39,7 +52,7 @@ def close(*record_ids: str, p_values: tuple[float, ...] = (), model: str = ONLY_
         is_complete=zeros > 0,
         log_likelihood=zeros,
         anomaly_score=zeros,
-        p_value=np.array(p_values or zeros),
+        p_value=zeros,
         alert_seq=ints - 1,
         alert_alpha=zeros + NO_ALERT,
         score=zeros,
@@ -56,18 +69,22 @@ def test_a_record_is_faulty_if_one_of_its_rows_is() -> None:
     assert labels.list_labels(close("a", "b", "c", "d", "e", "f")) == ["7", "leak", "0", "0", None, None]
 
 
-@pytest.mark.parametrize(
-    ("column", "normal", "expected"),
-    [
-        ([0, 1, None], "0", ["0", "1", None]),
-        ([0.0, math.nan, 2.5], "0", ["0", None, "2.5"]),
-        ([False, True, None], "false", ["false", "true", None]),
-    ],
-)
-def test_labels_have_any_type(column: list[object], normal: str, expected: list[str | None]) -> None:
-    labels = RecordLabels(normal)
-    observe(labels, list(zip("abc", column, strict=True)))
-    assert labels.list_labels(close("a", "b", "c")) == expected
+def test_empty_labels_are_no_labels() -> None:
+    labels = RecordLabels("0")
+    observe(labels, [("a", ""), ("b", " "), ("c", "1"), ("c", "")])
+    assert labels.list_labels(close("a", "b", "c")) == [None, None, "1"]
+    unnamed = RecordLabels("")
+    observe(unnamed, [("a", ""), ("b", "leak")])
+    assert unnamed.list_labels(close("a", "b")) == ["", "leak"]
+
+
+def test_rows_that_came_too_late_label_no_record() -> None:
+    labels = RecordLabels("0")
+    observe(labels, [("a", "0"), ("a", "leak"), ("b", "leak"), ("b", "wear")], late=[1, 2])
+    assert labels.list_labels(close("a", "b")) == ["0", "wear"]
+    labels.forget(close("a", "b"))
+    observe(labels, [("a", "leak")], late=[0])
+    assert labels.list_labels(close("a")) == [None]
 
 
 def test_labels_are_forgotten_with_their_records_and_belong_to_a_model() -> None:
@@ -80,16 +97,11 @@ def test_labels_are_forgotten_with_their_records_and_belong_to_a_model() -> None
     assert labels.list_labels(close("a", "b", model="fan")) == ["0", "0"]
 
 
-def test_only_alerts_and_closed_records_of_normal_records_are_selected() -> None:
+def test_records_with_a_known_fault_are_found_by_their_alerts_and_when_they_are_closed() -> None:
     labels = RecordLabels("ok")
-    observe(labels, [("a", "ok"), ("b", "leak"), ("c", "ok")])
-    effects = close("b", "c", "d", "a", p_values=(0.1, 0.2, 0.3, 0.4))
-    effects.alerts.extend([make_alert("b", 0, 1), make_alert("a", 0, 1)])
-    normal = labels.select_normal(effects)
-    assert normal.closed.record_ids == ["c", "a"]
-    assert normal.closed.p_value.tolist() == [0.2, 0.4]
-    assert [alert.record for alert in normal.alerts] == ["a"]
-    assert len(effects.closed) == 4
+    observe(labels, [("a", "ok"), ("b", "leak"), ("c", "ok"), ("d", "wear"), ("e", "wear")])
+    effects = replace(close("a", "b", "f"), alerts=[make_alert("d", 0), make_alert("c", 0)])
+    assert labels.find_faulty(effects) == {"b", "d"}
 
 
 def test_outcomes_of_each_label() -> None:

@@ -17,6 +17,8 @@ from deformer_stream.cli.examples import EXAMPLES_BY_COMMAND
 from deformer_stream.cli_utils import HELP, HelpCommand, add_debug_option
 
 if TYPE_CHECKING:
+    import pyarrow as pa
+
     from deformer_stream.cli.init.config_file import Answers, Subject
     from deformer_stream.cli.init.messages import Message
     from deformer_stream.cli.init.table_view import TableView
@@ -88,6 +90,8 @@ def run_init(inputs: tuple[str, ...], settings: InitSettings) -> None:
         click.echo("\nPress Enter to take the answer in brackets.")
     answers = ask_questions(view, settings, asks)
     subject = _describe_subject(look, inputs, settings, answers)
+    if not settings.topic:
+        look.save_readings()
     with map_write_errors(settings.output):
         settings.output.write_text(format_config(subject, answers), encoding="utf-8")
     if answers.record == "row" and len(view.devices) > 1 and view.interval is not None:
@@ -158,11 +162,29 @@ class _Look:
         view: What its first rows or readings show.
         tables: The tables to train on; empty if no readings of a topic were saved.
         stream_options: Options of Kafka and of JSON fields that are needed to read the input, by name.
+        readings: The readings of messages that are to be written to the only table; None if there is nothing to write.
     """
 
     view: TableView
     tables: tuple[str, ...]
     stream_options: Mapping[str, Any] = field(default_factory=dict)
+    readings: pa.Table | None = None
+
+    def save_readings(self) -> None:
+        """Write the readings of messages to their table.
+
+        Raises:
+            Unavailable: Writing fails.
+        """
+        if self.readings is None:
+            return
+        import pyarrow.parquet as pq
+
+        from deformer_stream.errors import map_write_errors
+
+        (path,) = map(Path, self.tables)
+        with map_write_errors(path):
+            pq.write_table(self.readings, path)
 
 
 def _describe_subject(look: _Look, inputs: Sequence[str], settings: InitSettings, answers: Answers) -> Subject:
@@ -233,6 +255,7 @@ def _look_at_topic(settings: InitSettings, topic: str) -> _Look:
     if not messages:
         raise InputError(f"topic {topic}: no message has arrived within {settings.listen:g} s; add --listen 1m")
     look = _look_at_messages(messages, f"topic {topic}", settings.save)
+    look.save_readings()  # before the questions, because the messages may be gone afterwards
     kafka: dict[str, Any] = {}
     if settings.bootstrap_servers != "localhost:9092":
         kafka["bootstrap_servers"] = settings.bootstrap_servers
@@ -258,7 +281,7 @@ def _look_at_files(inputs: Sequence[str], settings: InitSettings) -> _Look:
     """
     from deformer_stream.cli.init.table_view import look_at_tables
     from deformer_stream.errors import ConfigError
-    from deformer_stream.tables.discovery import JSON_LINES, find_data_files, get_stem, has_ending
+    from deformer_stream.tables.discovery import JSON_LINES, check_no_overwrite, find_data_files, get_stem, has_ending
     from deformer_stream.tables.table import TableOptions
 
     files = find_data_files(inputs)
@@ -269,6 +292,7 @@ def _look_at_files(inputs: Sequence[str], settings: InitSettings) -> _Look:
 
     name = f"{get_stem(files[0].name)}.parquet" if len(files) == 1 else "readings.parquet"
     table = settings.save or settings.output.with_name(name)
+    check_no_overwrite(inputs, {"--save": table})
     if table.exists() and not settings.force:
         raise ConfigError(f"{table} exists and is not replaced: add --force to replace it, or --save to write another")
     lines = (line for file in files for block in read_lines(file, MAX_LINE_BYTES) for line in block if line.strip())
@@ -276,21 +300,18 @@ def _look_at_files(inputs: Sequence[str], settings: InitSettings) -> _Look:
 
 
 def _look_at_messages(messages: Iterable[Message], origin: str, table: Path | None) -> _Look:
-    """Return what messages with readings show, which are written to a table if one is named.
+    """Return what messages with readings show.
 
     Args:
         messages: The messages.
         origin: The topic or the files, for messages to the user.
-        table: The Parquet file to write, None for none.
+        table: The Parquet file for the readings, None for none. It is not written yet.
 
     Raises:
         InputError: No message is a reading as JSON.
     """
-    import pyarrow.parquet as pq
-
     from deformer_stream.cli.init.messages import convert_to_table
     from deformer_stream.cli.init.table_view import look_at_table
-    from deformer_stream.errors import map_write_errors
     from deformer_stream.tables.table import Table
 
     converted = convert_to_table(messages, origin)
@@ -300,8 +321,6 @@ def _look_at_messages(messages: Iterable[Message], origin: str, table: Path | No
             "are no readings",
             err=True,
         )
-    if table is not None:
-        with map_write_errors(table):
-            pq.write_table(converted.table, table)
     view = look_at_table(Table.from_arrow(converted.table, origin), (origin,))
-    return _Look(view, () if table is None else (str(table),), converted.field_by_option)
+    tables = () if table is None else (str(table),)
+    return _Look(view, tables, converted.field_by_option, None if table is None else converted.table)

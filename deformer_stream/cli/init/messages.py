@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,9 +12,9 @@ from typing import Any
 
 import orjson
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from deformer_stream.errors import InputError
+from deformer_stream.model.schema import format_label
 
 _SYNONYMS = {
     "record_field": ("record", "record_id", "batch", "batch_id", "order", "run", "run_id", "journey"),
@@ -89,7 +90,7 @@ def convert_to_table(messages: Iterable[Message], origin: str) -> ConvertedMessa
     while chunk := list(itertools.islice(remaining, ROWS_PER_CHUNK)):
         objects = [entry for value, milliseconds in chunk if (entry := _parse(value, milliseconds)) is not None]
         num_messages += len(chunk)
-        if not field_by_option:
+        if not parts:
             counts = Counter(name for entry, _ in objects for name in entry)
             field_by_option = _guess_fields(counts, objects)
             known_fields.update(counts)
@@ -114,8 +115,8 @@ def _make_error(origin: str, num_messages: int, fields: Iterable[str]) -> InputE
     names = ", ".join(sorted(fields))
     if names:
         return InputError(
-            f"{origin}: the messages have the fields {names}, which are no readings; send the fields device (or "
-            "record), feature, value and time, or an object of values by feature"
+            f"{origin}: the messages have the fields {names}, which are no readings; readings have the fields device "
+            "(or record), feature, value and time, or an object of values by feature"
         )
     what = "no message is a JSON object" if num_messages else "there is no message"
     return InputError(
@@ -129,14 +130,17 @@ def _make_table(rows: Sequence[Mapping[str, Any]]) -> pa.Table:
     columns = {name: pa.array([row[name] for row in rows], pa.string()) for name in ("record", "device", "feature")}
     values, times = [row["value"] for row in rows], [row["time"] for row in rows]
     if all(isinstance(value, int | float) and not isinstance(value, bool) for value in values):
-        columns["value"] = pa.array([float(value) for value in values], pa.float64())
+        columns["value"] = pa.array(values, pa.float64())
     else:
-        columns["value"] = pa.array([value if isinstance(value, str) else json.dumps(value) for value in values])
-    if all(time is None or isinstance(time, int | float) for time in times):
-        columns["time"] = pa.array([None if time is None else float(time) for time in times], pa.float64())
-    else:
-        columns["time"] = pa.array([None if time is None else str(time) for time in times], pa.string())
+        columns["value"] = _format_cells(values)
+    has_numbers = all(time is None or isinstance(time, int | float) for time in times)
+    columns["time"] = pa.array(times, pa.float64()) if has_numbers else _format_cells(times)
     return pa.table(columns)
+
+
+def _format_cells(cells: Iterable[Any]) -> pa.Array:
+    """Return values or times as texts: a number that is whole without a fraction, and null for None."""
+    return pa.array([None if cell is None else format_label(cell) for cell in cells], pa.string())
 
 
 def _concatenate(parts: Sequence[pa.Table]) -> pa.Table:
@@ -145,7 +149,9 @@ def _concatenate(parts: Sequence[pa.Table]) -> pa.Table:
     for name in parts[0].column_names:
         arrays = [part.column(name) for part in parts]
         if any(pa.types.is_string(array.type) for array in arrays):
-            arrays = [pc.cast(array, pa.string()) for array in arrays]
+            arrays = [
+                a if pa.types.is_string(a.type) else pa.chunked_array([_format_cells(a.to_pylist())]) for a in arrays
+            ]
         column = pa.chunked_array([chunk for array in arrays for chunk in array.chunks])
         if name in ("feature", "value") or column.null_count < len(column):
             columns[name] = column
@@ -157,7 +163,11 @@ def _parse(value: bytes, milliseconds: int | None) -> tuple[dict[str, Any], int 
     try:
         parsed = orjson.loads(value)
     except orjson.JSONDecodeError:
-        return None
+        try:  # JSON as Python writes it, with NaN; a reading that is not finite is left out
+            parsed = json.loads(value)
+            orjson.dumps(parsed)  # raises for lone surrogates
+        except (ValueError, TypeError, RecursionError):
+            return None
     return (parsed, milliseconds) if isinstance(parsed, dict) else None
 
 
@@ -204,5 +214,5 @@ def _list_readings(
     return [
         {**owner, "feature": feature, "value": value}
         for feature, value in values.items()
-        if isinstance(value, int | float | str)
+        if isinstance(value, str) or (isinstance(value, int | float) and math.isfinite(value))
     ]

@@ -14,16 +14,17 @@ import click
 from deformer_stream import __version__
 from deformer_stream.cli import incident_files, label_report
 from deformer_stream.cli.file_runs import format_alphas, log_columns
-from deformer_stream.cli.input_files import adopt_training_label
+from deformer_stream.cli.input_files import open_inputs_for_shards
 from deformer_stream.cli.shards import run as shard_run
 from deformer_stream.cli.shards.tasks import load_job_models, prepare_scoring
 from deformer_stream.cli_utils import INTERRUPTED_EXIT_CODE
 from deformer_stream.durable_file import replace_file
-from deformer_stream.runtime.shard_job import SUMMARY, AnyShardJob, choose_outputs, lock_folder
+from deformer_stream.runtime.shard_job import DEFAULT_OUTPUTS, SUMMARY, AnyShardJob, choose_outputs, lock_folder
 
 if TYPE_CHECKING:
     import threading
 
+    from deformer_stream.cli.served_models import ServedModels
     from deformer_stream.settings import ReplaySettings
 
 _REMEDY = "leave out --output-dir"
@@ -32,13 +33,16 @@ _ADDED_NUMBERS = ("rows", "readings", "records", "alerts", "combined")
 """Numbers of the receipts of shards that are added up."""
 
 
-def replay_in_shards(inputs: Sequence[str], settings: ReplaySettings, folder: Path, stop: threading.Event) -> int:
+def replay_in_shards(
+    inputs: Sequence[str], settings: ReplaySettings, folder: Path, has_label_flag: bool, stop: threading.Event
+) -> int:
     """Score input in shards, or continue to do so.
 
     Args:
         inputs: Files, folders and patterns.
         settings: Options of `replay`.
         folder: The folder of the outputs.
+        has_label_flag: Whether the option `--label` is on the command line.
         stop: An event that a signal handler sets; the run then ends early.
 
     Returns:
@@ -53,8 +57,12 @@ def replay_in_shards(inputs: Sequence[str], settings: ReplaySettings, folder: Pa
     folder = folder.absolute()
     with lock_folder(folder):
         models = load_job_models(settings, warns=True)
-        settings = adopt_training_label(inputs, settings, list(models.artifact_by_name.values()))
-        job, files = shard_run.open_job(inputs, models, settings, folder, "--output-dir", _REMEDY)
+        given, settings = settings, _add_labels(settings, models)
+        files = open_inputs_for_shards(inputs, models, settings)
+        settings = label_report.drop_missing_label(settings, given, files, has_label_flag)
+        if settings.label_of_records is None:
+            settings = given.model_copy(update={"label": None, "normal": None})
+        job = shard_run.open_job(inputs, models, settings, files, folder, "--output-dir", _REMEDY)
         log_columns(files.ignored_columns, files.missing_columns)
         num_scored = shard_run.run_shards(job, "replay", prepare_scoring, files.num_rows, stop)
         if num_scored is None:
@@ -69,13 +77,24 @@ def replay_in_shards(inputs: Sequence[str], settings: ReplaySettings, folder: Pa
             return INTERRUPTED_EXIT_CODE
         # At last, so that a folder with a summary has everything.
         replace_file(folder / SUMMARY, (json.dumps(summary, indent=1) + "\n").encode())
-        if settings.normal is not None and settings.records is not None:
+        if settings.label_of_records is not None and settings.records is not None:
             paths = [job.get_shard_folder(shard) / settings.records for shard in range(job.plan.num_shards)]
-            report = label_report.read_outcomes(paths, settings.alpha, settings.normal)
+            report = label_report.read_outcomes(paths, settings.alpha, settings.label_of_records[1])
             click.echo(label_report.format_label_report(report, settings.alpha), err=True)
         seconds = time.monotonic() - start
         click.echo(_describe_summary(summary, num_scored / seconds if num_scored else None), err=True)
     return 0
+
+
+def _add_labels(settings: ReplaySettings, models: ServedModels) -> ReplaySettings:
+    """Return the settings with the label of the training, if they have none, and with the output that the report reads.
+
+    What became of the records of each label is computed from the files of `--records` of all shards.
+    """
+    settings = label_report.adopt_training_label(settings, models)
+    if settings.label_of_records is None or settings.records is not None:
+        return settings
+    return settings.model_copy(update={"records": Path(DEFAULT_OUTPUTS["records"])})
 
 
 def _summarize(job: AnyShardJob, alphas: Sequence[float]) -> dict[str, Any]:

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from deformer_stream import log
-from deformer_stream.cli import input_files
 from deformer_stream.cli.shards.tasks import Receipt, prepare_partitioning, read_receipt
 from deformer_stream.cli_utils import is_debugging
 from deformer_stream.counts import format_count
@@ -82,16 +81,18 @@ def open_job(
     inputs: Sequence[str],
     models: ServedModels,
     settings: JobSettings,
+    files: InputFiles,
     folder: Path,
     flag: str,
     remedy: str,
-) -> tuple[ShardJob[JobSettings], InputFiles]:
-    """Check options and input; return the job with the plan in force, and the input files.
+) -> ShardJob[JobSettings]:
+    """Check options and input, and return the job with the plan in force.
 
     Args:
         inputs: Files, folders and patterns.
         models: The models of the command. Processes whose models have another fingerprint refuse to score shards.
         settings: Options of the command.
+        files: The input files, opened.
         folder: The folder of the shards, absolute. It must be locked.
         flag: The option that determines the folder.
         remedy: As in `check_inputs`.
@@ -99,29 +100,27 @@ def open_job(
     Raises:
         ConfigError: The folder holds shards of another run, or readings were to be put in another order.
     """
-    opened = input_files.open_inputs_for_shards(inputs, models, settings)
-    if settings.input_order not in (None, "arrival") and opened.needs_reordering:
+    if settings.input_order not in (None, "arrival") and files.needs_reordering:
         raise ConfigError(
             f"--order {settings.input_order} changes the order of rows that are single readings, for which all of them "
             f"are read into memory; leave it out, or {remedy}"
         )
-    files = describe_files(opened.files)
-    plan = make_plan(settings, [file["bytes"] for file in files])
+    descriptions = describe_files(files.files)
+    plan = make_plan(settings, [file["bytes"] for file in descriptions])
     fingerprint, fault_entries = models.fingerprint, models.fault_entries
-    manifest = make_manifest(settings, plan, fingerprint, fault_entries, files)
+    manifest = make_manifest(settings, plan, fingerprint, fault_entries, descriptions)
     plan = open_folder(folder, manifest, settings.shards is not None, flag)
-    job = ShardJob(
+    return ShardJob(
         inputs=tuple(inputs),
         settings=settings,
         folder=folder,
         plan=plan,
         fingerprint=fingerprint,
         fault_entries=fault_entries,
-        files=files,
+        files=descriptions,
         working_directory=os.getcwd(),
         is_debugging=is_debugging(),
     )
-    return job, opened
 
 
 def run_shards(
