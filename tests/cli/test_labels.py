@@ -256,6 +256,7 @@ def test_shards_report_labels_without_an_output_of_records(
     assert read_report(result.lines) == read_report(cli(*words).lines)
     assert {name: count for name, (count, _) in read_report(result.lines).items()} == {"0": 60, "1": 20}
     assert len(list((tmp_path / "shards" / "shards").glob("*/records.parquet"))) == 2
+    assert_command_failed(cli(*words, *shards[:-1], "records.parquet"), 2, "--output records.parquet", "name another")
     pq.write_table(table, tmp_path / "plain.parquet")
     words = ("replay", tmp_path / "plain.parquet", "--model", model_dir, "--output-dir", tmp_path / "others")
     assert_command_failed(cli(*words, *LABEL), 3, "no table of the input has a column 'fault'")

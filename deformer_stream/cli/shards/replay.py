@@ -19,6 +19,7 @@ from deformer_stream.cli.shards import run as shard_run
 from deformer_stream.cli.shards.tasks import load_job_models, prepare_scoring
 from deformer_stream.cli_utils import INTERRUPTED_EXIT_CODE
 from deformer_stream.durable_file import replace_file
+from deformer_stream.errors import ConfigError
 from deformer_stream.runtime.shard_job import DEFAULT_OUTPUTS, SUMMARY, AnyShardJob, choose_outputs, lock_folder
 
 if TYPE_CHECKING:
@@ -90,11 +91,18 @@ def _add_labels(settings: ReplaySettings, models: ServedModels) -> ReplaySetting
     """Return the settings with the label of the training, if they have none, and with the output that the report reads.
 
     What became of the records of each label is computed from the files of `--records` of all shards.
+
+    Raises:
+        ConfigError: Another output has the name of that output.
     """
     settings = label_report.adopt_training_label(settings, models)
     if settings.label_of_records is None or settings.records is not None:
         return settings
-    return settings.model_copy(update={"records": Path(DEFAULT_OUTPUTS["records"])})
+    name = DEFAULT_OUTPUTS["records"]
+    for flag, path in settings.get_output_by_flag().items():
+        if str(path) == name:
+            raise ConfigError(f"{flag} {path}: records with labels are written to a file of this name; name another")
+    return settings.model_copy(update={"records": Path(name)})
 
 
 def _summarize(job: AnyShardJob, alphas: Sequence[float]) -> dict[str, Any]:
