@@ -479,6 +479,9 @@ def test_values_and_times_of_all_messages_have_one_type(monkeypatch: pytest.Monk
     assert table.column_names == ["record", "feature", "value", "time"]
     assert table["value"].to_pylist() == ["20.5", "true", "7", "auto", "12345678901"]
     assert table["time"].to_pylist() == ["1", "2", "3", "2026-01-01", "1767225609999"]
+    large = [{"record": "r", "feature": "x", "value": 2**60 + 1, "time": 1_767_225_600_000_000_001}]
+    row = convert_to_table([(json.dumps(line).encode(), None) for line in large], "file").table.to_pylist()[0]
+    assert (row["value"], row["time"]) == (2.0**60, 1_767_225_600_000_000_001.0)
     untimed = [(json.dumps({"record": "a", "feature": "x", "value": i}).encode(), None) for i in range(3)]
     assert convert_to_table(untimed, "file").table.column_names == ["record", "feature", "value"]
 

@@ -130,11 +130,14 @@ def _make_table(rows: Sequence[Mapping[str, Any]]) -> pa.Table:
     columns = {name: pa.array([row[name] for row in rows], pa.string()) for name in ("record", "device", "feature")}
     values, times = [row["value"] for row in rows], [row["time"] for row in rows]
     if all(isinstance(value, int | float) and not isinstance(value, bool) for value in values):
-        columns["value"] = pa.array(values, pa.float64())
+        columns["value"] = pa.array(map(float, values), pa.float64())
     else:
         columns["value"] = _format_cells(values)
     has_numbers = all(time is None or isinstance(time, int | float) for time in times)
-    columns["time"] = pa.array(times, pa.float64()) if has_numbers else _format_cells(times)
+    if has_numbers:
+        columns["time"] = pa.array([None if time is None else float(time) for time in times], pa.float64())
+    else:
+        columns["time"] = _format_cells(times)
     return pa.table(columns)
 
 
