@@ -25,7 +25,7 @@ import torch
 
 from benchmarks.feed import EventFeed, make_model, make_quiet_calibration, make_schema, train_model
 from benchmarks.speed import measure_ceiling
-from connectors.files import ScoresParquet
+from connectors.files import ScoresTable
 from deformer_stream import model_store
 from deformer_stream.calibration.conformal import Calibration
 from deformer_stream.codec import Codec
@@ -81,7 +81,7 @@ def _measure_stages(model: DEformer, calibration: Calibration, features: int, fo
     """
     messages = EventFeed(features, OPEN_RECORDS).json_messages()
     codec, engine = Codec(model.schema), Engine(model, calibration, "benchmark", 0.01)
-    records, sink = RecordTable(model.schema), ScoresParquet(folder / "stages.parquet", {ONLY_MODEL: model.schema})
+    records, sink = RecordTable(model.schema), ScoresTable(folder / "stages.parquet", {ONLY_MODEL: model.schema})
     seconds_by_stage: dict[str, list[float]] = {name: [] for name in ("decode", "accept", "handle", "encode")}
 
     def add_seconds(stage: str, began: float) -> None:

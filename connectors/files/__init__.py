@@ -1,7 +1,7 @@
 """Connectors for files and standard streams.
 
 Sources read events from tables (Parquet and CSV, through `deformer_stream.tables`) and from JSON lines. Sinks write
-scores, closed records and explanations as Parquet, and alerts and dead letters (rejected events) as JSON lines. The
+scores, closed records and explanations as tables, and alerts and dead letters (rejected events) as JSON lines. The
 modules are:
 
     lines         reading JSON lines
@@ -9,6 +9,7 @@ modules are:
     shards        parts of the input that hold whole records, for `replay --output-dir` and `calibrate --workers`
     reorder       another order for the readings of logs, for `--order random` and `--order schema`
     sinks         output files of the pipeline
+    table_writers the formats of tables that are written: Parquet and CSV
     terminal      alerts as lines of text for a person
     table_events  conversion of a table to an asynchronous event stream, for `deformer-stream produce`
     imputation    tables with imputed or sampled values, for `deformer-stream impute` and `sample`
@@ -23,12 +24,12 @@ from connectors.files.evidence_files import is_evidence, read_evidence
 from connectors.files.sinks import (
     AlertLines,
     EvidenceLines,
-    ExplanationsParquet,
+    ExplanationsTable,
     IncidentLines,
     LinesSink,
-    RecordsParquet,
+    RecordsTable,
     RejectedLines,
-    ScoresParquet,
+    ScoresTable,
     SuspiciousRecordLines,
 )
 from connectors.files.sources import FileSource, InputFiles, ReadOptions, StandardInput, open_input_files, open_source
@@ -39,15 +40,15 @@ from connectors.files.terminal import TerminalAlerts
 __all__ = [
     "AlertLines",
     "EvidenceLines",
-    "ExplanationsParquet",
+    "ExplanationsTable",
     "FileSource",
     "IncidentLines",
     "InputFiles",
     "LinesSink",
     "ReadOptions",
-    "RecordsParquet",
+    "RecordsTable",
     "RejectedLines",
-    "ScoresParquet",
+    "ScoresTable",
     "StandardInput",
     "StateFolder",
     "SuspiciousRecordLines",

@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from connectors.files.sinks import ParquetSink
+from connectors.files.sinks import TableSink
 from connectors.files.sources import choose_cell_forms
 from deformer_stream import log
 from deformer_stream.engine.events import Rejection
@@ -283,8 +283,8 @@ class BadCells:
             )
 
 
-class RowsParquet(ParquetSink):
-    """A Parquet file to which rows are appended in batches.
+class RowsTable(TableSink):
+    """A table to which rows are appended in batches.
 
     Rows are written when enough of them, or enough bytes, have been collected. The limit of bytes bounds the memory if
     rows have many columns.
@@ -298,8 +298,8 @@ class RowsParquet(ParquetSink):
 
 
 @contextmanager
-def write_rows(path: Path, columns: pa.Schema) -> Iterator[RowsParquet]:
-    """Open a Parquet file for rows. It gets its name when it is complete, and is deleted after an error.
+def write_rows(path: Path, columns: pa.Schema) -> Iterator[RowsTable]:
+    """Open a table file for rows. It gets its name when it is complete, and is deleted after an error.
 
     Args:
         path: The file.
@@ -309,7 +309,7 @@ def write_rows(path: Path, columns: pa.Schema) -> Iterator[RowsParquet]:
         ConfigError: The file cannot be created.
         Unavailable: Writing failed.
     """
-    sink = RowsParquet(path, columns)
+    sink = RowsTable(path, columns)
     try:
         yield sink
         sink.close()

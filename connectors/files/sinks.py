@@ -1,10 +1,10 @@
 """Sinks that write the results of a run to files.
 
-Scores, closed records and explanations are Parquet files. Alerts and dead letters (rejected events) are JSON lines, in
-a file or on standard output.
+Scores, closed records and explanations are tables: Parquet or CSV files. Alerts and dead letters (rejected events) are
+JSON lines, in a file or on standard output.
 
-A Parquet file gets its name in `close`, when it is complete; a run that failed calls `discard` instead, which leaves no
-file. Lines are in their file as soon as `flush` has returned.
+A table gets its name in `close`, when it is complete; a run that failed calls `discard` instead, which leaves no file.
+Lines are in their file as soon as `flush` has returned.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from typing import IO, Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from connectors.files.file_threads import BackgroundWriter
+from connectors.files.table_writers import check_table_path, open_table
 from deformer_stream.codec import encode_alert, encode_drift, encode_rejected, encode_storm
 from deformer_stream.codec.encode_evidence import encode_evidence_parts
 from deformer_stream.codec.encode_incidents import encode_incident
@@ -35,7 +35,7 @@ from deformer_stream.incidents.events import Incident
 from deformer_stream.incidents.make_evidence import make_evidence
 from deformer_stream.model.schema import Schema
 from deformer_stream.runtime.record_labels import RecordLabels
-from deformer_stream.tables.discovery import CSV, JSON_LINES, PARQUET, has_ending
+from deformer_stream.tables.discovery import CSV, PARQUET, has_ending
 
 ROW_GROUP_SIZE = 131_072
 """Number of rows that are collected before they are written. Large row groups compress well and are fast to read; small
@@ -106,11 +106,11 @@ The time of a reading is null unless readings are irregular, because a feature t
 """
 
 
-class ParquetSink:
-    """A Parquet file that is written in a background thread and gets its name only when it is complete.
+class TableSink:
+    """A table file that is written in a background thread and gets its name only when it is complete.
 
-    Rows are collected in memory until there are enough for a row group. The row group is then written while the rows of
-    the next one are collected.
+    It is a Parquet file, or a CSV file if its name ends in .csv or .tsv. Rows are collected in memory until there are
+    enough for a row group. The row group is then written while the rows of the next one are collected.
 
     Args:
         path: The file to write. Until `close`, the rows are in a temporary file, whose name ends in ".part".
@@ -122,24 +122,19 @@ class ParquetSink:
 
     def __init__(self, path: str | Path, columns: pa.Schema) -> None:
         self._path = Path(path)
-        if has_ending(self._path, CSV + JSON_LINES):
-            raise ConfigError(f"{path}: the output is written as Parquet; choose a name that ends in .parquet")
+        check_table_path(self._path, columns)
         self._partial_path = self._path.with_name(self._path.name + ".part")
         self._columns = columns
         self._pending: list[pa.RecordBatch] = []
         self._num_pending_rows = 0
         self._is_open = True
         self._background_writer = BackgroundWriter()
-        # Floating-point numbers rarely repeat, so a dictionary would slow down the writing and enlarge the file.
-        dictionary_columns = [field.name for field in columns if not pa.types.is_floating(field.type)]
         with _map_open_errors(self._path):
             if self._path.is_dir():  # otherwise only the rename in `close` would fail, after all the work
                 raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
             if self._path.exists() and not self._path.is_file():  # the rename would replace a pipe or a device
-                raise ConfigError(f"{path}: Parquet cannot be written to a pipe or a device; choose the name of a file")
-            self._writer = pq.ParquetWriter(
-                self._partial_path, columns, compression="zstd", use_dictionary=dictionary_columns
-            )
+                raise ConfigError(f"{path}: a table cannot be written to a pipe or a device; choose the name of a file")
+            self._writer = open_table(self._partial_path, self._path, columns)
 
     def _add(self, batch: pa.RecordBatch) -> None:
         """Append rows; if enough are collected, start to write them as a row group in the background."""
@@ -161,7 +156,7 @@ class ParquetSink:
             self._writer.write_table(row_group)
 
     def flush(self) -> None:
-        """Do nothing: a Parquet file cannot be read until `close` completes it, so writing early has no use."""
+        """Do nothing: the file has no name until `close` completes it, so writing early has no use."""
 
     def close(self) -> None:
         """Write the remaining rows, and rename the temporary file to the final name. A second call does nothing.
@@ -196,8 +191,8 @@ class ParquetSink:
             self._partial_path.unlink(missing_ok=True)
 
 
-class ScoresParquet(ParquetSink):
-    """A Parquet file with the scores of a run: one row per accepted (not rejected) event, in order of acceptance.
+class ScoresTable(TableSink):
+    """A table with the scores of a run: one row per accepted (not rejected) event, in order of acceptance.
 
     The columns are those of `SCORES_SCHEMA`. The column `value` is null for a discrete feature, and the column `label`
     is null for a continuous one. The log-likelihood is null for a context feature (one that conditions the others, but
@@ -315,8 +310,8 @@ def _find_unseen_labels(batch: EventBatch, event_indexes: NDArray[np.int64]) -> 
     return {position: label_by_event[event] for position, event in positions if event in label_by_event}
 
 
-class RecordsParquet(ParquetSink):
-    """A Parquet file with one row per closed record (one that accepts no more readings), in the order of closing.
+class RecordsTable(TableSink):
+    """A table with one row per closed record (one that accepts no more readings), in the order of closing.
 
     The columns are those of `RECORDS_SCHEMA`, and perhaps `FAULT_COLUMNS` and `LABEL_COLUMN`.
 
@@ -367,8 +362,8 @@ class RecordsParquet(ParquetSink):
         self._add(pa.RecordBatch.from_arrays(columns, schema=self._schema))
 
 
-class ExplanationsParquet(ParquetSink):
-    """A Parquet file that explains alerts; its columns are `EXPLANATIONS_SCHEMA`.
+class ExplanationsTable(TableSink):
+    """A table that explains alerts; its columns are `EXPLANATIONS_SCHEMA`.
 
     Each alert has one row per reading of its record. Alerts are in the order in which they were raised, and the rows of
     an alert begin with the most suspicious reading, whose rank is 0.

@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from connectors.files import (
         AlertLines,
         EvidenceLines,
-        ExplanationsParquet,
+        ExplanationsTable,
         FileSource,
-        RecordsParquet,
+        RecordsTable,
         RejectedLines,
-        ScoresParquet,
+        ScoresTable,
         StandardInput,
         SuspiciousRecordLines,
     )
@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 
     FileSink = TypeVar(
         "FileSink",
-        ScoresParquet,
-        RecordsParquet,
-        ExplanationsParquet,
+        ScoresTable,
+        RecordsTable,
+        ExplanationsTable,
         AlertLines,
         RejectedLines,
         EvidenceLines,
@@ -63,10 +63,10 @@ def open_replay_sinks(
     from connectors.files import (
         AlertLines,
         EvidenceLines,
-        ExplanationsParquet,
-        RecordsParquet,
+        ExplanationsTable,
+        RecordsTable,
         RejectedLines,
-        ScoresParquet,
+        ScoresTable,
         SuspiciousRecordLines,
     )
 
@@ -77,13 +77,13 @@ def open_replay_sinks(
 
     sinks: list[Sink] = []
     if settings.output:
-        sinks.append(discard_on_error(ScoresParquet(settings.output, schema_by_model)))
+        sinks.append(discard_on_error(ScoresTable(settings.output, schema_by_model)))
     if settings.records:
-        sinks.append(discard_on_error(RecordsParquet(settings.records, has_faults, labels)))
+        sinks.append(discard_on_error(RecordsTable(settings.records, has_faults, labels)))
     if settings.alerts:
         sinks.append(discard_on_error(AlertLines(settings.alerts)))
     if settings.explain:
-        sinks.append(discard_on_error(ExplanationsParquet(settings.explain)))
+        sinks.append(discard_on_error(ExplanationsTable(settings.explain)))
     if settings.rejected:
         sinks.append(discard_on_error(RejectedLines(settings.rejected)))
     if settings.evidence:

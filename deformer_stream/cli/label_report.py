@@ -83,24 +83,25 @@ def read_outcomes(paths: Iterable[Path], alphas: Sequence[float], normal_label: 
         alphas: False-alarm rates at which alerts were raised.
         normal_label: The label of normal records.
     """
-    import pyarrow.parquet as pq
+    import pyarrow as pa
 
+    from connectors.files.sinks import LABEL_COLUMN, RECORDS_SCHEMA
+    from connectors.files.table_writers import read_written_table
     from deformer_stream.engine.events import NO_ALERT
     from deformer_stream.runtime.label_outcomes import LabelOutcomes
 
     outcomes = LabelOutcomes(alphas, normal_label)
-    names = ["label", "events", "anomaly_score", "alert_seq", "alert_alpha"]
+    names = ("events", "anomaly_score", "alert_seq", "alert_alpha")
+    schema = pa.schema([*map(RECORDS_SCHEMA.field, names), LABEL_COLUMN])
     for path in paths:
-        with pq.ParquetFile(path) as file:
-            for batch in file.iter_batches(columns=names):
-                columns = dict(zip(batch.schema.names, batch.columns, strict=True))
-                outcomes.add(
-                    columns["label"].to_pylist(),
-                    columns["events"].to_numpy(),
-                    columns["anomaly_score"].to_numpy(),
-                    columns["alert_seq"].fill_null(-1).to_numpy(),
-                    columns["alert_alpha"].fill_null(NO_ALERT).to_numpy(),
-                )
+        columns = read_written_table(path, schema)
+        outcomes.add(
+            columns["label"].to_pylist(),
+            columns["events"].to_numpy(),
+            columns["anomaly_score"].to_numpy(),
+            columns["alert_seq"].fill_null(-1).to_numpy(),
+            columns["alert_alpha"].fill_null(NO_ALERT).to_numpy(),
+        )
     return outcomes.summarize()
 
 

@@ -493,8 +493,10 @@ class ReplaySettings(ModelSetSettings, InputSettings, IncidentRuleSettings, Shar
         "column label. Default: as in the training, if a table has that column. Set it to '' to read no labels.",
     )
     normal: str | None = Field(None, description="Value of the column --label in normal rows.")
-    output: Path | None = Field(None, description="Parquet file for scores, one row per accepted event.")
-    records: Path | None = Field(None, description="Parquet file for scores of complete records, one row per record.")
+    output: Path | None = Field(None, description="Parquet or CSV file for scores, one row per accepted event.")
+    records: Path | None = Field(
+        None, description="Parquet or CSV file for scores of complete records, one row per record."
+    )
     drift: Odds | Literal["off"] | None = Field(
         None,
         description="Report drift if the odds that a partition's records differ from the calibration records reach "
@@ -504,7 +506,8 @@ class ReplaySettings(ModelSetSettings, InputSettings, IncidentRuleSettings, Shar
     alerts: str = Field("", description="File for alerts as JSON lines. - is standard output.")
     explain: Path | None = Field(
         None,
-        description="Parquet file for explanations, one row per reading of each alert, the most suspicious first.",
+        description="Parquet or CSV file for explanations, one row per reading of each alert, the most suspicious "
+        "first.",
     )
     rejected: Path | None = Field(None, description="File for rejected events with their reasons, as JSON lines.")
     evidence: Path | None = Field(
@@ -754,7 +757,7 @@ class ImputeSettings(TableSettings, _ModelSettings):
 
     option_groups: ClassVar[OptionGroups] = TABLE_GROUPS
 
-    output: Path = Field(description="Parquet file for the table with its nulls filled.")
+    output: Path = Field(description="Parquet or CSV file for the table with its nulls filled.")
     time_column: str = Field(
         "time",
         min_length=1,
@@ -795,7 +798,7 @@ class SampleSettings(_ModelSettings):
 
     option_groups: ClassVar[OptionGroups] = TABLE_GROUPS
 
-    output: Path = Field(description="Parquet file for the drawn records, one column per feature.")
+    output: Path = Field(description="Parquet or CSV file for the drawn records, one column per feature.")
     count: int = Field(1000, ge=1, description="Number of records to draw.")
     seed: int = Field(0, ge=0, lt=2**63, description="Seed of the draws. Equal seeds give equal draws.")
 

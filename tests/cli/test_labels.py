@@ -251,6 +251,8 @@ def test_shards_report_labels_without_an_output_of_records(
         "0",
     )
     shards = ("--output-dir", tmp_path / "shards", "--shards", 2, "--output", "scores.parquet")
+    in_csv = ("--output-dir", tmp_path / "csv", "--shards", 2, "--records", "records.csv")
+    assert read_report(cli(*words, *in_csv).lines) == read_report(cli(*words).lines)
     result = cli(*words, *shards)
     assert result.code == 0, result.err
     assert read_report(result.lines) == read_report(cli(*words).lines)

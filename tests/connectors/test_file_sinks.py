@@ -13,7 +13,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from connectors.files import AlertLines, LinesSink, RecordsParquet, ScoresParquet, sinks
+from connectors.files import AlertLines, LinesSink, RecordsTable, ScoresTable, sinks
+from connectors.files.imputed_tables import RowsTable, write_rows
+from connectors.files.table_writers import read_written_table
 from deformer_stream.engine.events import ONLY_MODEL
 from deformer_stream.errors import ConfigError, Unavailable
 from deformer_stream.tables.discovery import check_no_overwrite
@@ -26,7 +28,7 @@ def test_parquet_file_gets_its_name_when_it_is_closed_and_is_removed_when_discar
     monkeypatch.setattr(sinks, "ROW_GROUP_SIZE", 10)
     path = tmp_path / "scores.parquet"
     path.write_text("previous run")
-    sink = ScoresParquet(path, {ONLY_MODEL: SCHEMA})
+    sink = ScoresTable(path, {ONLY_MODEL: SCHEMA})
     for first in range(0, 100, 2):
         sink.write(*make_effects(first))
     assert path.read_text() == "previous run"
@@ -35,16 +37,53 @@ def test_parquet_file_gets_its_name_when_it_is_closed_and_is_removed_when_discar
     assert (file.metadata.num_rows, file.metadata.num_row_groups) == (300, 25)
     file.close()
     before = path.read_bytes()
-    failed = ScoresParquet(path, {ONLY_MODEL: SCHEMA})
+    failed = ScoresTable(path, {ONLY_MODEL: SCHEMA})
     failed.write(*make_effects(0))
     failed.discard()
     failed.close()
     assert path.read_bytes() == before
     assert [p.name for p in tmp_path.iterdir()] == ["scores.parquet"]
-    records = RecordsParquet(tmp_path / "none.parquet")
+    records = RecordsTable(tmp_path / "none.parquet")
     records.close()
     records.discard()
     assert pq.read_table(tmp_path / "none.parquet").num_rows == 0  # an empty run leaves an empty table
+
+
+@pytest.mark.parametrize(("name", "delimiter"), [("scores.csv", ","), ("scores.TSV", "\t")])
+def test_csv_has_the_rows_of_parquet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, delimiter: str
+) -> None:
+    """Numbers keep all their digits, and nulls differ from empty texts."""
+    monkeypatch.setattr(sinks, "ROW_GROUP_SIZE", 10)
+    for path in (tmp_path / name, tmp_path / "scores.parquet"):
+        sink = ScoresTable(path, {ONLY_MODEL: SCHEMA})
+        for first in range(0, 100, 2):
+            sink.write(*make_effects(first))
+        assert not path.exists()
+        sink.close()
+    expected = pq.read_table(tmp_path / "scores.parquet")
+    lines = (tmp_path / name).read_text().splitlines()
+    assert len(lines) == 301
+    assert lines[0].split(delimiter)[:2] == ['"record"', '"seq"']
+    assert read_written_table(tmp_path / name, expected.schema).equals(expected)
+    columns = pa.schema([expected.schema.field(column) for column in ("seq", "label")])
+    assert read_written_table(tmp_path / name, columns).equals(expected.select(["seq", "label"]))
+    failed = ScoresTable(tmp_path / name, {ONLY_MODEL: SCHEMA})
+    failed.write(*make_effects(0))
+    failed.discard()
+    assert len((tmp_path / name).read_text().splitlines()) == 301
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([name, "scores.parquet"])
+
+
+def test_csv_of_dictionaries_and_of_columns_that_it_cannot_hold(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    rows = pa.table({"a": pa.array(["x", "", None, "x"]).dictionary_encode(), "b": pa.array([1.5, None, 2.0, -0.0])})
+    with write_rows(path, rows.schema) as sink:
+        for batch in rows.to_batches():
+            sink.append(batch)
+    assert path.read_text() == '"a","b"\n"x",1.5\n"",\n,2\n"x",-0\n'
+    with pytest.raises(ConfigError, match=r"rows\.csv: CSV cannot hold the column 'c' of the type list<.*\.parquet$"):
+        RowsTable(path, pa.schema([("c", pa.list_(pa.int32()))]))
 
 
 def test_alerts_are_written_to_standard_output(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,12 +99,12 @@ def test_alerts_are_written_to_standard_output(monkeypatch: pytest.MonkeyPatch) 
 
 def test_output_that_cannot_be_written_is_reported(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"scores\.parquet: the file cannot be written \(No such file or directory\)"):
-        ScoresParquet(tmp_path / "no" / "scores.parquet", {ONLY_MODEL: SCHEMA})
+        ScoresTable(tmp_path / "no" / "scores.parquet", {ONLY_MODEL: SCHEMA})
     with pytest.raises(ConfigError, match="cannot be written"):
         AlertLines(tmp_path)
-    for name in ("scores.csv", "scores.jsonl"):
-        with pytest.raises(ConfigError, match=r"Parquet.*\.parquet$"):
-            ScoresParquet(tmp_path / name, {ONLY_MODEL: SCHEMA})
+    for name in ("scores.csv.gz", "scores.jsonl"):
+        with pytest.raises(ConfigError, match=r"Parquet or CSV.*\.parquet, \.csv or \.tsv$"):
+            ScoresTable(tmp_path / name, {ONLY_MODEL: SCHEMA})
     with pytest.raises(ConfigError, match=r"JSON lines.*\.jsonl$"):
         AlertLines(tmp_path / "alerts.parquet")
     assert list(tmp_path.iterdir()) == []
@@ -81,7 +120,7 @@ def test_output_that_cannot_be_written_is_reported(tmp_path: Path) -> None:
 def test_full_disk_is_reported_and_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The error of a row group that is written in the background is raised with a later write."""
     monkeypatch.setattr(sinks, "ROW_GROUP_SIZE", 10)
-    sink = ScoresParquet(tmp_path / "scores.parquet", {ONLY_MODEL: SCHEMA})
+    sink = ScoresTable(tmp_path / "scores.parquet", {ONLY_MODEL: SCHEMA})
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def write() -> None:
@@ -129,5 +168,5 @@ def test_lines_can_be_written_to_a_device(tmp_path: Path) -> None:
     sink.close()
     os.mkfifo(tmp_path / "pipe.parquet")
     with pytest.raises(ConfigError, match="a pipe or a device"):
-        sinks.ParquetSink(tmp_path / "pipe.parquet", pa.schema([("a", pa.int64())]))
+        sinks.TableSink(tmp_path / "pipe.parquet", pa.schema([("a", pa.int64())]))
     assert (tmp_path / "pipe.parquet").is_fifo()

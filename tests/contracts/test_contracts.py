@@ -17,9 +17,9 @@ from connectors.files import (
     AlertLines,
     EvidenceLines,
     ReadOptions,
-    RecordsParquet,
+    RecordsTable,
     RejectedLines,
-    ScoresParquet,
+    ScoresTable,
     StandardInput,
     open_source,
 )
@@ -158,7 +158,7 @@ class TestScoresParquet(SinkContract):
             return list(zip(table["record"].to_pylist(), table["seq"].to_pylist(), strict=True))
 
         return SinkUnderTest(
-            lambda: ScoresParquet(path, {ONLY_MODEL: made.SCHEMA}), delivered, expected, safe_at_flush=False
+            lambda: ScoresTable(path, {ONLY_MODEL: made.SCHEMA}), delivered, expected, safe_at_flush=False
         )
 
 
@@ -171,7 +171,7 @@ class TestRecordsParquet(SinkContract):
             return list(pq.read_table(path)["record"].to_pylist())
 
         return SinkUnderTest(
-            lambda: RecordsParquet(path),
+            lambda: RecordsTable(path),
             delivered,
             lambda effects, data: effects.closed.record_ids,
             safe_at_flush=False,

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 
-from connectors.files import AlertLines, ExplanationsParquet, RecordsParquet, RejectedLines, ScoresParquet
+from connectors.files import AlertLines, ExplanationsTable, RecordsTable, RejectedLines, ScoresTable
 from deformer_stream.codec import encode_alert
 from deformer_stream.engine.events import NO_TIME, ONLY_MODEL, AlertCause
 from tests.contracts.effects import SCHEMA, make_alert, make_drift_notice, make_effects
@@ -73,21 +73,21 @@ def test_rejection_lines(tmp_path: Path) -> None:
 
 
 def test_scores_table(tmp_path: Path) -> None:
-    sink = ScoresParquet(tmp_path / "scores.parquet", {ONLY_MODEL: SCHEMA})
+    sink = ScoresTable(tmp_path / "scores.parquet", {ONLY_MODEL: SCHEMA})
     sink.write(*make_effects(1))
     sink.close()
     assert table_text(tmp_path / "scores.parquet") == (GOLDEN / "scores.txt").read_text()
 
 
 def test_records_table(tmp_path: Path) -> None:
-    sink = RecordsParquet(tmp_path / "records.parquet")
+    sink = RecordsTable(tmp_path / "records.parquet")
     sink.write(*make_effects(1))
     sink.close()
     assert table_text(tmp_path / "records.parquet") == (GOLDEN / "records.txt").read_text()
 
 
 def test_explanations_table(tmp_path: Path) -> None:
-    sink = ExplanationsParquet(tmp_path / "why.parquet")
+    sink = ExplanationsTable(tmp_path / "why.parquet")
     sink.write(*make_effects(1))
     sink.close()
     assert table_text(tmp_path / "why.parquet") == (GOLDEN / "explanations.txt").read_text()
