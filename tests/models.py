@@ -66,6 +66,21 @@ def write_model(directory: Path, seed: int = 0, arrival_order: str = "random") -
     return directory
 
 
+def copy_model_with_label(model_dir: Path, directory: Path, label: str, normal: str) -> Path:
+    """Write a copy of a model that states which column and value of it chose the rows of its training; return its path.
+
+    Args:
+        model_dir: The model.
+        directory: The folder of the copy.
+        label: The option `--label` of the training.
+        normal: The option `--normal`.
+    """
+    loaded = model_store.read(model_dir)
+    training = {"options": {"label": label, "normal": normal}}
+    model_store.write(directory, loaded.model, loaded.calibration, training, "")
+    return directory
+
+
 def draw_linear_records(n: int, seed: int) -> NDArray[np.float64]:
     """Draw n records, (n, 3): x is standard normal, y is 2x + 1 plus noise, and the sign of x is a label code."""
     rng = np.random.default_rng(seed)

@@ -28,7 +28,7 @@ from deformer_stream.runtime.next_reading_order import score_in_chosen_order
 from deformer_stream.runtime.reload import ModelReloader
 from tests.cli.conftest import SerialPool
 from tests.commands import assert_command_failed
-from tests.models import SCHEMA, draw_rows, write_model
+from tests.models import SCHEMA, copy_model_with_label, draw_rows, write_model
 
 Run = Callable[..., SimpleNamespace]
 
@@ -125,9 +125,7 @@ def test_only_rows_with_the_normal_label_of_the_training_are_used(
     """
     if ending == "parquet":
         monkeypatch.setattr(shard_run, "_make_pool", lambda engine, *arguments: SerialPool(*arguments))
-    loaded = model_store.read(model_dir)
-    training = {"options": {"label": "fault", "normal": "0"}}
-    model_store.write(tmp_path / "m", loaded.model, loaded.calibration, training, "")
+    copy_model_with_label(model_dir, tmp_path / "m", "fault", "0")
     rows = draw_rows(SCHEMA, 150, 21, missing_share=0.0)
     columns = {f.name: [row[f.name] for row in rows] for f in SCHEMA.features}
     normal = pa.table(columns)

@@ -10,10 +10,9 @@ import pyarrow.csv as pacsv
 import pyarrow.parquet as pq
 import pytest
 
-from deformer_stream import model_store
 from tests.cli.shard_examples import OUTPUTS
 from tests.commands import RunCommand, assert_command_failed, list_events
-from tests.models import SCHEMA
+from tests.models import SCHEMA, copy_model_with_label
 
 LABEL = ("--label", "fault", "--normal", "none")
 ALPHAS = (0.5, 0.2)
@@ -137,9 +136,7 @@ def test_a_window_is_faulty_if_one_of_its_rows_is(cli: RunCommand, model_dir: Pa
 def test_the_label_of_the_training_is_the_default(
     cli: RunCommand, model_dir: Path, table: pa.Table, tmp_path: Path
 ) -> None:
-    loaded = model_store.read(model_dir)
-    training = {"options": {"label": "fault", "normal": "none"}}
-    model_store.write(tmp_path / "m", loaded.model, loaded.calibration, training, "")
+    copy_model_with_label(model_dir, tmp_path / "m", "fault", "none")
     pq.write_table(label(table), tmp_path / "labelled.parquet")
     pq.write_table(table, tmp_path / "plain.parquet")
     words = ("replay", tmp_path / "labelled.parquet", *OPTIONS)
@@ -156,9 +153,7 @@ def test_the_column_label_of_long_tables_stays_the_label_of_readings(
     cli: RunCommand, model_dir: Path, table: pa.Table, tmp_path: Path
 ) -> None:
     """In training on wide tables, the column of labels had the name that long tables use for labels of readings."""
-    loaded = model_store.read(model_dir)
-    training = {"options": {"label": "label", "normal": "none"}}
-    model_store.write(tmp_path / "m", loaded.model, loaded.calibration, training, "")
+    copy_model_with_label(model_dir, tmp_path / "m", "label", "none")
     numeric = {feature.name for feature in SCHEMA.features if not feature.labels}
     readings = [
         {
