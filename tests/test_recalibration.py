@@ -14,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pyarrow.csv as pacsv
 import pyarrow.parquet as pq
@@ -149,6 +150,15 @@ def test_only_rows_with_the_normal_label_of_the_training_are_used(
     assert result.code == 3
     assert result.lines[-1].endswith("no row has fault = ok: check --label and --normal")
     assert_command_failed(cli(*words, "--label", "fault"), 2, "--label and --normal belong together")
+
+
+def test_the_label_can_be_the_index_of_a_data_frame(cli: Run, model_dir: Path, tmp_path: Path) -> None:
+    copy_model_with_label(model_dir, tmp_path / "m", "fault", "0")
+    frame = pd.DataFrame(draw_rows(SCHEMA, 90, 22, missing_share=0.0)).assign(fault=[0, 0, 1] * 30)
+    frame.set_index("fault").to_parquet(tmp_path / "new.parquet")
+    result = cli("calibrate", tmp_path / "new.parquet", "--model", tmp_path / "m", "--out", tmp_path / "out")
+    assert result.code == 0, result.err
+    assert "calibrated on 60 records" in result.lines[-1]
 
 
 @pytest.mark.charts

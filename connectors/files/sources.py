@@ -203,7 +203,9 @@ def _open_tables(files: Sequence[DataFile], options: _Reading) -> dict[DataFile,
     Raises:
         InputError: A table cannot be read.
     """
-    kept_columns = options.table_options.kept_columns | options.list_chosen_columns()
+    where = options.table_options.where
+    tested_columns = () if where is None else where.columns
+    kept_columns = options.table_options.kept_columns | options.list_chosen_columns() | frozenset(tested_columns)
     return open_tables(files, replace(options.table_options, kept_columns=kept_columns))
 
 
