@@ -15,6 +15,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import torch
 from rich.console import Console
@@ -131,7 +133,7 @@ def run_demo(output: Path, seed: int, train_time: str = "60s", open_report: bool
 
     Args:
         output: Folder to which `normal.parquet` (the training records), `model/`, `pumps.parquet` (the streamed
-            records) and `report.html` are written.
+            records), `labelled-pumps.parquet` (the same with the column `fault`) and `report.html` are written.
         seed: Seed of the simulated records and of the training.
         train_time: Time limit of the training, such as "60s".
         open_report: Whether to open the report in the default browser.
@@ -170,6 +172,7 @@ def run_demo(output: Path, seed: int, train_time: str = "60s", open_report: bool
     fleet = simulate(num_records, seed=2 * seed + 1, fault_share=NUM_FAULTY_RECORDS / num_records)
     with map_output_errors(output):
         pq.write_table(fleet.table.drop_columns(["fault"]), output / "pumps.parquet")
+        pq.write_table(name_normal_records(fleet.table), output / "labelled-pumps.parquet")
     started_at = time.monotonic()
     printer, totals = stream_readings(console, detector, fleet)
     seconds = time.monotonic() - started_at
@@ -187,11 +190,20 @@ def run_demo(output: Path, seed: int, train_time: str = "60s", open_report: bool
         path.write_text(text, encoding="utf-8")
     console.print(f"\nReport to open in a browser: {path}", soft_wrap=True)
     console.print(
-        f"Tables to try commands on (README, Quick start): {table}, {output / 'pumps.parquet'}", soft_wrap=True
+        f"Tables to try commands on (README, Quick start): {table}, {output / 'pumps.parquet'}, "
+        f"{output / 'labelled-pumps.parquet'}",
+        soft_wrap=True,
     )
     if open_report:
         webbrowser.open(path.as_uri())
     return 0
+
+
+def name_normal_records(table: pa.Table) -> pa.Table:
+    """Return a table of simulated records whose column `fault` is "none", and not empty, for normal records."""
+    faults = table.column("fault")
+    named = pc.if_else(pc.equal(faults, ""), "none", faults)
+    return table.set_column(table.schema.get_field_index("fault"), "fault", named)
 
 
 def create_output(output: Path) -> None:

@@ -323,7 +323,12 @@ def test_complete_small_demo(
     for words in ("Simulate", "deformer-train", "Results", "of 100", "of 24", "report.html"):
         assert words in printed
     assert opened == [(tmp_path / "report.html").resolve().as_uri()]
-    assert pq.read_table(tmp_path / "pumps.parquet").column_names == ["record", "time", *FEATURES]
+    pumps = pq.read_table(tmp_path / "pumps.parquet")
+    assert pumps.column_names == ["record", "time", *FEATURES]
+    labelled = pq.read_table(tmp_path / "labelled-pumps.parquet")
+    assert labelled.drop_columns(["fault"]).equals(pumps)
+    assert 0 < labelled["fault"].to_pylist().count("none") < len(labelled)
+    assert "" not in labelled["fault"].to_pylist()
     assert "All alerts" in (tmp_path / "report.html").read_text(encoding="utf-8")
     false_alarms = re.search(r"(\d+) of 100", printed)
     assert false_alarms is not None
