@@ -28,8 +28,8 @@ from connectors.files.imputed_tables import (
     make_output_schema,
     open_tables,
     unify_column_types,
-    write_rows,
 )
+from connectors.files.sinks import write_rows
 from connectors.files.sources import choose_cell_forms, log_bad_rows, log_dialects
 from deformer_stream import log
 from deformer_stream.codec import Codec

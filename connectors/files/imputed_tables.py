@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -12,7 +11,6 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from connectors.files.sinks import TableSink
 from connectors.files.sources import choose_cell_forms
 from deformer_stream import log
 from deformer_stream.engine.events import Rejection
@@ -26,8 +24,6 @@ if TYPE_CHECKING:
 
 ROWS_PER_BATCH = 4096
 """Number of rows that are read and imputed at a time."""
-MAX_PENDING_BYTES = 64 * 2**20
-"""A row group is written when it has this size, even if it has few rows."""
 DRAW_COLUMN = "draw"
 """The column with the number of the draw, if gaps are filled by random draws."""
 
@@ -281,37 +277,3 @@ class BadCells:
                 first=self.first,
                 remedy="correct these cells, or empty them to have them filled",
             )
-
-
-class RowsTable(TableSink):
-    """A table to which rows are appended in batches.
-
-    Rows are written when enough of them, or enough bytes, have been collected. The limit of bytes bounds the memory if
-    rows have many columns.
-    """
-
-    def append(self, batch: pa.RecordBatch) -> None:
-        """Append rows. They are written in the background when enough rows or bytes have been collected."""
-        self._add(batch)
-        if sum(pending.nbytes for pending in self._pending) > MAX_PENDING_BYTES:
-            self._write_pending()
-
-
-@contextmanager
-def write_rows(path: Path, columns: pa.Schema) -> Iterator[RowsTable]:
-    """Open a table file for rows. It gets its name when it is complete, and is deleted after an error.
-
-    Args:
-        path: The file.
-        columns: Names and types of its columns.
-
-    Raises:
-        ConfigError: The file cannot be created.
-        Unavailable: Writing failed.
-    """
-    sink = RowsTable(path, columns)
-    try:
-        yield sink
-        sink.close()
-    finally:
-        sink.discard()  # does nothing after `close`

@@ -41,6 +41,9 @@ ROW_GROUP_SIZE = 131_072
 """Number of rows that are collected before they are written. Large row groups compress well and are fast to read; small
 ones need less memory."""
 
+MAX_PENDING_BYTES = 64 * 2**20
+"""A row group is written when it has this size, even if it has few rows."""
+
 SCORES_SCHEMA = pa.schema(
     [
         ("record", pa.string()),
@@ -416,6 +419,40 @@ def _make_explanation(alert: Alert, rank: int) -> dict[str, Any]:
         "high": expected.high,
         "time": contribution.time,
     }
+
+
+class RowsTable(TableSink):
+    """A table to which rows are appended in batches.
+
+    Rows are written when enough of them, or enough bytes, have been collected. The limit of bytes bounds the memory if
+    rows have many columns.
+    """
+
+    def append(self, batch: pa.RecordBatch) -> None:
+        """Append rows. They are written in the background when enough rows or bytes have been collected."""
+        self._add(batch)
+        if sum(pending.nbytes for pending in self._pending) > MAX_PENDING_BYTES:
+            self._write_pending()
+
+
+@contextmanager
+def write_rows(path: Path, columns: pa.Schema) -> Iterator[RowsTable]:
+    """Open a table file for rows. It gets its name when it is complete, and is deleted after an error.
+
+    Args:
+        path: The file.
+        columns: Names and types of its columns.
+
+    Raises:
+        ConfigError: The file cannot be created.
+        Unavailable: Writing failed.
+    """
+    sink = RowsTable(path, columns)
+    try:
+        yield sink
+        sink.close()
+    finally:
+        sink.discard()  # does nothing after `close`
 
 
 class LinesSink:

@@ -59,7 +59,7 @@ def check_table_path(path: Path, columns: pa.Schema) -> None:
     Raises:
         ConfigError: It cannot.
     """
-    if has_ending(path, DELIMITER_BY_ENDING):
+    if _find_delimiter(path) is not None:
         nested = [column.name for column in columns if pa.types.is_nested(_get_plain_type(column.type))]
         if nested:
             raise ConfigError(
@@ -80,9 +80,9 @@ def open_table(partial_path: Path, path: Path, columns: pa.Schema) -> TableWrite
         path: The name that it gets at the end, which determines its format (`check_table_path`).
         columns: Names and types of the columns.
     """
-    for ending, delimiter in DELIMITER_BY_ENDING.items():
-        if has_ending(path, (ending,)):
-            return CsvWriter(partial_path, columns, delimiter)
+    delimiter = _find_delimiter(path)
+    if delimiter is not None:
+        return CsvWriter(partial_path, columns, delimiter)
     # Floating-point numbers rarely repeat, so a dictionary would slow down the writing and enlarge the file.
     dictionary_columns = [column.name for column in columns if not pa.types.is_floating(column.type)]
     writer: TableWriter = pq.ParquetWriter(partial_path, columns, compression="zstd", use_dictionary=dictionary_columns)
@@ -96,16 +96,18 @@ def read_written_table(path: Path, columns: pa.Schema) -> pa.Table:
         path: The file.
         columns: Names and types of the columns to read.
     """
-    for ending, delimiter in DELIMITER_BY_ENDING.items():
-        if has_ending(path, (ending,)):
-            types = pacsv.ConvertOptions(
-                include_columns=columns.names,
-                column_types=columns,
-                strings_can_be_null=True,
-                quoted_strings_can_be_null=False,
-            )
-            return pacsv.read_csv(path, parse_options=pacsv.ParseOptions(delimiter=delimiter), convert_options=types)
-    return pq.read_table(path, columns=columns.names)
+    delimiter = _find_delimiter(path)
+    if delimiter is None:
+        return pq.read_table(path, columns=columns.names)
+    types = pacsv.ConvertOptions(
+        include_columns=columns.names, column_types=columns, strings_can_be_null=True, quoted_strings_can_be_null=False
+    )
+    return pacsv.read_csv(path, parse_options=pacsv.ParseOptions(delimiter=delimiter), convert_options=types)
+
+
+def _find_delimiter(path: Path) -> str | None:
+    """Return the character between cells, if the ending of a name is one of CSV; None for Parquet."""
+    return next((char for ending, char in DELIMITER_BY_ENDING.items() if has_ending(path, (ending,))), None)
 
 
 def _get_plain_type(column_type: pa.DataType) -> pa.DataType:

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from connectors.files import AlertLines, LinesSink, RecordsTable, ScoresTable, sinks
-from connectors.files.imputed_tables import RowsTable, write_rows
+from connectors.files.sinks import RowsTable, write_rows
 from connectors.files.table_writers import read_written_table
 from deformer_stream.engine.events import ONLY_MODEL
 from deformer_stream.errors import ConfigError, Unavailable

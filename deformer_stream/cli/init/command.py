@@ -174,17 +174,17 @@ class _Look:
         """Write the readings of messages to their table.
 
         Raises:
+            ConfigError: The file cannot be created.
             Unavailable: Writing fails.
         """
         if self.readings is None:
             return
-        import pyarrow.parquet as pq
-
-        from deformer_stream.errors import map_write_errors
+        from connectors.files.sinks import write_rows
 
         (path,) = map(Path, self.tables)
-        with map_write_errors(path):
-            pq.write_table(self.readings, path)
+        with write_rows(path, self.readings.schema) as sink:
+            for batch in self.readings.to_batches():
+                sink.append(batch)
 
 
 def _describe_subject(look: _Look, inputs: Sequence[str], settings: InitSettings, answers: Answers) -> Subject:
