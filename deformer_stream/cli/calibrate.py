@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from deformer_stream.calibration.recalibrate import CalibrationStatistics, Recalibration
     from deformer_stream.calibration.seen_records import SeenRecords
     from deformer_stream.cli.calibration_review import RecordKey
+    from deformer_stream.cli.served_models import ServedModels
     from deformer_stream.incident_store import IncidentCalibration
     from deformer_stream.model_store import Artifact
     from deformer_stream.runtime.calibration_sink import CollectedRecords
@@ -106,7 +107,7 @@ def _calibrate_on_records(inputs: Sequence[str], settings: CalibrateSettings) ->
     (loaded,) = models.artifact_by_name.values()
     seen_records = model_store.read_seen_records(loaded.directory, loaded.manifest)
     incidents_before = read_incident_calibration(loaded.directory)
-    settings = _choose_normal_rows(inputs, settings, loaded)
+    settings = _choose_normal_rows(inputs, settings, models)
     is_sharded = bool(settings.list_shard_flags())
     shards_folder = get_shards_folder(target)
     if is_sharded:
@@ -146,7 +147,7 @@ def _calibrate_on_records(inputs: Sequence[str], settings: CalibrateSettings) ->
     return 0
 
 
-def _choose_normal_rows(inputs: Sequence[str], settings: CalibrateSettings, loaded: Artifact) -> CalibrateSettings:
+def _choose_normal_rows(inputs: Sequence[str], settings: CalibrateSettings, models: ServedModels) -> CalibrateSettings:
     """Return the settings with the options `--label` and `--normal` of the training, if they select rows of the input.
 
     The model was trained on these rows only. Others, such as known faults, would raise the thresholds.
@@ -154,16 +155,15 @@ def _choose_normal_rows(inputs: Sequence[str], settings: CalibrateSettings, load
     Args:
         inputs: Files, folders and patterns of files; `-` is standard input.
         settings: Options of `calibrate`. If they have a label, they stay as they are.
-        loaded: The model, whose manifest has the options of the training.
+        models: The model.
     """
     from connectors.files.sources import open_tables
     from deformer_stream.tables.discovery import JSON_LINES, find_data_files, has_ending
     from deformer_stream.tables.table import TableOptions
 
-    options = loaded.manifest["training"].get("options", {})
-    label, normal = options.get("label"), options.get("normal")
-    if settings.label is not None or "-" in inputs or not (isinstance(label, str) and isinstance(normal, str)):
+    if settings.label is not None or "-" in inputs or models.training_label is None:
         return settings
+    label, normal = models.training_label
     files = [file for file in find_data_files(inputs) if not has_ending(file, JSON_LINES)]
     tables = open_tables(files, TableOptions.from_settings(settings, {label}))
     if not any(label in table.schema.names for table in tables.values()):

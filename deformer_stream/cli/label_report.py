@@ -26,24 +26,22 @@ def adopt_training_label(settings: ReplaySettings, models: ServedModels) -> Repl
 
     Args:
         settings: Options of `replay`.
-        models: The models, whose manifests have the options of the training. Models that were trained with different
-            labels determine none.
+        models: The models.
     """
-    options = [artifact.manifest["training"].get("options", {}) for artifact in models.artifact_by_name.values()]
-    label, *others = {(entry.get("label"), entry.get("normal")) for entry in options}
-    if settings.label is not None or others or not all(isinstance(text, str) for text in label):
+    if settings.label is not None or models.training_label is None:
         return settings
-    return settings.model_copy(update=dict(zip(("label", "normal"), label, strict=True)))
+    label, normal = models.training_label
+    return settings.model_copy(update={"label": label, "normal": normal})
 
 
 def drop_missing_label(
     settings: ReplaySettings, given: ReplaySettings, files: FileSource | StandardInput | InputFiles, is_flag: bool
 ) -> ReplaySettings:
-    """Return the settings without the labels of records, if no table of the input has the column.
+    """Return the given options without the labels of records, if no table of the input has the column.
 
     Args:
         settings: Options of `replay`, perhaps with the label of the training.
-        given: The options without the label of the training.
+        given: The options without the label of the training, and without what only labels need.
         files: The input.
         is_flag: Whether the label was given on the command line.
 
@@ -65,7 +63,7 @@ def drop_missing_label(
         if is_flag:
             raise InputError(message)
         log.get_logger("replay").warning("label_missing", column=settings.label, message=message)
-    return settings.model_copy(update={"label": None, "normal": None})
+    return given.model_copy(update={"label": None, "normal": None})
 
 
 def open_outcome_sink(settings: ReplaySettings, labels: RecordLabels) -> LabelOutcomeSink:
@@ -114,10 +112,10 @@ def format_label_report(report: LabelReport, alphas: Sequence[float]) -> str:
     """
     from deformer_stream.cli.config_report import align_columns
 
-    alphas = sorted(alphas, reverse=True)
-    rows = [("label", "records", *(f"alerted at {alpha:g}" for alpha in alphas), "first alert after")]
     if not report.num_labelled:
         return f"none of {report.num_unlabelled:,} records has a label"
+    alphas = sorted(alphas, reverse=True)
+    rows = [("label", "records", *(f"alerted at {alpha:g}" for alpha in alphas), "first alert after")]
     outcomes = [report.normal, *report.faults[:MAX_LABELS]]
     if len(report.faults) > 1:
         outcomes.append(report.all_faults)

@@ -77,6 +77,13 @@ class ServedModels:
         return any(artifact.fault_classifier is not None for artifact in self.artifact_by_name.values())
 
     @property
+    def training_label(self) -> tuple[str, str] | None:
+        """The options `--label` and `--normal` of the training; None without them, or if those of the models differ."""
+        options = [artifact.manifest["training"].get("options", {}) for artifact in self.artifact_by_name.values()]
+        (label, normal), *others = {(entry.get("label"), entry.get("normal")) for entry in options}
+        return (label, normal) if isinstance(label, str) and isinstance(normal, str) and not others else None
+
+    @property
     def fault_entries(self) -> list[Any]:
         """What identifies the classifier of faults of each model: the entry of its manifest, None without one."""
         return [artifact.manifest.get("faults") for artifact in self.artifact_by_name.values()]

@@ -873,9 +873,9 @@ class InitSettings(WindowedTableSettings, KafkaSettings):
     listen: Timeout = text_default("5s", "Longest time to read messages of --topic.")
     save: Path | None = Field(
         None,
-        description="Parquet or CSV file for the readings of messages or JSON lines, as a table to train on. All messages of "
-        "--topic that arrive within --listen are then read. Default: none for a topic; the name of the file of JSON "
-        "lines with .parquet.",
+        description="Parquet or CSV file for the readings of messages or JSON lines, as a table to train on. All "
+        "messages of --topic that arrive within --listen are then read. Default: none for a topic; the name of the "
+        "file of JSON lines with .parquet.",
     )
 
 

@@ -61,8 +61,6 @@ def replay_in_shards(
         given, settings = settings, _add_labels(settings, models)
         files = open_inputs_for_shards(inputs, models, settings)
         settings = label_report.drop_missing_label(settings, given, files, has_label_flag)
-        if settings.label_of_records is None:
-            settings = given.model_copy(update={"label": None, "normal": None})
         job = shard_run.open_job(inputs, models, settings, files, folder, "--output-dir", _REMEDY)
         log_columns(files.ignored_columns, files.missing_columns)
         num_scored = shard_run.run_shards(job, "replay", prepare_scoring, files.num_rows, stop)
