@@ -18,6 +18,8 @@ from datetime import UTC, datetime
 import numpy as np
 from numpy.typing import NDArray
 
+from deformer_stream.codec.timestamps import UNITS_PER_SECOND, TimeUnit
+
 MIN_VALUES = 10
 """Smallest number of values from which a rule draws a conclusion."""
 
@@ -49,8 +51,6 @@ MAX_EXACT_INTEGER = 2.0**53
 """Not every larger integer has an exact float64 value. Only ids are so large; no sensor has such a resolution."""
 
 _FIRST_UNIX_SECOND, _LAST_UNIX_SECOND = 315_532_800.0, 4_102_444_800.0  # the years 1980 to 2100
-_UNITS_PER_SECOND = (1.0, 1e3, 1e6, 1e9)
-"""Seconds, milliseconds, microseconds and nanoseconds, in which Unix times are stored."""
 
 
 @dataclass
@@ -173,10 +173,18 @@ def _describe_unix_times(sample: NDArray[np.float64], order: OrderStatistics) ->
     num_back, num_forth = sorted((order.num_rises, order.num_falls))
     if num_forth < MIN_VALUES or num_back > (1 - MIN_SHARE_OF_RISES) * (num_back + num_forth):
         return None
-    for units in _UNITS_PER_SECOND:
-        if sample[0] >= _FIRST_UNIX_SECOND * units and sample[-1] <= _LAST_UNIX_SECOND * units:
-            first, last = (datetime.fromtimestamp(float(value) / units, UTC) for value in (sample[0], sample[-1]))
-            return f"Unix times from {first:%Y-%m-%d %H:%M} to {last:%Y-%m-%d %H:%M}: looks like a clock"
+    unit = find_unix_unit(sample[0], sample[-1])
+    if unit is None:
+        return None
+    first, last = (datetime.fromtimestamp(value / UNITS_PER_SECOND[unit], UTC) for value in (sample[0], sample[-1]))
+    return f"Unix times from {first:%Y-%m-%d %H:%M} to {last:%Y-%m-%d %H:%M}: looks like a clock"
+
+
+def find_unix_unit(smallest: float, largest: float) -> TimeUnit | None:
+    """Return the unit in which two numbers are Unix times of the years 1980 to 2100, None if there is none."""
+    for unit, units_per_second in UNITS_PER_SECOND.items():
+        if smallest >= _FIRST_UNIX_SECOND * units_per_second and largest <= _LAST_UNIX_SECOND * units_per_second:
+            return unit
     return None
 
 

@@ -99,7 +99,17 @@ OPTION_GROUPS: OptionGroups = {
     "One model for each value of a column": ("per", "adapt_below"),
     "Time and size": ("max_time", "preset", "epochs", "device", "training_precision", "accumulate", "seed", "dry_run"),
     "Tables": (
-        *("where", "layout", "time_column", "device_column", "timezone", "delimiter", "decimal", "encoding"),
+        *(
+            "where",
+            "layout",
+            "time_column",
+            "device_column",
+            "timezone",
+            "time_unit",
+            "delimiter",
+            "decimal",
+            "encoding",
+        ),
         *("header", "no_header"),
     ),
     "Normal records and names of faults": ("label", "normal", "contamination", "faults", "fault_level"),

@@ -391,7 +391,7 @@ def open_tables(
         window,
         time_column=time_column,
         excluded_features=frozenset(exclude),
-        unreadable_times=UnreadableTimes(has_timezone=options.timezone is not None),
+        unreadable_times=UnreadableTimes(has_timezone=options.time_format.timezone is not None),
     )
     if layout == "long" or window is not None:
         input_tables.time_column = time_column or _find_time_column(first, is_long=layout == "long")
@@ -589,7 +589,7 @@ def _choose_form(tables: InputTables, table: Table, name: str) -> CellForm | Non
         # If the times of readings matter, each text must state its zone, unless the user has set one. `parse_times`
         # rejects others.
         has_readings = tables.layout == "long" or tables.window is not None
-        is_zone_needed = has_readings and table.options.timezone is None
+        is_zone_needed = has_readings and table.options.time_format.timezone is None
         is_number = classify_type(table.schema.field(name).type) == "number"
         return "text" if is_zone_needed and not is_number else "time"
     if name in (RECORD, FEATURE, tables.device_column) and tables.layout == "long":

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from deformer_stream.codec import Codec, FieldNames, Order, WindowAssigner
+    from deformer_stream.codec import Codec, FieldNames, Order, TimeFormat, WindowAssigner
     from deformer_stream.codec.model_choice import ModelChoice
     from deformer_stream.model.schema import Schema
     from deformer_stream.model_store import Artifact
@@ -33,6 +33,13 @@ def get_field_names(settings: ScoringSettings) -> FieldNames:
         time=settings.time_field,
         device=settings.device_field,
     )
+
+
+def make_time_format(settings: ScoringSettings) -> TimeFormat:
+    """Return how times of events are written, as set by the options of the command."""
+    from deformer_stream.codec import TimeFormat
+
+    return TimeFormat.from_names(settings.time_unit, settings.timezone)
 
 
 def make_window_assigner(schema: Schema, settings: ScoringSettings) -> WindowAssigner | None:
@@ -84,6 +91,7 @@ def make_codec(loaded: Artifact, settings: ScoringSettings, **others: Any) -> Co
         window_assigner=window_assigner,
         # Events further in the future than this are rejected. None accepts all times.
         max_ahead_micros=settings.get_max_ahead_micros(window_assigner is not None),
+        time_format=make_time_format(settings),
         **others,
     )
 

@@ -94,10 +94,10 @@ def refuse_flags(flags: Mapping[str, Any], is_mqtt: bool) -> None:
 def separate_field_names(settings: ConsumeSettings) -> ConsumeSettings:
     """Return the options with which events are decoded that were translated from MQTT messages.
 
-    The names of fields that the options give are those of the messages. Events have the default names.
+    The names of fields and the form of times that the options give are those of the messages. Events have the defaults.
     """
     names = ("record", "device", "feature", "value", "values", "time")
-    fields = [f"{name}_field" for name in names]
+    fields = [*(f"{name}_field" for name in names), "time_unit", "timezone"]
     return settings.model_copy(update={field: type(settings).model_fields[field].default for field in fields})
 
 
@@ -138,7 +138,7 @@ def connect_to_mqtt(
     options = make_options(settings, address, pattern, settings.patience)
     alert_topic = AlertTopic(settings.alerts_to, options.filter)
     max_bytes = settings.max_message_bytes
-    values = ValueTranslator(pattern, codecs.get_field_names(settings), settings.time_unit, max_bytes)
+    values = ValueTranslator(pattern, codecs.get_field_names(settings), codecs.make_time_format(settings), max_bytes)
     sparkplug = SparkplugTranslator(max_bytes)
     store = StateFolder(settings.state_dir)
     cleanup.callback(store.close)

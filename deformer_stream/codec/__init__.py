@@ -11,13 +11,14 @@ If a JSON object has a key twice, the last value counts. The modules are:
 
     payloads         what a connector hands to a decoder: messages, or rows of a table
     validation       the checks that all decoders share, and the exception that reports a failed check
-    timestamps       conversion of times, and the limit on times in the future
+    timestamps       conversion of times, how they are written, and the limit on times in the future
     windowing        assignment of readings to time windows
     json_messages    decoder for JSON messages
     arrow_messages   decoder for messages that are Arrow streams
     schema_formats, protobuf_schemas  messages in the formats of a schema registry, converted to JSON
     avro_schemas     parsers of Avro messages, from the texts of their schemas
     columns, tables  conversion of Arrow columns; decoders for rows of Parquet and CSV tables
+    time_columns     conversion of columns of times with a unit and a time zone
     json_types, number_texts   types and limits of JSON values; conversion of texts to numbers
     bridge_messages, sparkplug   messages of a plant, such as MQTT and Sparkplug B, converted to events
     output_formats   outputs as Avro, converted from their JSON
@@ -58,7 +59,7 @@ from deformer_stream.codec.tables import (
     compute_shuffle_keys,
     hash_record_ids,
 )
-from deformer_stream.codec.timestamps import FutureTimeLimit, format_rfc3339
+from deformer_stream.codec.timestamps import DEFAULT_TIME_FORMAT, FutureTimeLimit, TimeFormat, format_rfc3339
 from deformer_stream.codec.validation import MAX_TEXT_CHARS, FieldNames
 from deformer_stream.codec.windowing import WindowAssigner
 from deformer_stream.engine.events import ONLY_MODEL, Alert, EventBatch, Rejection
@@ -78,6 +79,7 @@ __all__ = [
     "FieldNames",
     "Order",
     "SchemaTranslator",
+    "TimeFormat",
     "WindowAssigner",
     "compute_shuffle_keys",
     "encode_alert",
@@ -110,6 +112,7 @@ class Codec:
             is then the record. None rejects such events.
         max_ahead_micros: How many microseconds an event's own time may lie after the broker's timestamp of its message,
             or after the wall clock if there is no such timestamp. None accepts all times.
+        time_format: How the times of messages are written: the unit of numbers, and the zone of texts without one.
         translator: Converts messages in a format of a schema registry to JSON. None if they are JSON or Arrow streams.
         model_field: The field that determines the model, if there are several (`ModelCodecs`). A column of this name in
             Arrow streams is then no unknown feature.
@@ -129,6 +132,7 @@ class Codec:
         max_readings: int = 4096,
         window_assigner: WindowAssigner | None = None,
         max_ahead_micros: int | None = None,
+        time_format: TimeFormat = DEFAULT_TIME_FORMAT,
         translator: SchemaTranslator | None = None,
         model_field: str | None = None,
     ) -> None:
@@ -139,7 +143,9 @@ class Codec:
         self.field_names = field_names
         self._translator = translator
         time_limit = None if max_ahead_micros is None else FutureTimeLimit(max_ahead_micros)
-        arrow_decoder = ArrowDecoder(schema, field_names, max_message_bytes, window_assigner, time_limit, model_field)
+        arrow_decoder = ArrowDecoder(
+            schema, field_names, max_message_bytes, window_assigner, time_limit, time_format, model_field
+        )
         self._message_decoder = MessageDecoder(
             schema,
             field_names,
@@ -147,6 +153,7 @@ class Codec:
             max_readings,
             window_assigner,
             time_limit,
+            time_format,
             table_decoder=arrow_decoder.decode,  # for messages that are Arrow streams instead of JSON
         )
         self._long_decoder = LongDecoder(schema, field_names, window_assigner, time_limit)

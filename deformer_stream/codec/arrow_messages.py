@@ -33,7 +33,8 @@ from deformer_stream.codec.columns import (
 )
 from deformer_stream.codec.payloads import LongRows
 from deformer_stream.codec.tables import LongDecoder, find_feature_codes
-from deformer_stream.codec.timestamps import FutureTimeLimit
+from deformer_stream.codec.time_columns import convert_times
+from deformer_stream.codec.timestamps import DEFAULT_TIME_FORMAT, FutureTimeLimit, TimeFormat
 from deformer_stream.codec.validation import FieldNames, RejectionError, quote, unknown_feature_error
 from deformer_stream.codec.windowing import WindowAssigner
 from deformer_stream.engine.events import EventBatch, Rejection, RejectionReason
@@ -72,6 +73,8 @@ class ArrowDecoder:
         window_assigner: Assigns each row that names a device but no record to a time window of the device. The window
             is then the record. None if each row must name its record.
         future_time_limit: Rejects times that lie too far in the future; None accepts all times.
+        time_format: The unit of times that are numbers, and the zone of times that are written without one. If it is
+            not known, timestamps count as UTC, and texts without a zone are rejected.
         model_field: A column that determines the model and is no feature, unless a feature has its name. None if there
             is no such column.
     """
@@ -83,10 +86,12 @@ class ArrowDecoder:
         max_bytes: int,
         window_assigner: WindowAssigner | None,
         future_time_limit: FutureTimeLimit | None,
+        time_format: TimeFormat = DEFAULT_TIME_FORMAT,
         model_field: str | None = None,
     ) -> None:
         has_windows = window_assigner is not None
         self._schema, self._field_names, self._max_bytes = schema, field_names, max_bytes
+        self._time_format = time_format
         self._long_decoder = LongDecoder(schema, field_names, window_assigner, future_time_limit)
         # The column whose missing cells the message key replaces: producers key messages by record or by device.
         self._id_column = field_names.device if has_windows else field_names.record
@@ -236,6 +241,9 @@ class ArrowDecoder:
         """
         columns = dict(zip(record_batch.schema.names, record_batch.columns, strict=True))
         columns[self._id_column] = self._fill_ids(columns.get(self._id_column), key, record_batch.num_rows)
+        times = columns.get(self._field_names.time)
+        if times is not None and not (self._time_format.timezone is None and is_text(times.type)):
+            columns[self._field_names.time] = convert_times(times, self._time_format)
         table = pa.RecordBatch.from_arrays(list(columns.values()), list(columns))
         # `LongRows` is also used for rows in wide layout, because the long decoder converts their times and record ids.
         data = LongRows("Arrow", table, first_row=0)

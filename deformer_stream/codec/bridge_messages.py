@@ -11,12 +11,12 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import isfinite
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 import orjson
 
-from deformer_stream.codec.timestamps import MAX_MICROS, MIN_MICROS, parse_rfc3339, seconds_to_micros
+from deformer_stream.codec.timestamps import DEFAULT_TIME_FORMAT, MAX_MICROS, MIN_MICROS, TimeFormat, TimeUnit
 from deformer_stream.codec.validation import (
     MAX_TEXT_CHARS,
     FieldNames,
@@ -27,11 +27,6 @@ from deformer_stream.codec.validation import (
 )
 from deformer_stream.engine.events import RejectionReason
 from deformer_stream.errors import ConfigError
-
-TimeUnit = Literal["s", "ms", "us", "ns"]
-"""Unit of times that are numbers."""
-
-UNITS_PER_SECOND: dict[TimeUnit, float] = {"s": 1.0, "ms": 1e3, "us": 1e6, "ns": 1e9}
 
 MAX_READINGS = 4096
 """Largest number of readings of one message."""
@@ -289,7 +284,7 @@ class ValueTranslator:
     Args:
         pattern: Finds the device and the feature in the topic.
         field_names: The names of the fields of an object: `device`, `feature`, `value`, `values` and `time`.
-        time_unit: Unit of times that are numbers.
+        time_format: The unit of times that are numbers, and the zone of texts without one.
         max_bytes: Largest payload in bytes.
         max_event_bytes: Largest event in bytes.
     """
@@ -298,13 +293,13 @@ class ValueTranslator:
         self,
         pattern: TopicPattern,
         field_names: FieldNames,
-        time_unit: TimeUnit = "s",
+        time_format: TimeFormat = DEFAULT_TIME_FORMAT,
         max_bytes: int = 2**20,
         max_event_bytes: int = MAX_EVENT_BYTES,
     ) -> None:
         self._pattern, self._names = pattern, field_names
         self._max_bytes, self._max_event_bytes = max_bytes, max_event_bytes
-        self._per_second = UNITS_PER_SECOND[time_unit]
+        self._time_format = time_format
         self._found_by_topic: dict[str, tuple[str | None, str | None]] = {}
 
     def translate(self, message: BridgeMessage, translation: Translation) -> None:
@@ -428,13 +423,11 @@ class ValueTranslator:
         time = document.get(self._names.time)
         if time is None:
             return arrival
-        if isinstance(time, str):
-            return parse_rfc3339(time)
-        if not is_json_number(time):
+        if not isinstance(time, str) and not is_json_number(time):
             raise RejectionError(
                 RejectionReason.WRONG_TYPE, f"the field {self._names.time!r} is neither a number nor text"
             )
-        return seconds_to_micros(time / self._per_second)
+        return self._time_format.parse(time)
 
 
 class TranslationOptions(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -443,6 +436,7 @@ class TranslationOptions(msgspec.Struct, frozen=True, omit_defaults=True):
     Attributes:
         pattern: The pattern of topics, as in `TopicPattern`.
         time_unit: Unit of times that are numbers.
+        timezone: The zone of times that are written without one, such as "Europe/Berlin". None if it is not known.
         device_field: Field of an object with the device.
         feature_field: Field of an object with the feature.
         value_field: Field of an object with a value.
@@ -453,6 +447,7 @@ class TranslationOptions(msgspec.Struct, frozen=True, omit_defaults=True):
 
     pattern: str | None = None
     time_unit: TimeUnit = "s"
+    timezone: str | None = None
     device_field: str = "device"
     feature_field: str = "feature"
     value_field: str = "value"
@@ -467,7 +462,7 @@ class TranslationOptions(msgspec.Struct, frozen=True, omit_defaults=True):
             max_event_bytes: Largest event in bytes.
 
         Raises:
-            ConfigError: The pattern is not one.
+            ConfigError: The pattern is not one, or the time zone is unknown.
         """
         names = FieldNames(
             feature=self.feature_field,
@@ -476,8 +471,8 @@ class TranslationOptions(msgspec.Struct, frozen=True, omit_defaults=True):
             time=self.time_field,
             device=self.device_field,
         )
-        pattern = TopicPattern(self.pattern)
-        return ValueTranslator(pattern, names, self.time_unit, self.max_message_bytes, max_event_bytes)
+        pattern, time_format = TopicPattern(self.pattern), TimeFormat.from_names(self.time_unit, self.timezone)
+        return ValueTranslator(pattern, names, time_format, self.max_message_bytes, max_event_bytes)
 
 
 def make_rejecter(message: BridgeMessage, translation: Translation) -> Callable[[RejectionReason, str], None]:

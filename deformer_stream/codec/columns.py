@@ -366,6 +366,13 @@ def decode_dictionary(column: pa.Array) -> pa.Array:
     return column.dictionary_decode() if pa.types.is_dictionary(column.type) else column
 
 
+def decode_texts(column: pa.Array) -> pa.Array:
+    """Return a column of texts as `pa.string()`, whatever its encoding."""
+    if pa.types.is_dictionary(column.type):
+        column = column.dictionary_decode()
+    return column if pa.types.is_string(column.type) else column.cast(pa.string())
+
+
 def format_labels(column: pa.Array) -> pa.Array:
     """Return the label of each of the N cells of a column as text; null and NaN become null.
 

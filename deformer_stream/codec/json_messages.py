@@ -21,13 +21,13 @@ from numpy.typing import NDArray
 
 from deformer_stream.codec.payloads import Messages, UnreadablePayload
 from deformer_stream.codec.timestamps import (
+    DEFAULT_TIME_FORMAT,
     MAX_SECOND,
     MIN_SECOND,
     FutureTimeLimit,
+    TimeFormat,
     drop_impossible_times,
-    parse_rfc3339,
     parse_time_of_day,
-    seconds_to_micros,
 )
 from deformer_stream.codec.validation import (
     MAX_TEXT_CHARS,
@@ -85,6 +85,8 @@ class DocumentReader:
         window_assigner: Assigns each event that names a device but no record to a time window of the device. The window
             is then the record. None if each event must name its record.
         future_time_limit: Rejects times that lie too far in the future; None accepts all times.
+        time_format: The unit of times that are numbers, and the zone of texts without one. If it is not known, such
+            texts are rejected.
     """
 
     def __init__(
@@ -94,12 +96,14 @@ class DocumentReader:
         max_readings: int,
         window_assigner: WindowAssigner | None = None,
         future_time_limit: FutureTimeLimit | None = None,
+        time_format: TimeFormat = DEFAULT_TIME_FORMAT,
     ) -> None:
         self._schema = schema
         self._field_names = field_names
         self._max_readings = max_readings
         self._window_assigner = window_assigner
         self._future_time_limit = future_time_limit
+        self._time_format = time_format
 
     def read(
         self, message_index: int, document: Mapping[str, object], key: bytes | None, broker_time: int
@@ -206,16 +210,13 @@ class DocumentReader:
         time = document.get(self._field_names.time)
         if time is None:
             return broker_time
-        if isinstance(time, str):
-            micros = parse_rfc3339(time)
-        elif not is_json_number(time):
+        if not isinstance(time, str) and not is_json_number(time):
             raise RejectionError(
                 RejectionReason.WRONG_TYPE,
                 f"the field {self._field_names.time!r} is {_name_json_type(time)}; send epoch seconds (seconds since "
                 "1970) or RFC 3339 text such as 2020-03-09T10:34:33Z",
             )
-        else:
-            micros = seconds_to_micros(time)
+        micros = self._time_format.parse(time)
         if self._future_time_limit is not None:
             self._future_time_limit.check(micros, broker_time)
         return micros
@@ -325,6 +326,8 @@ class MessageDecoder:
         window_assigner: Assigns each event that names a device but no record to a time window of the device. The window
             is then the record. None if each event must name its record.
         future_time_limit: Rejects times that lie too far in the future; None accepts all times.
+        time_format: The unit of times that are numbers, and the zone of texts without one. If it is not known, such
+            texts are rejected.
         table_decoder: Decodes messages that are Arrow streams; without it they are rejected.
     """
 
@@ -336,6 +339,7 @@ class MessageDecoder:
         max_readings: int,
         window_assigner: WindowAssigner | None = None,
         future_time_limit: FutureTimeLimit | None = None,
+        time_format: TimeFormat = DEFAULT_TIME_FORMAT,
         table_decoder: TableDecoder | None = None,
     ) -> None:
         self._table_decoder = table_decoder
@@ -343,7 +347,10 @@ class MessageDecoder:
         self._max_bytes = max_bytes
         self._window_assigner = window_assigner
         self._future_time_limit = future_time_limit
-        self._documents = DocumentReader(schema, field_names, max_readings, window_assigner, future_time_limit)
+        self._units_per_second = time_format.units_per_second
+        self._documents = DocumentReader(
+            schema, field_names, max_readings, window_assigner, future_time_limit, time_format
+        )
         self._parse_event = _make_event_parser(field_names)
         self._code_by_continuous_feature = {
             feature.name: code for code, feature in enumerate(schema.features) if feature.kind == "continuous"
@@ -369,6 +376,7 @@ class MessageDecoder:
         broker_times, max_seconds = broker_time_array.tolist(), self._list_max_seconds(broker_time_array)
         # Local names keep attribute look-ups out of the loop.
         parse_event, code_by_feature, max_bytes = self._parse_event, self._code_by_continuous_feature, self._max_bytes
+        units_per_second = self._units_per_second
         record_ids, features, values = events.record_ids, events.features, events.values
         times, message_indices = events.times, events.message_indices
         for i, payload in enumerate(data.payloads):
@@ -376,9 +384,10 @@ class MessageDecoder:
                 if len(payload) <= max_bytes:  # type: ignore[arg-type]  # a tombstone raises TypeError, handled below
                     event = parse_event(payload)
                     record_id, time, code = event.record, event.time, code_by_feature[event.feature]
+                    seconds = None if time is None else time / units_per_second
                     if (
                         0 < len(record_id) <= MAX_TEXT_CHARS
-                        and (time is None or MIN_SECOND <= time <= max_seconds[i])
+                        and (seconds is None or MIN_SECOND <= seconds <= max_seconds[i])
                         and event.values is msgspec.UNSET  # the message does not hold several readings as well
                         # The parser skips unknown fields without validating their text.
                         and (payload.isascii() or is_utf8(payload))  # type: ignore[union-attr, arg-type]
@@ -386,7 +395,7 @@ class MessageDecoder:
                         record_ids.append(record_id)
                         features.append(code)
                         values.append(event.value)
-                        times.append(broker_times[i] if time is None else round(time * 1e6))
+                        times.append(broker_times[i] if seconds is None else round(seconds * 1e6))
                         message_indices.append(i)
                         continue
             except (ValueError, KeyError, TypeError, AttributeError, RecursionError):

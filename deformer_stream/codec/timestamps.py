@@ -11,12 +11,20 @@ import time as clock
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta, tzinfo
 from math import isfinite
+from typing import Literal
+from zoneinfo import ZoneInfo
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from deformer_stream.codec.validation import RejectionError, quote
 from deformer_stream.engine.events import NO_TIME, RejectionReason
+from deformer_stream.errors import ConfigError
+
+TimeUnit = Literal["s", "ms", "us", "ns"]
+"""Unit of times that are numbers."""
+
+UNITS_PER_SECOND: dict[TimeUnit, float] = {"s": 1.0, "ms": 1e3, "us": 1e6, "ns": 1e9}
 
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 MIN_SECOND, MAX_SECOND = -62_135_596_800, 253_402_300_799
@@ -26,7 +34,7 @@ MIN_MICROS, MAX_MICROS = MIN_SECOND * 1_000_000, MAX_SECOND * 1_000_000
 """The same two times in microseconds since 1970. Both are accepted."""
 
 _MICROSECOND, _SECOND, _DAY = timedelta(microseconds=1), timedelta(seconds=1), timedelta(days=1)
-_FINER_UNITS = (("milliseconds", 1e3), ("microseconds", 1e6), ("nanoseconds", 1e9))  # with their number per second
+_NAME_BY_FINER_UNIT: dict[TimeUnit, str] = {"ms": "milliseconds", "us": "microseconds", "ns": "nanoseconds"}
 _YEAR_2100 = 4_102_444_800
 _LEAP_SECOND = re.compile(r"(.{10}[T ]\d\d:\d\d:)60((?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d))", re.ASCII)
 _CLOCK = (
@@ -68,8 +76,8 @@ def seconds_to_micros(seconds: float) -> int:
             RejectionReason.NOT_FINITE, f"the time is not finite ({seconds}); send a number of seconds since 1970"
         )
     if not MIN_SECOND <= seconds <= MAX_SECOND:
-        likely_unit = _guess_unit(seconds)
-        hint = "" if likely_unit is None else f" (these look like {likely_unit})"
+        unit = _guess_finer_unit(seconds)
+        hint = "" if unit is None else f", or set --time-unit {unit} if all times are {_NAME_BY_FINER_UNIT[unit]}"
         raise RejectionError(
             RejectionReason.WRONG_TYPE,
             f"the time {seconds!r} lies outside the years 1 to 9999; send seconds since 1970{hint}",
@@ -77,16 +85,28 @@ def seconds_to_micros(seconds: float) -> int:
     return round(seconds * 1e6)
 
 
-def _guess_unit(number: float) -> str | None:
-    """Return the unit that a sender probably used for a time instead of seconds, such as "milliseconds".
+def _guess_finer_unit(number: float) -> TimeUnit | None:
+    """Return the unit that was probably used for a time that is out of range in seconds.
 
     This is the coarsest unit in which the number is a time between 1970 and 2100, or None if there is no such unit.
 
     Args:
         number: The time as it was sent, counted from 1970 in an unknown unit.
     """
-    # The finer units are listed from coarse to fine.
-    return next((unit for unit, per_second in _FINER_UNITS if 0 < number / per_second <= _YEAR_2100), None)
+    # The units are listed from coarse to fine.
+    return next((unit for unit in _NAME_BY_FINER_UNIT if 0 < number / UNITS_PER_SECOND[unit] <= _YEAR_2100), None)
+
+
+def guess_unit(times: ArrayLike) -> TimeUnit:
+    """Return the unit of times that are numbers since 1970: seconds, unless most of them would then be out of range.
+
+    Args:
+        times: (N,) the times, NaN if unknown.
+    """
+    known = np.asarray(times, np.float64)
+    known = known[np.isfinite(known)]
+    median = float(np.median(known)) if len(known) else 0.0
+    return (_guess_finer_unit(median) if median > MAX_SECOND else None) or "s"
 
 
 def parse_rfc3339(text: str) -> int:
@@ -105,15 +125,25 @@ def parse_rfc3339(text: str) -> int:
     if moment.tzinfo is None:
         raise RejectionError(
             RejectionReason.WRONG_TYPE,
-            f"the time {quote(text)} has no UTC offset; append Z for UTC, or an offset such as +01:00",
+            f"the time {quote(text)} has no UTC offset; append Z for UTC or an offset such as +01:00, or name the zone "
+            "of all such times with --timezone",
         )
-    micros = (moment - EPOCH) // _MICROSECOND
-    if not MIN_MICROS <= micros <= MAX_MICROS:
-        raise RejectionError(
-            RejectionReason.WRONG_TYPE,
-            f"the time {quote(text)} lies outside the years 1 to 9999 in UTC; send a time in these years",
-        )
-    return micros
+    return _check_range((moment - EPOCH) // _MICROSECOND, text)
+
+
+def _check_range(micros: int, text: str) -> int:
+    """Return microseconds since 1970; raise `RejectionError` outside the years 1 to 9999.
+
+    Args:
+        micros: The time.
+        text: The text that states it.
+    """
+    if MIN_MICROS <= micros <= MAX_MICROS:
+        return micros
+    raise RejectionError(
+        RejectionReason.WRONG_TYPE,
+        f"the time {quote(text)} lies outside the years 1 to 9999 in UTC; send a time in these years",
+    )
 
 
 def _parse_datetime(text: str) -> datetime:
@@ -188,6 +218,58 @@ def localize(moment: datetime, timezone: tzinfo) -> int:
         timezone: The zone.
     """
     return (moment.replace(tzinfo=timezone) - EPOCH) // _MICROSECOND
+
+
+@dataclass(frozen=True, slots=True)
+class TimeFormat:
+    """How the times of events are written. Both properties are settings, because no single time shows them.
+
+    Attributes:
+        unit: Unit of times that are numbers. They count from 1970.
+        timezone: The zone of times that are written without one. None if it is not known.
+    """
+
+    unit: TimeUnit = "s"
+    timezone: tzinfo | None = None
+
+    @staticmethod
+    def from_names(unit: TimeUnit, timezone: str | None) -> TimeFormat:
+        """Return the format with this unit, and with the zone of this name, such as "Europe/Berlin".
+
+        Raises:
+            ConfigError: The zone is unknown.
+        """
+        try:
+            return TimeFormat(unit, None if timezone is None else ZoneInfo(timezone))
+        except (KeyError, ValueError, OSError):  # an unknown name, an impossible one, or the name of a folder
+            raise ConfigError(
+                f"the time zone {quote(timezone or '')} is unknown; write a name such as Europe/Berlin or UTC"
+            ) from None
+
+    @property
+    def units_per_second(self) -> float:
+        """The number by which a time that is a number is divided to get seconds since 1970."""
+        return UNITS_PER_SECOND[self.unit]
+
+    def parse(self, time: str | float) -> int:
+        """Return a time as microseconds since 1970.
+
+        Args:
+            time: A number, RFC 3339 text, or, if the zone is known, a text without a zone (`parse_local_time`).
+
+        Raises:
+            RejectionError: The time is malformed, or outside the years 1 to 9999.
+        """
+        if not isinstance(time, str):
+            return seconds_to_micros(time / self.units_per_second)
+        local_time = None if self.timezone is None else parse_local_time(time)
+        if self.timezone is None or local_time is None:
+            return parse_rfc3339(time)
+        return _check_range(localize(local_time, self.timezone), time)
+
+
+DEFAULT_TIME_FORMAT = TimeFormat()
+"""Numbers are seconds since 1970, and the zone of times that are written without one is not known."""
 
 
 def parse_time_of_day(text: str) -> float | None:

@@ -50,7 +50,7 @@ from deformer_stream.settings.plant_source import (
     parse_source_address,
 )
 from deformer_stream.settings.registry import RegistrySettings
-from deformer_stream.settings.tables import TableSettings, WindowedTableSettings
+from deformer_stream.settings.tables import TableSettings, TimeSettings, WindowedTableSettings
 
 
 class _ModelSettings(Settings):
@@ -60,7 +60,7 @@ class _ModelSettings(Settings):
     device: Device = Field("auto", description="Device that runs the network. auto uses a GPU if one is available.")
 
 
-class ScoringSettings(_ModelSettings):
+class ScoringSettings(_ModelSettings, TimeSettings):
     """The options of every command that scores events: alert levels, memory limits, JSON field names and windows."""
 
     alpha: Shares = text_default(
@@ -396,7 +396,9 @@ _MQTT_OPTIONS = ("alerts_to", "state_dir")
 _KAFKA_OPTIONS = ("format", "alerts_topic", "evidence", "max_poll_records")
 """Options of `consume` that have no meaning with an MQTT source, and no other command has with the same meaning."""
 
-SHARED_MQTT_OPTIONS = tuple(PlantSourceSettings.model_fields)
+SHARED_MQTT_OPTIONS = tuple(
+    field for field in PlantSourceSettings.model_fields if field not in TimeSettings.model_fields
+)
 """Options of `consume` and other commands that have no meaning without an MQTT source. They may be set for all
 commands, in the environment or in a file. So they have no effect, and the command refuses only their flags."""
 

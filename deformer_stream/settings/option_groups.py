@@ -14,7 +14,7 @@ OTHER_HEADING, GENERAL_HEADING = "Further options", "General"
 """Headings of the options that no grouping names, and of the options that every command has, such as `--config`."""
 
 _TABLES = (
-    *("where", "layout", "order", "record_column", "device_column", "time_column", "timezone"),
+    *("where", "layout", "order", "record_column", "device_column", "time_column", "timezone", "time_unit"),
     *("delimiter", "decimal", "encoding", "header", "no_header", "seed"),
 )
 """Fields of the options that say how tables are read."""
@@ -64,7 +64,7 @@ SCORING_GROUPS: OptionGroups = {
     "Kafka security": _SECURITY,
     "Message format": ("format", "output_format", *_REGISTRY),
     "State and recovery": ("state_topic", "state_dir", "snapshot_interval", "open_records", "lost_state"),
-    "MQTT": ("pattern", "time_unit", "alerts_to", "client_id", "session_expiry"),
+    "MQTT": ("pattern", "alerts_to", "client_id", "session_expiry"),
     "Security of the source": _SOURCE_SECURITY,
     "Memory": ("cache_memory", "record_memory", "max_open_records"),
     "Monitoring": ("http",),
@@ -107,7 +107,7 @@ INIT_GROUPS: OptionGroups = {
         ),
         *("alpha", "max_time"),
     ),
-    "Tables": ("time_column", "device_column", "delimiter", "decimal", "encoding", "header", "no_header"),
+    "Tables": ("time_column", "time_unit", "device_column", "delimiter", "decimal", "encoding", "header", "no_header"),
     "Kafka": ("topic", "listen", "save", "bootstrap_servers", *_CLIENT),
     "Kafka security": _SECURITY,
 }
@@ -156,14 +156,14 @@ _BRIDGE_FIELDS = ("device_field", "feature_field", "value_field", "values_field"
 DEAD_LETTERS_GROUPS: OptionGroups = {
     "Selection": ("reason", "since", "until", "limit"),
     "Replay": ("to", "dry_run"),
-    "Messages that bridge has rejected": ("pattern", "time_unit", "max_message_bytes", *_BRIDGE_FIELDS),
+    "Messages that bridge has rejected": ("pattern", "timezone", "time_unit", "max_message_bytes", *_BRIDGE_FIELDS),
     "Kafka": ("topic", "dead_letter_topic", "bootstrap_servers", *_CLIENT),
     "Kafka security": _SECURITY,
 }
 """The grouping of `dead-letters`."""
 
 BRIDGE_GROUPS: OptionGroups = {
-    "Input": ("source", "pattern", "time_unit", "max_message_bytes"),
+    "Input": ("source", "pattern", "timezone", "time_unit", "max_message_bytes"),
     "MQTT session": ("client_id", "session_expiry"),
     "OPC UA": ("nodes", "sampling_interval", "opcua_policy", "opcua_mode"),
     "Security of the source": _SOURCE_SECURITY,

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from pydantic import Field, SecretStr
 
-from deformer_stream.settings.base import Duration, Settings, Size, text_default
+from deformer_stream.settings.base import Duration, Size, text_default
 from deformer_stream.settings.logins import LOOPBACK_HOSTS, check_login, read_password, read_secret
+from deformer_stream.settings.tables import TimeSettings
 
 _DEFAULT_PORTS = {"mqtt": 1883, "mqtts": 8883, "opc.tcp": 4840}
 _ADDRESS = re.compile(
@@ -48,7 +49,7 @@ def parse_source_address(text: str) -> SourceAddress:
     return SourceAddress(match["scheme"], match["host"].strip("[]"), port, match["path"] or "")
 
 
-class TopicSettings(Settings):
+class TopicSettings(TimeSettings):
     """The options that say what the topics and the times of messages of a plant mean."""
 
     pattern: str | None = Field(
@@ -56,9 +57,6 @@ class TopicSettings(Settings):
         description="Where a topic of the source names the device and the feature, such as plant/{device}/{feature}. + "
         "stands for any level, and # at the end for any further ones. Default: the last level is the feature, and the "
         "levels before it are the device.",
-    )
-    time_unit: Literal["s", "ms", "us", "ns"] = Field(
-        "s", description="Unit of times that are written as numbers since 1970."
     )
 
 

@@ -10,6 +10,8 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from deformer_stream.settings.base import Settings
 
+TimeUnit = Literal["s", "ms", "us", "ns"]
+
 _DELIMITER_BY_NAME = {"tab": "\t", "\\t": "\t", "comma": ",", "semicolon": ";", "pipe": "|", "space": " "}
 
 
@@ -45,7 +47,19 @@ def check_timezone(value: str) -> str:
     return value
 
 
-class TableSettings(Settings):
+class TimeSettings(Settings):
+    """The options of every command that reads times of readings: how they are written."""
+
+    timezone: Annotated[str, AfterValidator(check_timezone)] | None = Field(
+        None,
+        description="Time zone of times that are written without one, such as Europe/Berlin. Default: UTC for "
+        "timestamps; texts need this option in messages, and in tables if records are time windows or a row is a "
+        "reading.",
+    )
+    time_unit: TimeUnit = Field("s", description="Unit of times that are written as numbers since 1970.")
+
+
+class TableSettings(TimeSettings):
     """The options of every command that reads tables."""
 
     contradictory: ClassVar[tuple[str, ...]] = ("header", "no_header")
@@ -55,11 +69,6 @@ class TableSettings(Settings):
         min_length=1,
         description="Condition for the rows of tables to read, as in SQL, such as \"site = 'A' AND day >= "
         "'2025-01-01'\". Files and parts of files without such rows are not read. Default: all rows.",
-    )
-    timezone: Annotated[str, AfterValidator(check_timezone)] | None = Field(
-        None,
-        description="Time zone of times that are written without one, such as Europe/Berlin. Default: UTC for "
-        "timestamps; times that are text need this option if records are time windows or a row is a reading.",
     )
     delimiter: Annotated[str, BeforeValidator(_parse_delimiter), AfterValidator(_check_delimiter)] | None = Field(
         None, description="Character between the cells of CSV files, such as ; or tab. Default: recognised."

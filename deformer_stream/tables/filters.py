@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any, Literal, TypeVar
-from zoneinfo import ZoneInfo
 
 import numpy as np
 import pyarrow as pa
@@ -24,9 +23,10 @@ from numpy.typing import NDArray
 
 from deformer_stream.codec.columns import decode_dictionary, encode_distinct, is_present, is_text, parse_times
 from deformer_stream.codec.number_texts import parse_number_texts
+from deformer_stream.codec.time_columns import convert_times
+from deformer_stream.codec.timestamps import DEFAULT_TIME_FORMAT, TimeFormat
 from deformer_stream.engine.events import NO_TIME
 from deformer_stream.errors import ConfigError
-from deformer_stream.tables.conversion import convert_times
 from deformer_stream.tables.labels import match_normal_label
 
 MAX_TEXT_LENGTH = 10_000
@@ -121,24 +121,25 @@ class RowFilter:
     columns: tuple[str, ...]
     _root: _Node
 
-    def bind(self, type_by_column: Mapping[str, pa.DataType], timezone: str | None = None) -> BoundFilter:
+    def bind(
+        self, type_by_column: Mapping[str, pa.DataType], time_format: TimeFormat = DEFAULT_TIME_FORMAT
+    ) -> BoundFilter:
         """Return the condition for columns of known types. Columns that are not given have unknown values.
 
         Args:
             type_by_column: The types of columns.
-            timezone: The zone of times that have none, None for UTC.
+            time_format: The zone of times that have none; without a zone they count as UTC.
 
         Raises:
             ConfigError: A column cannot be compared with its constant.
         """
-        zone = None if timezone is None else ZoneInfo(timezone)
         leaves = list(_iterate_leaves(self._root))
         known = {name: _get_kind(name, type_by_column[name], leaves) for name in self.columns if name in type_by_column}
         constants: dict[_Comparison, Constant] = {}
         for leaf in leaves:
             if isinstance(leaf, _Comparison) and leaf.column in known:
-                constants[leaf] = _convert_constant(leaf, known[leaf.column], zone)
-        return BoundFilter(self._root, known, constants, zone)
+                constants[leaf] = _convert_constant(leaf, known[leaf.column], time_format)
+        return BoundFilter(self._root, known, constants, time_format)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +149,7 @@ class BoundFilter:
     _root: _Node
     _kind_by_column: Mapping[str, _Kind]
     _constants: Mapping[_Comparison, Constant]
-    _timezone: ZoneInfo | None
+    _time_format: TimeFormat
 
     def mask(self, columns: Mapping[str, pa.Array]) -> NDArray[np.bool_]:
         """Return for each of N rows whether the condition is true.
@@ -159,7 +160,7 @@ class BoundFilter:
         Returns:
             (N,) bool.
         """
-        values = {name: _Values(columns[name], kind, self._timezone) for name, kind in self._kind_by_column.items()}
+        values = {name: _Values(columns[name], kind, self._time_format) for name, kind in self._kind_by_column.items()}
 
         def evaluate(leaf: _Leaf) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
             """Return for each row whether a leaf is true, and whether it is false."""
@@ -189,7 +190,7 @@ class BoundFilter:
             known = ranges.get(leaf.column, unknown)
             if leaf.column not in self._kind_by_column or known.values is None:
                 return (known.may_be_null, True) if isinstance(leaf, _IsNull) else (True, True)
-            bounds = _Values(known.values, self._kind_by_column[leaf.column], self._timezone)
+            bounds = _Values(known.values, self._kind_by_column[leaf.column], self._time_format)
             if isinstance(leaf, _IsNull):
                 return known.may_be_null, bool(bounds.is_present.any())
             if not bounds.is_present.all():
@@ -219,10 +220,10 @@ class _Values:
     Args:
         column: The cells.
         kind: What they are.
-        timezone: The zone of times without one, None for UTC.
+        time_format: The zone of times without one; without a zone they count as UTC.
     """
 
-    def __init__(self, column: pa.Array, kind: _Kind, timezone: ZoneInfo | None) -> None:
+    def __init__(self, column: pa.Array, kind: _Kind, time_format: TimeFormat) -> None:
         column = decode_dictionary(column)
         self._indexes: NDArray[np.int64] | None = None
         self._values: Any
@@ -230,7 +231,7 @@ class _Values:
             self._indexes, self._values = encode_distinct(column)
             self.is_present: NDArray[np.bool_] = is_present(column)
         elif kind == "time":
-            self._values, errors = parse_times(convert_times(column, timezone), "--where")
+            self._values, errors = parse_times(convert_times(column, time_format), "--where")
             self.is_present = self._values != NO_TIME
             self.is_present[list(errors)] = False
         elif kind == "number":
@@ -325,7 +326,7 @@ def _get_kind(name: str, column_type: pa.DataType, leaves: Iterable[_Leaf]) -> _
     raise ConfigError(f"--where: column {name!r} of type {column_type} cannot be compared; choose another column")
 
 
-def _convert_constant(leaf: _Comparison, kind: _Kind, timezone: ZoneInfo | None) -> Constant:
+def _convert_constant(leaf: _Comparison, kind: _Kind, time_format: TimeFormat) -> Constant:
     """Return the constant of a comparison in the form of the values of its column.
 
     Raises:
@@ -334,7 +335,7 @@ def _convert_constant(leaf: _Comparison, kind: _Kind, timezone: ZoneInfo | None)
     constant = leaf.constant
     is_number = isinstance(constant, int | float) and not isinstance(constant, bool)
     if kind == "time" and isinstance(constant, str):
-        times, errors = parse_times(convert_times(pa.array([constant]), timezone), "--where")
+        times, errors = parse_times(convert_times(pa.array([constant]), time_format), "--where")
         if not errors and times[0] != NO_TIME:
             return int(times[0])
         raise ConfigError(

@@ -17,15 +17,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Literal, Protocol
-from zoneinfo import ZoneInfo
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from deformer_stream.codec.columns import is_text
+from deformer_stream.codec.columns import decode_texts, is_text
 from deformer_stream.codec.number_texts import Decimal, guess_decimal, parse_number_texts, standardize_number_texts
+from deformer_stream.codec.time_columns import convert_times, has_local_texts
+from deformer_stream.codec.timestamps import DEFAULT_TIME_FORMAT, TimeFormat
 from deformer_stream.errors import ConfigError, InputError, summarize_error
 from deformer_stream.settings.base import Layout
 from deformer_stream.settings.tables import TableSettings
@@ -58,15 +59,16 @@ class TableOptions:
     Attributes:
         csv: The properties of CSV files that the user has set. `decimal` holds for numbers that a Parquet file holds as
             text, too.
-        timezone: The zone of times that are written without one, such as "Europe/Berlin". None if the user has set
-            none: timestamps then count as UTC, and text times count as UTC or are refused (`Table.check_time_zone`).
+        time_format: The unit of times that are numbers, and the zone of times that are written without one. If the user
+            has set no zone, timestamps count as UTC, and text times count as UTC or are refused
+            (`Table.check_time_zone`).
         kept_columns: Columns that are not left out although they are the index of a pandas data frame, because an
             option or the model names them.
         where: A condition that chooses rows. None for all rows.
     """
 
     csv: CsvOptions = field(default_factory=CsvOptions)
-    timezone: str | None = None
+    time_format: TimeFormat = DEFAULT_TIME_FORMAT
     kept_columns: frozenset[str] = frozenset()
     where: RowFilter | None = None
 
@@ -82,9 +84,10 @@ class TableOptions:
             ConfigError: The condition of --where cannot be parsed.
         """
         has_header = False if settings.no_header else settings.header
+        time_format = TimeFormat.from_names(settings.time_unit, settings.timezone)
         csv = CsvOptions(settings.delimiter, settings.decimal, settings.encoding, has_header)
         where = None if settings.where is None else parse_where(settings.where)
-        return TableOptions(csv, settings.timezone, frozenset(kept_columns), where)
+        return TableOptions(csv, time_format, frozenset(kept_columns), where)
 
 
 SAMPLE_ROWS = 1024
@@ -374,7 +377,7 @@ class Table:
         if options.where is None:
             tables = _map_on_threads(open_one, paths)
         else:
-            chosen = _choose_matching(paths, options.where, options.timezone, texts_by_path, type_by_column)
+            chosen = _choose_matching(paths, options.where, options.time_format, texts_by_path, type_by_column)
             first = chosen or paths[:1]
             tables = _map_on_threads(open_one, first)
             # The columns of a file have precedence over those of its path, and decide about each row.
@@ -539,10 +542,10 @@ class Table:
         Raises:
             InputError: The first time of the column is a text without a zone, and the user has set none.
         """
-        if self.options.timezone is not None or not self.is_text_column(name):
+        if self.options.time_format.timezone is not None or not self.is_text_column(name):
             return
         texts = self._read_sample([name]).get(name, pa.nulls(0, pa.string())).drop_null()
-        if conversion.has_local_texts(texts):
+        if has_local_texts(texts):
             raise InputError(
                 f"{self.name}: the times in column {name!r}, such as {texts[0]}, have no time zone; add --timezone, "
                 "such as --timezone Europe/Berlin or --timezone UTC"
@@ -674,7 +677,7 @@ class Table:
                     f"{self.format_column_names()}"
                 )
         type_by_column = dict(zip(self.schema.names, self.schema.types, strict=True))
-        condition = where.bind(type_by_column | absent, self.options.timezone)
+        condition = where.bind(type_by_column | absent, self.options.time_format)
         return replace(self, num_rows=None, _condition=condition, _absent_types=absent)
 
     def iterate_cells(self, columns: Sequence[str], max_rows: int) -> Iterator[pa.RecordBatch]:
@@ -762,9 +765,8 @@ class Table:
             decimal: The decimal character of the column, None if it is not known.
         """
         if converter == "time":
-            timezone = None if self.options.timezone is None else ZoneInfo(self.options.timezone)
-            return conversion.convert_times(column, timezone)
-        column = conversion.decode_texts(column)
+            return convert_times(column, self.options.time_format)
+        column = decode_texts(column)
         if converter == "number":
             return conversion.convert_numbers(column, decimal)
         if converter == "mixed":
@@ -801,7 +803,7 @@ class Table:
             batch = next(self._rows.read(columns, SAMPLE_ROWS), None)
         if batch is None:
             return {}
-        return {name: conversion.decode_texts(batch.column(name)) for name in columns}
+        return {name: decode_texts(batch.column(name)) for name in columns}
 
     def _has_own_column(self, names: Iterable[str]) -> bool:
         """Return whether the file itself has one of these columns, and not only its path."""
@@ -841,7 +843,7 @@ def _map_on_threads(open_one: Callable[[DataFile], Table], paths: Sequence[DataF
 def _choose_matching(
     paths: Sequence[DataFile],
     where: RowFilter,
-    timezone: str | None,
+    time_format: TimeFormat,
     texts_by_path: Mapping[DataFile, Mapping[str, str | None]],
     type_by_column: Mapping[str, pa.DataType],
 ) -> Sequence[DataFile]:
@@ -850,12 +852,12 @@ def _choose_matching(
     Args:
         paths: The files.
         where: The condition.
-        timezone: The zone of times that have none, None for UTC.
+        time_format: The zone of times that have none; without a zone they count as UTC.
         texts_by_path: The columns that the folders of each file state, with their values as texts.
         type_by_column: The types of these columns.
     """
     try:
-        condition = where.bind(type_by_column, timezone)
+        condition = where.bind(type_by_column, time_format)
     except ConfigError:  # the files may have columns of these names and of another type, which have precedence
         return paths
     return [path for path in paths if condition.may_match(_get_path_ranges(texts_by_path[path], type_by_column))]

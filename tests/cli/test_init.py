@@ -537,6 +537,51 @@ def test_a_table_of_json_lines_is_read_with_the_options_for_the_lines(
     pd.testing.assert_frame_equal(lines_records, table_records)
 
 
+def test_times_in_milliseconds_are_recognised(cli: RunCommand, plant: Path, model_dir: Path, table: pa.Table) -> None:
+    """Lines with milliseconds give the same records as those with seconds, and so do the tables of their readings."""
+    events = list_events(table)
+    for name, factor in (("s", 1), ("ms", 1000)):
+        lines = [json.dumps({**event, "time": event["time"] * factor}) for event in events]
+        Path(f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+        result = cli("init", f"{name}.jsonl", "--yes", "--force")
+        assert result.code == 0, result.err
+        assert read_config().get("time-unit", "s") == name
+        assert any(line.split()[:3] == ["time", "time", "2023-11-14"] for line in result.out.splitlines())
+        for ending in ("jsonl", "parquet"):
+            records = f"{name}-{ending}.records"
+            result = cli(
+                "replay", f"{name}.{ending}", "--model", model_dir, "--records", records, "--alerts", "a.jsonl"
+            )
+            assert result.code == 0, result.err
+    first, *others = [pd.read_parquet(f"{name}-{end}.records") for name in ("s", "ms") for end in ("jsonl", "parquet")]
+    assert len(first) > 0
+    for other in others:
+        pd.testing.assert_frame_equal(first, other)
+
+
+def test_messages_without_a_time_get_their_timestamp_in_the_unit_of_the_others() -> None:
+    event = {"device": "p", "feature": "x", "value": 1}
+    messages = [({**event, "time": 1_767_225_600_500}, None), (event, 1_767_225_601_500)]
+    converted = convert_to_table([(json.dumps(message).encode(), time) for message, time in messages], "topic")
+    assert converted.time_unit == "ms"
+    assert converted.table["time"].to_pylist() == [1_767_225_600_500.0, 1_767_225_601_500.0]
+
+
+def test_a_column_of_unix_times_is_the_time_of_a_wide_table(cli: RunCommand, plant: Path) -> None:
+    rng = np.random.default_rng(3)
+    rows = pd.DataFrame({"n": rng.integers(0, 5, 400), "flow": rng.normal(20, 1, 400), "power": rng.normal(9, 1, 400)})
+    rows["clock"] = 1_767_225_600_000 + 1000 * np.arange(400) + rng.integers(0, 900, 400)
+    rows.to_csv("wide.csv", index=False)
+    result = cli("init", "wide.csv", "--yes", "--record", "window", "--window", "10s", "--slots", "1")
+    assert result.code == 0, result.err
+    config = read_config()
+    assert (config["time-unit"], config["time-column"]) == ("ms", "clock")
+    result = cli("produce", "wide.csv", "--output", "events.jsonl")
+    assert result.code == 0, result.err
+    first = json.loads(Path("events.jsonl").read_text().splitlines()[0])
+    assert first["time"] == pytest.approx(rows["clock"][0] / 1000)
+
+
 def test_readings_that_are_not_finite_are_left_out() -> None:
     """The other readings of their message stay. A message may precede those with readings."""
     line = b'{"record": "r", "values": {"x": NaN, "y": 1.5, "z": Infinity}}'

@@ -18,6 +18,7 @@ from deformer_stream.codec.bridge_messages import (
     make_event,
 )
 from deformer_stream.codec.payloads import Messages
+from deformer_stream.codec.timestamps import TimeFormat
 from deformer_stream.codec.validation import FieldNames
 from deformer_stream.errors import ConfigError
 from tests.models import SCHEMA
@@ -116,10 +117,18 @@ def test_the_payload_can_name_the_device() -> None:
     assert read_event(translate("in/#", "in/x", '{"device": 7, "a": 1}'))["device"] == "7"
 
 
+def test_times_without_a_zone() -> None:
+    payload = '{"value": 1, "time": "2020-03-09 11:34:33"}'
+    berlin = TimeFormat.from_names("s", "Europe/Berlin")
+    assert read_event(translate(None, "p/f", payload, time_format=berlin))["time"] == 1583750073.0
+    (rejection,) = translate(None, "p/f", payload).rejections
+    assert "--timezone" in rejection.detail
+
+
 @pytest.mark.parametrize(("unit", "number"), [("s", 1583750073.25), ("ms", 1583750073250), ("us", 1583750073250000)])
 def test_time_units(unit: Any, number: float) -> None:
     payload = orjson.dumps({"value": 1, "time": number})
-    assert read_event(translate(None, "p/f", payload, time_unit=unit))["time"] == 1583750073.25
+    assert read_event(translate(None, "p/f", payload, time_format=TimeFormat(unit)))["time"] == 1583750073.25
 
 
 @pytest.mark.parametrize(

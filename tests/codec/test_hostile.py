@@ -263,10 +263,10 @@ def test_first_and_last_possible_times(when: Any, micros: int) -> None:
 @pytest.mark.parametrize(
     ("when", "expected_text"),
     [
-        (1583750073000, "these look like milliseconds"),
-        (1583750073000000, "these look like microseconds"),
-        (1583750073000000000, "these look like nanoseconds"),
-        (1583750073000.25, "these look like milliseconds"),
+        (1583750073000, "set --time-unit ms if all times are milliseconds"),
+        (1583750073000000, "set --time-unit us if all times are microseconds"),
+        (1583750073000000000, "set --time-unit ns if all times are nanoseconds"),
+        (1583750073000.25, "set --time-unit ms if all times are milliseconds"),
         (1e300, "send seconds since 1970"),
         (-1e17, "send seconds since 1970"),
         ("0000-01-01T00:00:00Z", "not RFC 3339"),
@@ -297,7 +297,7 @@ def test_tables_reject_times_with_the_same_messages() -> None:
         RejectionReason.WRONG_TYPE,
         RejectionReason.NOT_FINITE,
     ]
-    assert "these look like milliseconds" in rejections[0].detail
+    assert "set --time-unit ms if all times are milliseconds" in rejections[0].detail
 
 
 # --- clocks that are ahead

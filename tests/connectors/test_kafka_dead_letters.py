@@ -133,7 +133,9 @@ def spoil(letter: ReceivedMessage, translation: bytes) -> ReceivedMessage:
     return letter._replace(headers=tuple(headers))
 
 
-@pytest.mark.parametrize("translation", [b'{"time_unit":"weeks"}', b'{"pattern":"a/{x}"}', b"\xff"])
+@pytest.mark.parametrize(
+    "translation", [b'{"time_unit":"weeks"}', b'{"timezone":"Mars"}', b'{"pattern":"a/{x}"}', b"\xff"]
+)
 def test_letter_whose_options_are_not_valid_is_counted(translation: bytes) -> None:
     """The letters after it are sent nevertheless."""
     letters = make_bridge_letters(

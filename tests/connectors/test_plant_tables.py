@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from connectors.files import FileSource, ReadOptions, iterate_events, open_source
-from deformer_stream.codec import Codec, WindowAssigner, get_position
+from deformer_stream.codec import Codec, TimeFormat, WindowAssigner, get_position
 from deformer_stream.engine.events import EventBatch, Rejection
 from deformer_stream.errors import ConfigError, InputError
 from deformer_stream.model.schema import Feature, Schema
@@ -22,7 +22,7 @@ from tests.connectors.data_files import SCHEMA, read_events, write_parquet
 
 SECOND = 1_000_000
 WINDOWS = WindowAssigner(10 * SECOND)
-BERLIN = TableOptions(timezone="Europe/Berlin")
+BERLIN = TableOptions(time_format=TimeFormat.from_names("s", "Europe/Berlin"))
 WIDE = (
     "Zeit;device;b;a;state;note\n"
     "09.03.2020 11:34:31;p;1,5;;on;x\n"

@@ -23,7 +23,7 @@ from deformer_stream import model_store
 from deformer_stream.calibration.false_alarm_patterns import FalseAlarmPattern, PatternAdjuster
 from deformer_stream.calibration.incident_budget import parse_budget, plan_budget
 from deformer_stream.calibration.incident_segments import SegmentCalibration
-from deformer_stream.codec import Codec, FieldNames, state
+from deformer_stream.codec import Codec, FieldNames, TimeFormat, state
 from deformer_stream.codec.bridge_messages import (
     BridgeMessage,
     TopicPattern,
@@ -506,7 +506,7 @@ def bridge_payloads(data: bytes) -> None:
     document = hostile.alter_document(r, {"values": {"a": 1.5, "b": None}, "value": 2, "time": 5.25, "device": "d"})
     payloads = [data[1 + size :], hostile.draw_valid_message(r), json.dumps(document).encode()]
     for pattern in (None, "plant/{device}/{feature}", "{device}/#", "{feature}"):
-        translator = ValueTranslator(TopicPattern(pattern), FieldNames(), r.choice(["s", "ms", "ns"]), 4096)
+        translator = ValueTranslator(TopicPattern(pattern), FieldNames(), TimeFormat(r.choice(["s", "ms", "ns"])), 4096)
         for topic in topics:
             for payload in payloads:
                 _check_translation(translator, [BridgeMessage(topic, payload, hostile.NOW)], can_be_empty=False)

@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from deformer_stream.codec import TimeFormat
 from deformer_stream.errors import InputError
 from deformer_stream.settings import ProduceSettings, load_settings
 from deformer_stream.tables import csv_rows
@@ -50,7 +51,10 @@ def test_a_csv_file_of_a_german_historian_is_read(tmp_path: Path, name: str) -> 
         "01.02.2025 10:00:00;59,1;1.234,5;an;\n"
         "01.02.2025 10:00:10;60;Bad;aus;\n"
     )
-    table = Table.open(write_csv(tmp_path / name, text, "cp1252"), TableOptions(timezone="Europe/Berlin"))
+    table = Table.open(
+        write_csv(tmp_path / name, text, "cp1252"),
+        TableOptions(time_format=TimeFormat.from_names("s", "Europe/Berlin")),
+    )
     assert list_types(table) == {"Zeit": "timestamp[us]", "Druck": "double", "Durchfluß": "double", "Zustand": "string"}
     assert (table.units, table.num_rows, table.stem) == ({"Druck": "bar", "Durchfluß": "m³/h"}, None, "pumps")
     assert table.describe_dialect() == (
@@ -116,7 +120,9 @@ def test_texts_of_parquet_files_are_converted_as_those_of_csv_files(tmp_path: Pa
             "t": pa.array(times, kind),
         }
         pq.write_table(pa.table(columns), tmp_path / "t.parquet")
-        table = Table.open(tmp_path / "t.parquet", TableOptions(timezone="Europe/Berlin"))
+        table = Table.open(
+            tmp_path / "t.parquet", TableOptions(time_format=TimeFormat.from_names("s", "Europe/Berlin"))
+        )
         cells = read_columns(table, {"n": "number", "m": "number", "t": "time"})
         assert cells["n"] == ["59.1", None, None, "1.234", "I/O Timeout"]
         assert cells["m"] == [1.0, 2.0, 3.0, 4.0, 5.0]
@@ -138,7 +144,7 @@ def test_times_without_a_zone_need_one_where_it_matters(tmp_path: Path) -> None:
             InputError, match=r"column 't', such as 2025-07-01 12:00, have no time zone; add --timezone"
         ):
             table.check_time_zone("t")
-        Table.open(path, TableOptions(timezone="UTC")).check_time_zone("t")
+        Table.open(path, TableOptions(time_format=TimeFormat.from_names("s", "UTC"))).check_time_zone("t")
         assert read_columns(table, {"t": "time"})["t"] == [None, datetime(2025, 7, 1, 12, tzinfo=UTC)]
 
 

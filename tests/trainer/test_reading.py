@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 from numpy.typing import NDArray
 
+from deformer_stream.codec import TimeFormat
 from deformer_stream.codec.columns import parse_labels
 from deformer_stream.errors import ConfigError, InputError
 from deformer_stream.tables.csv_dialect import CsvOptions
@@ -248,7 +249,9 @@ def test_text_times_need_a_zone_only_if_their_order_matters(tmp_path: Path, rng:
     path = write(tmp_path / "long.parquet", long | {"time": times})
     with pytest.raises(InputError, match=r"column 'time', row 0: .*set their zone with --timezone"):
         prepare_in(tmp_path, path)
-    assert prepare_in(tmp_path, path, reading=TableOptions(timezone="Europe/Berlin")).values.shape == (100, 3)
+    assert prepare_in(
+        tmp_path, path, reading=TableOptions(time_format=TimeFormat.from_names("s", "Europe/Berlin"))
+    ).values.shape == (100, 3)
 
 
 def test_data_frame_in_memory_gives_the_same_matrix_as_its_file(tmp_path: Path, columns: dict[str, list[Any]]) -> None:

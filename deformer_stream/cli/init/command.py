@@ -312,7 +312,8 @@ def _look_at_messages(messages: Iterable[Message], origin: str, table: Path | No
     """
     from deformer_stream.cli.init.messages import convert_to_table
     from deformer_stream.cli.init.table_view import look_at_table
-    from deformer_stream.tables.table import Table
+    from deformer_stream.codec import TimeFormat
+    from deformer_stream.tables.table import Table, TableOptions
 
     converted = convert_to_table(messages, origin)
     if converted.num_left_out:
@@ -321,6 +322,7 @@ def _look_at_messages(messages: Iterable[Message], origin: str, table: Path | No
             "are no readings",
             err=True,
         )
-    view = look_at_table(Table.from_arrow(converted.table, origin), (origin,))
+    options = TableOptions(time_format=TimeFormat(converted.time_unit))
+    view = look_at_table(Table.from_arrow(converted.table, origin, options), (origin,))
     tables = () if table is None else (str(table),)
     return _Look(view, tables, converted.field_by_option, None if table is None else converted.table)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from deformer_stream.calibration.conformal import Calibration, choose_num_calibration
+from deformer_stream.codec.timestamps import TimeUnit
 from deformer_stream.model.windows import PerSlot, format_duration
 
 RecordKind = Literal["row", "window", "id"]
@@ -43,6 +44,7 @@ class Answers:
         exclude: Columns that are left out.
         contamination: Share of the records that may be anomalies.
         timezone: Zone of times that are written without one; None if it does not matter.
+        time_unit: Unit of times that are numbers.
         table_options: Options of reading tables that the user has set, by name, such as "delimiter".
     """
 
@@ -59,6 +61,7 @@ class Answers:
     exclude: tuple[str, ...] = ()
     contamination: float = 0.0
     timezone: str | None = None
+    time_unit: TimeUnit = "s"
     table_options: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -129,6 +132,9 @@ def format_config(subject: Subject, answers: Answers) -> str:
     if answers.timezone is not None:
         lines += ["", "# The zone of times that are written without one."]
         lines.append(_format_entry("timezone", answers.timezone))
+    if answers.time_unit != "s":
+        lines += ["", "# The unit of times that are written as numbers since 1970."]
+        lines.append(_format_entry("time-unit", answers.time_unit))
     if answers.table_options:
         lines += ["", "# How tables are read.", *_format_entries(answers.table_options)]
     if subject.stream_options:

@@ -13,6 +13,8 @@ from typing import Any
 import orjson
 import pyarrow as pa
 
+from deformer_stream.codec.timestamps import UNITS_PER_SECOND, TimeUnit, guess_unit
+from deformer_stream.codec.validation import is_json_number
 from deformer_stream.errors import InputError
 from deformer_stream.model.schema import format_label
 
@@ -62,12 +64,14 @@ class ConvertedMessages:
         table: A row for each reading, with the columns device or record (or both), feature, value, and time if the
             messages have times.
         field_by_option: The options that name fields with unusual names, such as "value_field", and these names.
+        time_unit: The unit of times that are numbers.
         num_messages: Number of messages.
         num_left_out: How many of them are no readings.
     """
 
     table: pa.Table
     field_by_option: Mapping[str, str]
+    time_unit: TimeUnit
     num_messages: int
     num_left_out: int
 
@@ -84,6 +88,7 @@ def convert_to_table(messages: Iterable[Message], origin: str) -> ConvertedMessa
     """
     remaining = iter(messages)
     field_by_option: dict[str, str] = {}
+    time_unit: TimeUnit = "s"
     known_fields: set[str] = set()
     num_messages = num_readable = 0
     parts: list[pa.Table] = []
@@ -93,15 +98,17 @@ def convert_to_table(messages: Iterable[Message], origin: str) -> ConvertedMessa
         if not parts:
             counts = Counter(name for entry, _ in objects for name in entry)
             field_by_option = _guess_fields(counts, objects)
+            times = [entry.get(field_by_option.get("time_field", "")) for entry, _ in objects]
+            time_unit = guess_unit([time for time in times if is_json_number(time)])
             known_fields.update(counts)
-        readings = [_list_readings(entry, milliseconds, field_by_option) for entry, milliseconds in objects]
+        readings = [_list_readings(entry, milliseconds, field_by_option, time_unit) for entry, milliseconds in objects]
         num_readable += sum(map(bool, readings))
         if rows := list(itertools.chain.from_iterable(readings)):
             parts.append(_make_table(rows))
     if not parts:
         raise _make_error(origin, num_messages, known_fields)
     options = {option: name for option, name in field_by_option.items() if name != _SYNONYMS[option][0]}
-    return ConvertedMessages(_concatenate(parts), options, num_messages, num_messages - num_readable)
+    return ConvertedMessages(_concatenate(parts), options, time_unit, num_messages, num_messages - num_readable)
 
 
 def _make_error(origin: str, num_messages: int, fields: Iterable[str]) -> InputError:
@@ -194,9 +201,12 @@ def _guess_fields(counts: Counter[str], objects: Sequence[tuple[dict[str, Any], 
 
 
 def _list_readings(
-    entry: Mapping[str, Any], milliseconds: int | None, field_by_option: Mapping[str, str]
+    entry: Mapping[str, Any], milliseconds: int | None, field_by_option: Mapping[str, str], time_unit: TimeUnit
 ) -> list[dict[str, Any]]:
-    """Return the readings of one message: its record, device, feature, value and time; empty if it is no reading."""
+    """Return the readings of one message: its record, device, feature, value and time; empty if it is no reading.
+
+    A message without a time gets its timestamp, `milliseconds`, in the unit of the other times.
+    """
 
     def get(option: str) -> Any:
         """Return the value of a field of the message, None if the messages have no such field."""
@@ -209,7 +219,9 @@ def _list_readings(
     if owner["record"] is None and owner["device"] is None:
         return []
     time = get("time_field")
-    owner["time"] = milliseconds / 1000 if time is None and milliseconds is not None else time
+    if time is None and milliseconds is not None:
+        time = milliseconds / 1000 * UNITS_PER_SECOND[time_unit]
+    owner["time"] = time
     values = get("values_field")
     if not isinstance(values, dict):
         feature = get("feature_field")

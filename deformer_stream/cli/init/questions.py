@@ -88,7 +88,7 @@ def ask_questions(view: TableView, settings: InitSettings, asks: bool) -> Answer
     if max_time is None:
         max_time = _ask("Time limit of the training", DEFAULT_MAX_TIME, _make_parser(Timeout), asks)
     reading: dict[str, Any] = {name: getattr(settings, name) for name in ("delimiter", "decimal", "encoding")}
-    reading |= {"header": settings.header, "no_header": settings.no_header or None, "time_column": settings.time_column}
+    reading |= {"header": settings.header, "no_header": settings.no_header or None, "time_column": view.time_option}
     # The column `device` is used without an option.
     if record == "window" and view.device_column not in (None, "device"):
         reading["device_column"] = view.device_column
@@ -106,6 +106,7 @@ def ask_questions(view: TableView, settings: InitSettings, asks: bool) -> Answer
         exclude=exclude,
         contamination=contamination,
         timezone=timezone,
+        time_unit=view.time_unit,
         table_options={name: value for name, value in reading.items() if value is not None},
     )
 

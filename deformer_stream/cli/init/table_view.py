@@ -7,24 +7,33 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from deformer_stream.codec.columns import is_present, parse_times
+from deformer_stream.codec.columns import is_numeric, is_present, parse_times, to_float64
+from deformer_stream.codec.time_columns import UTC_MICROSECONDS, has_local_texts
+from deformer_stream.codec.timestamps import TimeUnit, guess_unit
 from deformer_stream.engine.events import NO_TIME
 from deformer_stream.errors import InputError
 from deformer_stream.model.schema import Feature, format_label
 from deformer_stream.model.windows import Window
 from deformer_stream.settings.base import Layout
-from deformer_stream.tables import conversion
 from deformer_stream.tables.discovery import CSV, PARQUET, find_files, has_ending
 from deformer_stream.tables.labels import encode_labels
-from deformer_stream.tables.table import DEFAULT_RECORD_COLUMN, CellForm, Table, TableOptions, map_read_errors
+from deformer_stream.tables.table import (
+    DEFAULT_RECORD_COLUMN,
+    SAMPLE_ROWS,
+    CellForm,
+    Table,
+    TableOptions,
+    map_read_errors,
+)
 from trainer.feature_kinds import ColumnStatistics, infer_feature
+from trainer.identifiers import MIN_SHARE_OF_RISES, MIN_VALUES, find_unix_unit
 from trainer.tables import DEVICE, FEATURE, TIME, VALUE, classify_type
 
 MAX_ROWS, MAX_CELLS = 20_000, 1_000_000
@@ -145,6 +154,8 @@ class TableView:
         layout: "wide" if a column is a feature, "long" if a row is one reading.
         columns: The columns (or sensors), in the order of the table.
         time_column: The column with the time, None if there is none.
+        time_option: The column with the time, if commands do not find it without the option --time-column.
+        time_unit: The unit of times that are numbers.
         has_local_times: Whether the times are texts without a time zone.
         interval: Usual time in seconds between two readings of a sensor. None if there are no times.
         span: Time in seconds between the first and the last time. None if there are no times.
@@ -170,6 +181,8 @@ class TableView:
     layout: Layout
     columns: tuple[ColumnView, ...]
     time_column: str | None = None
+    time_option: str | None = None
+    time_unit: TimeUnit = "s"
     has_local_times: bool = False
     interval: float | None = None
     span: float | None = None
@@ -237,12 +250,17 @@ def look_at_table(
     table.check_columns(time=time_column, device=device_column)
     layout = _choose_layout(table)
     is_long = layout == "long"
+    time_option = time_column
     time_column = time_column or (TIME if TIME in table.schema.names else None)
     if time_column is None and not is_long:
         time_column = table.choose_time_column() or _find_date_column(table)
+        if time_column is None:
+            time_column = time_option = _find_unix_times(table)
     forms: dict[str, CellForm] = {VALUE: "mixed"} if is_long else {}
-    local_times = table.options.timezone is None and time_column is not None and _has_local_times(table, time_column)
+    has_local_times = False
     if time_column is not None:
+        table = _recognize_unit(table, time_column)
+        has_local_times = table.options.time_format.timezone is None and _has_local_times(table, time_column)
         forms[time_column] = "time"
     for name in table.schema.names:  # a text such as "none" among codes is a label, and no missing number
         if (
@@ -278,7 +296,9 @@ def look_at_table(
         layout=layout,
         columns=tuple(views),
         time_column=time_column,
-        has_local_times=local_times,
+        time_option=time_option,
+        time_unit=table.options.time_format.unit,
+        has_local_times=has_local_times,
         interval=interval,
         span=span,
         device_column=devices_of_rows[0],
@@ -342,15 +362,41 @@ def _find_date_column(table: Table) -> str | None:
     return next((column.name for column in table.schema if classify_type(column.type) == "time"), None)
 
 
+def _find_unix_times(table: Table) -> str | None:
+    """Return the first column of numbers that are Unix times and mostly rise, None if there is none."""
+    numeric: list[str] = [column.name for column in table.schema if is_numeric(column.type)]
+    batch = next(table.iterate_batches(numeric, SAMPLE_ROWS), None) if numeric else None
+    if batch is None:
+        return None
+    for name in numeric:
+        times = to_float64(batch.column(name)) if is_numeric(batch.column(name).type) else np.empty(0)
+        times = times[np.isfinite(times)]
+        if len(times) < MIN_VALUES or find_unix_unit(times.min(), times.max()) is None:
+            continue
+        if (np.diff(times) >= 0).mean() >= MIN_SHARE_OF_RISES:
+            return name
+    return None
+
+
 def _choose_max_rows(table: Table) -> int:
     """Return the largest number of rows to read, which is smaller for tables with many columns."""
     return max(100, min(MAX_ROWS, MAX_CELLS // max(1, len(table.schema.names))))
 
 
+def _recognize_unit(table: Table, time_column: str) -> Table:
+    """Return the table with the unit of its times, if they are numbers that are out of range in seconds."""
+    time_format = table.options.time_format
+    batch = next(table.iterate_batches([time_column], SAMPLE_ROWS, {time_column: "time"}), None)
+    if batch is None or time_format.unit != "s" or not is_numeric(batch.column(time_column).type):
+        return table
+    unit = guess_unit(to_float64(batch.column(time_column)))
+    return replace(table, options=replace(table.options, time_format=replace(time_format, unit=unit)))
+
+
 def _has_local_times(table: Table, time_column: str) -> bool:
     """Return whether the first time is a text without a time zone."""
     batch = next(table.iterate_batches([time_column], 100, {time_column: "text"}), None)
-    return batch is not None and conversion.has_local_texts(batch.column(time_column))
+    return batch is not None and has_local_texts(batch.column(time_column))
 
 
 def _read_first_rows(table: Table, forms: Mapping[str, CellForm]) -> tuple[pa.RecordBatch, int, bool]:
@@ -544,6 +590,9 @@ def _describe_columns(
     features: list[str] = []
     if time_column is not None:
         column = batch.column(time_column).drop_null()
+        if is_numeric(column.type):  # seconds since 1970
+            times = parse_times(column, table.name)[0]
+            column = pa.array(times[times != NO_TIME]).cast(UTC_MICROSECONDS)
         first, last = (str(column[i]).removesuffix(".000000") for i in (0, -1)) if len(column) else ("", "")
         views.append(ColumnView(time_column, "time", "the time", f"{first} to {last}"))
     for name, column_statistics in statistics.items():
