@@ -20,10 +20,11 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
+from numpy.typing import NDArray
 
 from deformer_stream import log
 from deformer_stream.codec.model_choice import ModelDecoder
@@ -51,6 +52,40 @@ RESCORED_READINGS = 8_192
 
 REPLAYED_MESSAGES = 1_024
 """Largest number of messages that one step of `Recovery.advance` processes again."""
+
+
+@dataclass(slots=True)
+class _Restoring:
+    """A partition whose history (messages that a previous run has processed) is still being read.
+
+    Attributes:
+        saved: Its saved state.
+        is_loaded: Whether its snapshot is loaded.
+        is_caught_up: Whether the source has returned its whole history.
+        has_other_scores: Whether its loaded snapshot had scores of another model.
+    """
+
+    saved: RestoredPartition
+    is_loaded: bool = False
+    is_caught_up: bool = False
+    has_other_scores: bool = False
+
+
+@dataclass(slots=True)
+class _Restored:
+    """A partition that is assigned and restored.
+
+    Attributes:
+        next_snapshot: When its next snapshot is due, by the clock of `Recovery`.
+        has_snapshot: Whether it has a saved snapshot, to which decisions can be added.
+        is_changed: Whether its last snapshot, if it has one, is out of date.
+        unsaved: Its decisions since the last commit, by the name of the model.
+    """
+
+    next_snapshot: float
+    has_snapshot: bool
+    is_changed: bool
+    unsaved: dict[str, Decisions] = field(default_factory=dict)
 
 
 class Recovery:
@@ -84,21 +119,12 @@ class Recovery:
         self._engines = engines
         self._metrics = metrics
         self._interval, self._now = interval, now
-        # Partitions whose history (messages that a previous run has processed) is still being read, by number.
-        self._restoring: dict[int, RestoredPartition] = {}
-        self._unloaded: deque[int] = deque()  # restoring partitions whose snapshot is not loaded yet
-        self._caught_up: list[int] = []  # restoring partitions whose whole history was polled
-        # Restoring partitions whose saved snapshot has scores of another model, until they are restored.
-        self._rescored: set[int] = set()
+        # The assigned partitions by number, in the order in which their restores were started or have ended.
+        self._restoring: dict[int, _Restoring] = {}
+        self._restored: dict[int, _Restored] = {}
         # Polled messages of restoring partitions that are not processed yet: all of them, and those after the history.
         self._queue: deque[Messages] = deque()
         self._later_messages: list[Messages] = []
-        # All partitions that are assigned and not being restored, with their decisions since the last commit
-        # by the name of the model.
-        self._unsaved_decisions: dict[int, dict[str, Decisions]] = {}
-        self._next_snapshot: dict[int, float] = {}  # when the next snapshot of such a partition is due, by `now`
-        self._changed: set[int] = set()  # partitions that changed since their last snapshot
-        self._has_snapshot: set[int] = set()  # partitions with a saved snapshot, to which decisions can be added
 
     @property
     def restoring_partitions(self) -> frozenset[int]:
@@ -111,7 +137,7 @@ class Recovery:
     @property
     def restored_partitions(self) -> frozenset[int]:
         """The partitions that are assigned and restored."""
-        return frozenset(self._unsaved_decisions)
+        return frozenset(self._restored)
 
     @property
     def waiting_partitions(self) -> frozenset[int]:
@@ -122,7 +148,12 @@ class Recovery:
     @property
     def _unready_partitions(self) -> frozenset[int]:
         """The partitions whose snapshot is not loaded, or whose records are not all scored by the current model."""
-        return frozenset(self._unloaded) | self._engines.partitions_to_rescore
+        return frozenset(r.saved.partition for r in self._unloaded) | self._engines.partitions_to_rescore
+
+    @property
+    def _unloaded(self) -> list[_Restoring]:
+        """The partitions whose snapshot is not loaded, in the order in which the snapshots are loaded."""
+        return [restoring for restoring in self._restoring.values() if not restoring.is_loaded]
 
     def start_restore(self, restored: RestoredPartition) -> None:
         """Begin to restore a partition; `advance` does the work.
@@ -130,8 +161,7 @@ class Recovery:
         Args:
             restored: The partition and its saved state.
         """
-        self._restoring[restored.partition] = restored
-        self._unloaded.append(restored.partition)
+        self._restoring[restored.partition] = _Restoring(restored)
 
     def enqueue(self, data: Payload | None) -> Payload | None:
         """Keep the messages of partitions that are being restored for `advance`, and return the other messages.
@@ -157,12 +187,23 @@ class Recovery:
 
         Without a new snapshot, a restart would process them again, however many there are.
         """
-        if self._unsaved_decisions:  # otherwise no partition is restored, or the source saves no state
-            self._changed.update(np.unique(messages.partitions).tolist())
+        if self._restored:  # otherwise no partition is restored, or the source saves no state
+            self._mark_partitions_changed(messages.partitions)
+
+    def _mark_partitions_changed(self, partitions: NDArray[np.int32]) -> None:
+        """Record that restored partitions have changed since their last snapshot.
+
+        Args:
+            partitions: The partitions of messages or readings, with repetitions. Those that are not restored are left
+                out.
+        """
+        for partition in np.unique(partitions).tolist():
+            if partition in self._restored:
+                self._restored[partition].is_changed = True
 
     def mark_caught_up(self, partition: int) -> None:
         """Record that the source has returned all messages of a partition's history."""
-        self._caught_up.append(partition)
+        self._restoring[partition].is_caught_up = True
 
     def advance(self, codec: ModelDecoder, now: int, seconds: float = math.inf) -> list[Messages]:
         """Restore partitions and score open records again, as far as the given time permits, but at least one step.
@@ -186,11 +227,9 @@ class Recovery:
                 break
         if self._queue:
             return []
-        caught_up, unready = self._caught_up, self._unready_partitions
-        self._caught_up = [partition for partition in caught_up if partition in unready]
-        for partition in caught_up:
-            if partition not in unready:
-                self._finish_restore(partition)
+        unready = self._unready_partitions
+        for partition in [p for p, r in self._restoring.items() if r.is_caught_up and p not in unready]:
+            self._finish_restore(partition)
         later_messages, self._later_messages = self._later_messages, []
         if self._restoring:
             # Partitions that wait for `rescore` again keep their messages.
@@ -211,41 +250,43 @@ class Recovery:
         if self._queue and unready.isdisjoint(np.unique(self._queue[0].partitions).tolist()):
             self._replay_part(codec, now)
         elif self._unloaded:
-            self._load(self._restoring[self._unloaded.popleft()], now)
+            self._load(self._unloaded[0], now)
         elif unready:
             self._engines.rescore(RESCORED_READINGS)
         else:
             return False
         return True
 
-    def _load(self, restored: RestoredPartition, now: int) -> None:
+    def _load(self, restoring: _Restoring, now: int) -> None:
         """Load the saved snapshot (complete state) of a partition, if there is one, and its saved decisions.
 
         Args:
-            restored: The partition and its saved state.
+            restoring: The partition.
             now: The time of the pipeline's clock, microseconds since 1970.
 
         Raises:
             StateError: If the saved state cannot be decoded.
         """
-        if restored.snapshot is not None:
-            description = _describe("snapshot", restored)
-            snapshot_by_model = decode_snapshots(restored.snapshot, description)
+        saved = restoring.saved
+        if saved.snapshot is not None:
+            description = _describe("snapshot", saved)
+            snapshot_by_model = decode_snapshots(saved.snapshot, description)
             self._check_names(snapshot_by_model, description)
             for name in snapshot_by_model.keys() - self._engines.engine_by_name.keys():
                 log.get_logger("recovery").warning(
                     "model_missing",
                     model=name,
-                    partition=restored.partition,
+                    partition=saved.partition,
                     dropped_records=len(snapshot_by_model[name]),
                 )
-            self._engines.restore(restored.partition, snapshot_by_model, now)
-            if restored.partition in self._engines.partitions_to_rescore:
-                self._rescored.add(restored.partition)
+            self._engines.restore(saved.partition, snapshot_by_model, now)
+            if saved.partition in self._engines.partitions_to_rescore:
+                restoring.has_other_scores = True
         # Some decisions must be loaded before the history is processed, because they determine which of its readings
         # are scored together. `_finish_restore` applies the others.
-        for decisions in self._decode_decisions(restored):
-            self._engines.preload_decisions(restored.partition, decisions)
+        for decisions in self._decode_decisions(saved):
+            self._engines.preload_decisions(saved.partition, decisions)
+        restoring.is_loaded = True
 
     def _check_names(self, state_by_model: Mapping[str, object], description: str) -> None:
         """Check that saved state is that of one model if the process has one, and that of several if it has several.
@@ -275,7 +316,7 @@ class Recovery:
         if len(messages) > REPLAYED_MESSAGES:
             self._queue.appendleft(messages.take(np.arange(REPLAYED_MESSAGES, len(messages))))
             messages = messages.take(np.arange(REPLAYED_MESSAGES))
-        committed_offsets = np.array([self._restoring[p].committed_offset for p in messages.partitions.tolist()])
+        committed_offsets = np.array([self._restoring[p].saved.committed_offset for p in messages.partitions.tolist()])
         is_history = messages.offsets < committed_offsets
         if is_history.any():
             batch_by_model, _ = codec.decode_by_model(messages.take(np.flatnonzero(is_history)))
@@ -291,30 +332,30 @@ class Recovery:
         Args:
             partition: Number of the partition. All messages before its committed offset have been processed again.
         """
-        restored = self._restoring.pop(partition)
-        for decisions in self._decode_decisions(restored):
+        restoring = self._restoring.pop(partition)
+        saved = restoring.saved
+        for decisions in self._decode_decisions(saved):
             self._engines.apply_decisions(partition, decisions)
-        self._unsaved_decisions[partition] = {}
-        if restored.snapshot is None:  # the first commit must save a snapshot, since decisions alone are not enough
-            self._next_snapshot[partition] = self._now()
-            self._changed.add(partition)
+        if saved.snapshot is None:  # the first commit must save a snapshot, since decisions alone are not enough
+            self._restored[partition] = _Restored(self._now(), has_snapshot=False, is_changed=True)
         else:
-            self._metrics.set_snapshot(partition, len(restored.snapshot), partial(self._has_changed, partition))
-            self._has_snapshot.add(partition)
-            if partition in self._rescored:  # otherwise each restart would score the records of an idle partition again
-                self._rescored.remove(partition)
-                self._changed.add(partition)
-            # For partitions that are restored together, the next snapshots are due after 8/16 to 15/16 of the interval.
-            # So no commit has to save all of them.
-            self._next_snapshot[partition] = self._now() + self._interval * (8 + partition % 8) / 16
+            self._metrics.set_snapshot(partition, len(saved.snapshot), partial(self._has_changed, partition))
+            self._restored[partition] = _Restored(
+                # For partitions that are restored together, the next snapshots are due after 8/16 to 15/16 of the
+                # interval. So no commit has to save all of them.
+                next_snapshot=self._now() + self._interval * (8 + partition % 8) / 16,
+                has_snapshot=True,
+                # Without a new snapshot, each restart would score the records of an idle partition again.
+                is_changed=restoring.has_other_scores,
+            )
         log.get_logger("recovery").info(
             "partition_restored",
             partition=partition,
             open_records=self._engines.count_open_records(partition),
-            committed_offset=restored.committed_offset,
+            committed_offset=saved.committed_offset,
         )
 
-    def _decode_decisions(self, restored: RestoredPartition) -> list[dict[str, Decisions]]:
+    def _decode_decisions(self, saved: RestoredPartition) -> list[dict[str, Decisions]]:
         """Return the saved decisions of a partition (such as records closed by a time-out), one element per commit.
 
         Each element has the decisions by the name of the model.
@@ -322,22 +363,16 @@ class Recovery:
         Raises:
             StateError: If they cannot be decoded.
         """
-        return [decode_decisions_by_model(data, _describe("decisions", restored)) for data in restored.decisions]
+        return [decode_decisions_by_model(data, _describe("decisions", saved)) for data in saved.decisions]
 
     def drop_partitions(self, partitions: Iterable[int]) -> None:
-        """Remove the messages, the unsaved decisions and the metrics of revoked partitions."""
+        """Remove the messages, the state and the metrics of revoked partitions."""
         revoked = set(partitions)
-        self._unloaded = deque(partition for partition in self._unloaded if partition not in revoked)
-        self._caught_up = [partition for partition in self._caught_up if partition not in revoked]
         self._queue = deque(_leave_out(self._queue, revoked))
         self._later_messages = _leave_out(self._later_messages, revoked)
         for partition in revoked:
             self._restoring.pop(partition, None)
-            self._rescored.discard(partition)
-            self._unsaved_decisions.pop(partition, None)
-            self._next_snapshot.pop(partition, None)
-            self._changed.discard(partition)
-            self._has_snapshot.discard(partition)
+            self._restored.pop(partition, None)
             self._metrics.remove_snapshot(partition)
 
     def record_effects(self, effects: Effects) -> None:
@@ -349,15 +384,15 @@ class Recovery:
         Args:
             effects: The results of the engine for the batch.
         """
-        if not self._unsaved_decisions:  # no partition is assigned, or the source saves no state
+        if not self._restored:  # no partition is restored, or the source saves no state
             return
         for partition, decisions in effects.decisions().items():
-            if partition in self._unsaved_decisions:
-                unsaved = self._unsaved_decisions[partition]
-                unsaved[effects.model_name] = unsaved.get(effects.model_name, Decisions()) + decisions
-                self._changed.add(partition)
-        if len(effects.batch):
-            self._changed.update(np.unique(effects.batch.partitions).tolist())
+            restored = self._restored.get(partition)
+            if restored is not None:
+                previous = restored.unsaved.get(effects.model_name, Decisions())
+                restored.unsaved[effects.model_name] = previous + decisions
+                restored.is_changed = True
+        self._mark_partitions_changed(effects.batch.partitions)
 
     def collect_state(self, now: int, final_partitions: Iterable[int] = ()) -> dict[int, PartitionState]:
         """Return the state that a commit of the present offsets must save.
@@ -373,29 +408,30 @@ class Recovery:
         """
         final = set(final_partitions)
         states: dict[int, PartitionState] = {}
-        for partition, decisions in self._unsaved_decisions.items():
+        for partition, restored in self._restored.items():
             if partition in self._engines.partitions_to_rescore:
                 continue
             is_snapshot_due = (
                 partition in final
-                or partition not in self._has_snapshot  # decisions can only be added to a snapshot
-                or self._now() >= self._next_snapshot[partition]
+                or not restored.has_snapshot  # decisions can only be added to a snapshot
+                or self._now() >= restored.next_snapshot
             )
-            if is_snapshot_due and partition in self._changed:
+            if is_snapshot_due and restored.is_changed:
                 states[partition] = PartitionState(snapshot=self._take_snapshot(partition, now))
-            elif decisions:
-                states[partition] = PartitionState(decisions=encode_decisions_by_model(decisions))
+            elif restored.unsaved:
+                states[partition] = PartitionState(decisions=encode_decisions_by_model(restored.unsaved))
         return states
 
     def _has_changed(self, partition: int) -> bool:
-        """Return whether a partition has changed since its last snapshot."""
-        return partition in self._changed
+        """Return whether a partition is restored and has changed since its last snapshot."""
+        restored = self._restored.get(partition)
+        return restored is not None and restored.is_changed
 
     def request_snapshots(self) -> None:
         """Let the next commit save a snapshot of every partition, because the model has changed."""
-        for partition in self._next_snapshot:
-            self._next_snapshot[partition] = self._now()
-            self._changed.add(partition)
+        for restored in self._restored.values():
+            restored.next_snapshot = self._now()
+            restored.is_changed = True
 
     def _take_snapshot(self, partition: int, now: int) -> bytes:
         """Return the encoded snapshot of a partition, and set when its next snapshot is due.
@@ -414,9 +450,9 @@ class Recovery:
         duration = self._now() - start
         # Snapshots of all partitions together may take at most this share of the time. `min_interval` is the interval
         # of a partition's snapshots at which they take exactly this share, if all take as long as this one.
-        num_partitions = len(self._unsaved_decisions)
+        num_partitions = len(self._restored)
         min_interval = duration * num_partitions / MAX_SNAPSHOT_TIME_SHARE
-        self._next_snapshot[partition] = self._now() + max(self._interval, min_interval)
+        self._restored[partition].next_snapshot = self._now() + max(self._interval, min_interval)
         log.get_logger("recovery").info(
             "snapshot_taken", partition=partition, bytes=len(snapshot), seconds=round(duration, 4)
         )
@@ -429,23 +465,23 @@ class Recovery:
             states: The saved states by partition.
         """
         for partition, state in states.items():
-            if partition not in self._unsaved_decisions:  # it may have been revoked in the meantime
+            restored = self._restored.get(partition)
+            if restored is None:  # it may have been revoked in the meantime
                 continue
-            self._unsaved_decisions[partition] = {}
+            restored.unsaved = {}
             if state.snapshot is not None:
-                self._has_snapshot.add(partition)
-                self._changed.discard(partition)
+                restored.has_snapshot, restored.is_changed = True, False
                 self._metrics.set_snapshot(partition, len(state.snapshot), partial(self._has_changed, partition))
 
 
-def _describe(kind: str, restored: RestoredPartition) -> str:
+def _describe(kind: str, saved: RestoredPartition) -> str:
     """Return a name for saved state in error messages, such as "saved snapshot of partition 3 at offset 17".
 
     Args:
         kind: "snapshot" or "decisions".
-        restored: The partition and its committed offset.
+        saved: The partition and its committed offset.
     """
-    return f"saved {kind} of partition {restored.partition} at offset {restored.committed_offset}"
+    return f"saved {kind} of partition {saved.partition} at offset {saved.committed_offset}"
 
 
 def _leave_out(parts: Iterable[Messages], partitions: Collection[int]) -> list[Messages]:
