@@ -6,6 +6,7 @@ import re
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -48,6 +49,25 @@ STOP_SECONDS = 10.0
 the Helm chart after 60 s, and a running attempt can take 35 s before it fails."""
 
 _VALID_TOPIC = re.compile(r"[A-Za-z0-9._-]{1,249}")
+
+
+@dataclass(slots=True)
+class _Progress:
+    """How far a partition has been read.
+
+    Attributes:
+        start: Offset at which the reading began.
+        history_end: The committed offset while the events before it (the history) are read again, None afterwards.
+        polled: Offset of the next event after all polls; None before the first event or the end of the history.
+        written: The same after the polls whose effects are written.
+        stopped_at: Offset of the next event while nothing is read, because the partition is left out; otherwise None.
+    """
+
+    start: int
+    history_end: int | None
+    polled: int | None = None
+    written: int | None = None
+    stopped_at: int | None = None
 
 
 class KafkaSource:
@@ -112,14 +132,10 @@ class KafkaSource:
         self.callbacks = SourceCallbacks()
         self._left_out: frozenset[int] = frozenset()  # numbers of partitions
         self._cluster, self._session, self._patience = cluster, session_seconds, patience
-        # Offset of the next event of each partition, after all polls, and after the polls whose effects are written.
-        self._polled_positions: dict[TopicPartition, int] = {}
-        self._written_positions: dict[TopicPartition, int] = {}
+        # Of the assigned partitions whose reading has begun. The others wait for their saved state. Another thread may
+        # remove entries, see "rebalances" below.
+        self._progress: dict[TopicPartition, _Progress] = {}
         self._poll_failures = FailureLimit(patience, "poll_failed_retrying")
-        self._start_offsets: dict[TopicPartition, int] = {}  # where the reading of each partition began
-        self._stopped_at: dict[TopicPartition, int] = {}  # positions of the partitions that are left out
-        # Committed offsets of partitions whose earlier events (the history) are still being read again.
-        self._history_ends: dict[TopicPartition, int] = {}
         self._revoked: list[int] = []  # revoked since the last poll
         # For each revocation whose end the consumer has not reported yet, whether it has offsets to commit.
         self._revocations: deque[bool] = deque()
@@ -189,6 +205,11 @@ class KafkaSource:
         """The partitions of the topic that this process owns."""
         return self._select_own(self._consumer.assignment)
 
+    @property
+    def _own_progress(self) -> dict[TopicPartition, _Progress]:
+        """How far each partition has been read that this process owns and has begun to read."""
+        return {tp: self._progress[tp] for tp in self._assignment if tp in self._progress}
+
     def _select_own(self, partitions: Iterable[TopicPartition]) -> frozenset[TopicPartition]:
         """Return those of the given partitions that belong to the topic of this source.
 
@@ -223,7 +244,7 @@ class KafkaSource:
             StateError: The saved state of a partition is gone.
             Unavailable: The brokers have not responded for longer than the constructor's `patience` (in seconds).
         """
-        self._written_positions = dict(self._polled_positions)
+        self._mark_written()
         if self._must_end_commit():
             self.end_commit()
         self._stop_left_out()
@@ -235,13 +256,21 @@ class KafkaSource:
         self._end_failed_transaction()
         if columns is not None:
             for number in np.unique(columns.partitions).tolist():
-                last_offset = int(columns.offsets[columns.partitions == number].max())
-                self._polled_positions[TopicPartition(self.topic, number)] = last_offset + 1
+                progress = self._progress.get(TopicPartition(self.topic, number))
+                if progress is not None:  # the partition was not revoked during the call
+                    progress.polled = int(columns.offsets[columns.partitions == number].max()) + 1
         revoked, self._revoked = tuple(sorted(self._revoked)), []
         restored = self._restorer.restore()
-        self._liveness.check_progress(self._list_active(), self._stopped_at)
+        own = self._own_progress
+        active = [tp for tp, progress in own.items() if progress.stopped_at is None]
+        self._liveness.check_progress(active, own.keys() - active)
         data = None if columns is None else make_messages(self.topic, columns)
         return PollResult(data, revoked, tuple(restored), self._pop_caught_up())
+
+    def _mark_written(self) -> None:
+        """Record that the effects of all polls are written to the sinks."""
+        for progress in list(self._progress.values()):
+            progress.written = progress.polled
 
     def _must_end_commit(self) -> bool:
         """Return whether the commit in progress must be ended before the next poll.
@@ -263,13 +292,15 @@ class KafkaSource:
 
     def _stop_left_out(self) -> None:
         """Stop reading the partitions that are left out, and continue with those that are not any more."""
-        for tp in self._list_active():
-            if tp.partition in self._left_out:
+        for tp, progress in self._own_progress.items():
+            is_left_out = tp.partition in self._left_out
+            if is_left_out and progress.stopped_at is None:
                 position = self._consumer.get_position(tp)
-                self._stopped_at[tp] = self._start_offsets[tp] if position is None else position
+                progress.stopped_at = progress.start if position is None else position
                 self._consumer.stop([tp])
-        for tp in [tp for tp in self._stopped_at if tp.partition not in self._left_out]:
-            self._consumer.start(tp, self._stopped_at.pop(tp))
+            elif not is_left_out and progress.stopped_at is not None:
+                position, progress.stopped_at = progress.stopped_at, None
+                self._consumer.start(tp, position)
 
     def return_messages(self, messages: Messages) -> None:
         """Take messages back that have no effects, and all later ones of their partitions.
@@ -281,14 +312,10 @@ class KafkaSource:
         """
         for number in np.unique(messages.partitions).tolist():
             tp = TopicPartition(self.topic, number)
-            if tp in self._assignment:
-                first_offset = int(messages.offsets[messages.partitions == number].min())
+            progress = self._own_progress.get(tp)
+            if progress is not None:
                 self._consumer.stop([tp])
-                self._stopped_at[tp] = self._polled_positions[tp] = first_offset
-
-    def _list_active(self) -> list[TopicPartition]:
-        """Return the partitions that are being read."""
-        return [tp for tp in self._assignment if tp not in self._restorer.unrestored and tp not in self._stopped_at]
+                progress.stopped_at = progress.polled = int(messages.offsets[messages.partitions == number].min())
 
     def _fetch(self, timeout: float) -> MessageColumns | None:
         """Poll the consumer and handle its errors.
@@ -341,10 +368,10 @@ class KafkaSource:
     def _begin(self, tp: TopicPartition, start: StartPoint) -> RestoredPartition:
         """Begin to read a partition, and return its state for the engine."""
         self._consumer.start(tp, start.position)
-        self._start_offsets[tp] = start.position
         if start.reference is not None:
             self._commits.reference_by_partition[tp] = start.reference
-        self._history_ends[tp] = start.restored.committed_offset  # events before it only rebuild the state
+        # The events before the committed offset only rebuild the state.
+        self._progress[tp] = _Progress(start.position, history_end=start.restored.committed_offset)
         return start.restored
 
     def _pop_caught_up(self) -> tuple[int, ...]:
@@ -355,13 +382,15 @@ class KafkaSource:
         # The client's position is compared, because it passes transaction markers, which no poll returns. Without
         # history it is not needed. kafka-python needs time for all partitions to return that of one.
         caught_up = []
-        for tp, end_offset in list(self._history_ends.items()):
-            start = self._start_offsets[tp]
-            is_empty = start >= end_offset
-            position = self._polled_positions.get(tp, start) if is_empty else self._consumer.get_position(tp)
-            if position is not None and position >= end_offset:
-                del self._history_ends[tp]
-                self._polled_positions[tp] = position
+        for tp, progress in list(self._progress.items()):
+            if progress.history_end is None:
+                continue
+            if progress.start < progress.history_end:
+                position = self._consumer.get_position(tp)
+            else:
+                position = progress.start if progress.polled is None else progress.polled
+            if position is not None and position >= progress.history_end:
+                progress.history_end, progress.polled = None, position
                 caught_up.append(tp.partition)
         return tuple(caught_up)
 
@@ -410,7 +439,7 @@ class KafkaSource:
         Args:
             states: The state to save, by partition number.
         """
-        self._written_positions = dict(self._polled_positions)
+        self._mark_written()
         self.end_commit()
         # From time to time unchanged offsets are committed too. If another process uses the same instance name, the
         # broker refuses the commit, so that this process ends.
@@ -499,16 +528,26 @@ class KafkaSource:
         the events before its committed offset have been read again to bring that state up to date. Partitions that are
         left out cannot be committed either.
         """
-        committable = filter(self._is_committable, self._assignment)
         # A partition that is no longer left out is stopped until the next poll, which starts it where it was stopped.
-        positions = {tp: self._stopped_at.get(tp, self._consumer.get_position(tp)) for tp in committable}
+        positions = {
+            tp: self._consumer.get_position(tp) if progress.stopped_at is None else progress.stopped_at
+            for tp, progress in self._own_progress.items()
+            if self._is_committable(tp)
+        }
         return {tp: position for tp, position in positions.items() if position is not None}
+
+    def _collect_written(self) -> dict[TopicPartition, int]:
+        """Return the offset of the next event whose effects are not written, of partitions that can be committed."""
+        return {
+            tp: progress.written
+            for tp, progress in self._progress.items()
+            if progress.written is not None and self._is_committable(tp)
+        }
 
     def _is_committable(self, tp: TopicPartition) -> bool:
         """Return whether the state of a partition is complete, so that its offset may be committed."""
-        # `unrestored` holds partitions whose saved state is not loaded yet. `_history_ends` holds those whose earlier
-        # events are still being read again.
-        is_restored = tp not in self._history_ends and tp not in self._restorer.unrestored
+        progress = self._progress.get(tp)
+        is_restored = progress is not None and progress.history_end is None
         return is_restored and tp.partition not in self._left_out
 
     def get_lag(self) -> dict[tuple[str, int], int]:
@@ -546,6 +585,8 @@ class KafkaSource:
     def on_assigned(self, partitions: frozenset[TopicPartition]) -> None:
         """Note newly assigned partitions, which the next polls restore. Those of another topic are left out."""
         assigned = self._select_own(partitions)
+        for tp in assigned:  # nothing may be committed for them before their reading has begun again
+            self._progress.pop(tp, None)
         self._restorer.add(assigned)
         numbers = sorted(tp.partition for tp in assigned)
         log.get_logger("kafka").info("partitions_assigned", topic=self.topic, partitions=numbers)
@@ -565,7 +606,7 @@ class KafkaSource:
         Returns:
             The offsets that the consumer must commit; none if a transaction has committed them.
         """
-        committable = {tp for tp in partitions if tp in self._written_positions and self._is_committable(tp)}
+        committable = partitions & self._collect_written().keys()
         offsets = {} if self._is_closed or not committable else self._commit_revoked(committable)
         self._revocations.append(bool(offsets))
         # At once, because the partitions can be assigned again before the consumer has committed their offsets.
@@ -590,8 +631,7 @@ class KafkaSource:
                 # Its messages are written. If the consumer cannot commit its offsets, `give_up` is called.
                 self._commits.mark_committed()
             states = self.callbacks.collect_state(frozenset(tp.partition for tp in revoked))
-            positions = {tp: offset for tp, offset in self._written_positions.items() if self._is_committable(tp)}
-            self._commits.begin(positions, states)
+            self._commits.begin(self._collect_written(), states)
             try:
                 offsets |= self._send_within(deadline)
             except DeformerError:
@@ -650,17 +690,9 @@ class KafkaSource:
 
     def _remove_partitions(self, partitions: Iterable[TopicPartition]) -> None:
         """Delete what is stored about partitions that now belong to another process, and list them as revoked."""
-        stored: tuple[dict[TopicPartition, Any], ...] = (
-            self._polled_positions,
-            self._written_positions,
-            self._history_ends,
-            self._start_offsets,
-            self._stopped_at,
-        )
         self._restorer.remove(partitions)
         for tp in partitions:
-            for value_by_partition in stored:
-                value_by_partition.pop(tp, None)
+            self._progress.pop(tp, None)
             self._revoked.append(tp.partition)
         self._commits.remove_partitions(partitions)
 
