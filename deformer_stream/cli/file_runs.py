@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from deformer_stream.codec.model_choice import ModelDecoder
     from deformer_stream.engine.engine_set import EngineSet
     from deformer_stream.model.schema import Schema
-    from deformer_stream.runtime.pipeline import Totals
+    from deformer_stream.runtime.pipeline_report import Totals
     from deformer_stream.runtime.ports import Clock, EventSource, Sink
     from deformer_stream.runtime.record_labels import RecordLabels
     from deformer_stream.settings import ReplaySettings

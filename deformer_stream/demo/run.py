@@ -44,7 +44,8 @@ from deformer_stream.errors import ConfigError
 from deformer_stream.model.schema import Schema
 from deformer_stream.report import pages
 from deformer_stream.runtime.metrics import Metrics
-from deformer_stream.runtime.pipeline import Pipeline, Totals
+from deformer_stream.runtime.pipeline import Pipeline
+from deformer_stream.runtime.pipeline_report import Totals
 from deformer_stream.runtime.timing import EventClock
 from deformer_stream.testing import MemorySource
 

@@ -3,7 +3,7 @@
 The modules are:
 
     ports                the protocols of sources, sinks and clocks
-    pipeline             the loop that scores events
+    pipeline, pipeline_report         the loop that scores events; its totals, logs and metrics
     recovery, reload, timing          restored partitions; new models; clocks and the schedule of commits
     alert_rate, alert_share, repeated_readings   limits and warnings
     record_labels, label_outcomes     labels of records in files; how many records of each label have alerted

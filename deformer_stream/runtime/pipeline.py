@@ -23,26 +23,23 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import InitVar, dataclass, field, replace
 
 import numpy as np
 
 from deformer_stream import log
 from deformer_stream.codec import Codec
-from deformer_stream.codec.alert_text import summarize_cause
 from deformer_stream.codec.model_choice import ModelDecoder
 from deformer_stream.codec.payloads import Messages, Payload
 from deformer_stream.engine.engine import Engine, OpenRecordPolicy
 from deformer_stream.engine.engine_set import EngineSet
-from deformer_stream.engine.events import ONLY_MODEL, Effects, EventBatch, Rejection, RejectionReason
+from deformer_stream.engine.events import ONLY_MODEL, Effects, EventBatch, Rejection
 from deformer_stream.errors import ConfigError, StoppedWaiting
 from deformer_stream.model_store import Artifact
 from deformer_stream.runtime.alert_rate import AlertLimiter
-from deformer_stream.runtime.alert_share import AlertShareMonitor, AlertShareReport, Population
 from deformer_stream.runtime.metrics import Metrics
+from deformer_stream.runtime.pipeline_report import PipelineReporter, Totals
 from deformer_stream.runtime.ports import (
     AsyncCommitSource,
     Clock,
@@ -57,14 +54,9 @@ from deformer_stream.runtime.ports import (
 )
 from deformer_stream.runtime.record_labels import RecordLabels
 from deformer_stream.runtime.recovery import Recovery
-from deformer_stream.runtime.repeated_readings import RepeatedReadingsMonitor, RepeatedReadingsReport
 from deformer_stream.runtime.source_status import is_behind, is_ready
 from deformer_stream.runtime.timing import CommitSchedule
 
-SUMMARY_SECONDS = 60.0
-"""How often the totals are logged."""
-ALERT_SHARE_SECONDS = 3600.0
-"""Shortest time between two log lines that too many records have alerted."""
 RECOVERY_SECONDS = 0.5
 """Time between two polls for restoring partitions and for scoring open records again after a change of the model. A
 group takes the partitions away from a process that does not poll for its poll interval, which is much longer."""
@@ -76,78 +68,20 @@ BEHIND_MESSAGES = 8192
 about the number of messages of a usual poll."""
 
 
-MIN_REJECTED_SHARE = 0.01
-"""Share of readings that are rejected for one reason from which the end of a run shows the detail of the first one."""
-MAX_LATE_SHARE = 0.5
-"""Share of late readings from which the end of a run says that the input is probably not in the order of time."""
-
-
-_EXPLAINED_REASONS = (RejectionReason.LATE.value, RejectionReason.REPEATED.value)
-
-
-@dataclass(slots=True)
-class Totals:
-    """The number of events, alerts and records that a run has processed.
-
-    Attributes:
-        events: Number of accepted events (decoded readings).
-        alerts: Number of alerts that were raised, whether or not they were sent.
-        closed: Number of closed records.
-        rejected: Number of rejected readings by reason.
-        first_details: The detail of the first rejection for each reason.
-        combined: Number of readings that were combined with an earlier one of the same time slot (a part of a window).
-            `events` counts the combined reading once.
-        alert_share: Set at the end of finite input if more records have alerted than the false-alarm rate explains.
-        repeated_readings: Set at the end of the input if many readings repeat an earlier one of their time slot.
-    """
-
-    events: int = 0
-    alerts: int = 0
-    closed: int = 0
-    rejected: Counter[str] = field(default_factory=Counter)
-    first_details: dict[str, str] = field(default_factory=dict)
-    combined: int = 0
-    alert_share: AlertShareReport | None = None
-    repeated_readings: RepeatedReadingsReport | None = None
-
-    def add(self, effects: Effects) -> None:
-        """Add the effects (results) of one batch of events to the totals."""
-        self.events += len(effects.scored)
-        self.alerts += len(effects.raised_alerts)
-        self.closed += len(effects.closed)
-        for rejection in effects.rejections:
-            self.rejected[rejection.reason.value] += rejection.num_readings
-            self.first_details.setdefault(rejection.reason.value, rejection.detail)
-        self.combined += effects.num_combined
-
-    def describe_warnings(self) -> list[str]:
-        """Return a clause for people about each thing that is wrong with the input; empty if there is nothing."""
-        num_readings, num_late = self.events + self.rejected.total(), self.rejected[RejectionReason.LATE.value]
-        warnings = [] if self.events or not num_readings else ["no reading was accepted"]
-        for reason, count in self.rejected.most_common():
-            # Repeated readings have a report, and late ones a warning of their own.
-            if count >= MIN_REJECTED_SHARE * num_readings and reason not in _EXPLAINED_REASONS:
-                warnings.append(f"first {reason}: {self.first_details[reason]}")
-        if num_late >= MAX_LATE_SHARE * max(1, num_readings):
-            warnings.append(
-                f"{num_late / num_readings:.0%} of the readings are late, because the rows or lines are not in the "
-                "order of their times: sort the input by time"
-            )
-        reports = (self.repeated_readings, self.alert_share)
-        return [*warnings, *(report.describe() for report in reports if report is not None)]
-
-    def to_log_fields(self) -> dict[str, Any]:
-        """Return the totals as a dictionary, whose keys become the keys of a log line."""
-        fields = {"events": self.events, "alerts": self.alerts, "closed": self.closed, "rejected": dict(self.rejected)}
-        return fields | ({"combined": self.combined} if self.combined else {})
-
-
 @dataclass(slots=True)
 class Pipeline:
     """The pipeline from a source through codec and engine to the sinks; `run` is its loop.
 
     It may have several models, with a codec (`ModelCodecs`) and an engine for each of them. Each message then belongs
     to one of the models, and the sinks receive the effects of each model on its own.
+
+    Args:
+        report_progress: Called after each poll that returned data, with the number of messages.
+        log_alerts: Whether each alert of a live stream is logged. A command that prints alerts on the terminal of the
+            log need not log them, too.
+        log_alert_share: Whether it is logged that more records have alerted than the false-alarm rate explains. A
+            command that prints `Totals.alert_share` need not log it. The same holds for the warning that many readings
+            repeat an earlier one of their time slot, and `Totals.repeated_readings`.
 
     Attributes:
         source: The connector that returns messages or table rows.
@@ -167,12 +101,6 @@ class Pipeline:
             for the only model; among several models, it may be new. Without this function the models never change.
         make_codec: Returns the codec for a new model.
         make_engine: Returns the engine for a model with a new name.
-        report_progress: Called after each poll that returned data, with the number of messages.
-        log_alerts: Whether each alert of a live stream is logged. A command that prints alerts on the terminal of the
-            log need not log them, too.
-        log_alert_share: Whether it is logged that more records have alerted than the false-alarm rate explains. A
-            command that prints `Totals.alert_share` need not log it. The same holds for the warning that many readings
-            repeat an earlier one of their time slot, and `Totals.repeated_readings`.
         record_labels: Receives the labels of rows. Records that are labelled as faults are then not compared with the
             false-alarm rate. None if records have no labels.
         send_drift_notices: Whether drift notices (records no longer resemble those of the calibration) are passed to
@@ -196,9 +124,9 @@ class Pipeline:
     open_records: OpenRecordPolicy = "finish"
     take_new_model: Callable[[], tuple[str, Artifact] | None] | None = None
     make_codec: Callable[[Artifact], Codec] | None = None
-    report_progress: Callable[[int], None] | None = None
-    log_alerts: bool = True
-    log_alert_share: bool = True
+    report_progress: InitVar[Callable[[int], None] | None] = None
+    log_alerts: InitVar[bool] = True
+    log_alert_share: InitVar[bool] = True
     record_labels: RecordLabels | None = None
     send_drift_notices: bool = True
     max_alert_rate: float | None = None
@@ -210,27 +138,30 @@ class Pipeline:
     _group_source: GroupSource | None = field(init=False)
     _async_source: AsyncCommitSource | None = field(init=False)
     _commit_schedule: CommitSchedule = field(init=False)
-    _last_summary: float = field(init=False)
+    _reporter: PipelineReporter = field(init=False)
     _alert_limiter: AlertLimiter | None = field(init=False)
-    _alert_shares: dict[str, AlertShareMonitor] = field(init=False)  # by the name of the model
-    _last_alert_share_log: float | None = field(init=False, default=None)
-    _repeated_readings: dict[str, RepeatedReadingsMonitor] = field(init=False)
-    _logged_repeated_readings: set[str] = field(init=False, default_factory=set)  # names of models
     _next_ranking: float = field(init=False, default=0.0)  # as `time.perf_counter` counts
 
-    def __post_init__(self) -> None:
+    def __post_init__(
+        self, report_progress: Callable[[int], None] | None, log_alerts: bool, log_alert_share: bool
+    ) -> None:
         self.recovery = Recovery(
             self.engines, self.metrics, self.snapshot_interval, saves_event_times=self.saves_event_times
         )
         self._commit_schedule = CommitSchedule(self.commit_interval)
         self._alert_limiter = None if self.max_alert_rate is None else AlertLimiter(self.max_alert_rate)
-        engine_by_name = self.engines.engine_by_name
-        self._alert_shares = {name: self._make_alert_share_monitor(engine) for name, engine in engine_by_name.items()}
-        self._repeated_readings = {name: RepeatedReadingsMonitor(e.schema) for name, e in engine_by_name.items()}
+        self._reporter = PipelineReporter(
+            self.engines,
+            self.metrics,
+            self.totals,
+            record_labels=self.record_labels,
+            report_progress=report_progress,
+            log_alerts=log_alerts and not self.is_finite,
+            log_alert_share=log_alert_share,
+        )
         self._partitioned_source = self.source if isinstance(self.source, PartitionedSource) else None
         self._group_source = self.source if isinstance(self.source, GroupSource) else None
         self._async_source = self.source if isinstance(self.source, AsyncCommitSource) else None
-        self._last_summary = time.monotonic()
 
     @property
     def num_open_records(self) -> int:
@@ -245,7 +176,7 @@ class Pipeline:
         Args:
             stop: Set from outside to end the run after the current turn of the loop, for example by a signal handler.
         """
-        self._last_summary = time.monotonic()
+        self._reporter.start_run()
         self.source.set_callbacks(SourceCallbacks(self._prepare_handover, self.metrics.record_progress, stop))
         self._show_models()
         while not stop.is_set() and (self.recovery.waiting_partitions or not self.source.is_exhausted):
@@ -270,19 +201,15 @@ class Pipeline:
             self._write(effects, data)
             self._commit_if_due(effects)
             self._report(effects, scoring_seconds)
-            self._report_poll(polled)
+            self._reporter.report_poll(polled.data)
         if self.is_finite and self.source.is_exhausted:
             effects = self.engines.finish()  # closes all open records
-            for part in effects:
-                self._repeated_readings[part.model_name].add(part)
+            self._reporter.count_readings(effects)
             self._write(effects, data=None)
             self._report(effects, scoring_seconds=0.0)
-            self._summarize_alert_share()
+            self._reporter.summarize_alert_share()
         self._write_last_storm_notice()
-        for name, monitor in self._repeated_readings.items():
-            report = monitor.summarize()
-            self.totals.repeated_readings = self.totals.repeated_readings or report
-            self._log_repeated_readings(name, report)
+        self._reporter.summarize_repeated_readings()
         self._commit(is_final=True)
         return self.totals
 
@@ -351,8 +278,8 @@ class Pipeline:
         seconds = time.perf_counter() - start
         if any(part.suspicious_records for part in effects):
             self._next_ranking = start + (1 + RANKING_PAUSE) * seconds
+        self._reporter.count_readings(effects)
         for part in effects:
-            self._repeated_readings[part.model_name].add(part)
             rejections = [*rejections, *part.rejections]
         effects = effects or [Effects.empty(self._get_fingerprint())]
         # A message may have readings of several models. It is written to the dead-letter topic once per reason.
@@ -384,7 +311,7 @@ class Pipeline:
         effects = self._limit_alerts([Effects.empty(self._get_fingerprint())], is_final=True)
         if effects[0].storm_notices:
             self._write(effects, data=None)
-            self._log_effects(effects[0])
+            self._reporter.log_effects(effects[0])
 
     def _write(self, all_effects: Iterable[Effects], data: Payload | None) -> None:
         """Stage 4: pass the effects to the sinks, and keep their decisions until the next commit saves them.
@@ -456,6 +383,16 @@ class Pipeline:
             self.recovery.mark_committed(states)
         self.metrics.set_lag(source.get_lag())
         log.get_logger("runtime").debug("offsets_committed", saved_partitions=sorted(states))
+
+    def _report(self, all_effects: Iterable[Effects], scoring_seconds: float) -> None:
+        """Log and count the effects of one batch of events, after they were written.
+
+        Args:
+            all_effects: The effects of each model.
+            scoring_seconds: How long it took to score the batch.
+        """
+        self._reporter.report_batch(all_effects, scoring_seconds)
+        self.metrics.is_ready = is_ready(self._partitioned_source, self.recovery.restored_partitions)
 
     # Partitions and models
 
@@ -565,10 +502,7 @@ class Pipeline:
             self.recovery.advance(self.codec, self._now())  # no partition can wait
         self._set_waiting_partitions()
         self.codec = self.codec.with_codec(name, codec)
-        self._alert_shares[name] = self._make_alert_share_monitor(engine)  # the share was that of the old calibration
-        # The new model may have other time slots.
-        self._repeated_readings[name] = RepeatedReadingsMonitor(engine.schema)
-        self._logged_repeated_readings.discard(name)
+        self._reporter.start_model(name)
         # With new snapshots, a restart does not process messages again that the old model has scored.
         self.recovery.request_snapshots()
         self._show_models()
@@ -609,173 +543,3 @@ class Pipeline:
     def _now(self) -> int:
         """Return the present time of the pipeline's clock, microseconds since 1970."""
         return self.clock.at(np.empty(0, np.int64))
-
-    # Logs and metrics
-
-    def _report(self, all_effects: Iterable[Effects], scoring_seconds: float) -> None:
-        """Log and count the effects of one batch of events.
-
-        This is called after the effects were written, so that it does not delay alerts.
-
-        Args:
-            all_effects: The effects of each model.
-            scoring_seconds: How long it took to score the batch.
-        """
-        metrics, engines = self.metrics, self.engines
-        all_effects = list(all_effects)
-        metrics.observe_scoring(sum(len(effects.batch) for effects in all_effects), scoring_seconds)
-        for effects in all_effects:
-            self._log_effects(effects)
-            self.totals.add(effects)
-            metrics.observe_batch(effects)
-            metrics.observe_alert_delays(effects)
-            self._report_alert_share(effects)
-            if self.record_labels is not None:
-                self.record_labels.forget(effects)
-        metrics.open.set(engines.num_open_records)
-        if not engines.has_one_model:
-            metrics.set_open_by_model({name: len(e.records) for name, e in engines.engine_by_name.items()})
-        metrics.cache.set(engines.cache_bytes)
-        # The methods `pop_…` return a count since their last call, by which the counter is increased.
-        metrics.rebuilds.inc(engines.pop_cache_rebuilds())
-        metrics.late_ties.inc(engines.pop_late_tie_groups())
-        metrics.set_drift(engines.measure_drift())
-        self._report_unscorable()
-        self._report_misrouted()
-        metrics.is_ready = is_ready(self._partitioned_source, self.recovery.restored_partitions)
-
-    def _log_effects(self, effects: Effects) -> None:
-        """Log the alerts that are sent (only of a live stream, and if `log_alerts` is true) and all notices.
-
-        A drift notice states that the records of a partition no longer resemble the calibration records. A storm notice
-        states that alerts were held back.
-
-        Args:
-            effects: The effects of one batch of events.
-        """
-        logger = log.get_logger("runtime")
-        for alert in effects.alerts if self.log_alerts and not self.is_finite else ():
-            logger.info(
-                "alert_raised",
-                id=alert.id,
-                record=alert.record,
-                raised_at=alert.raised_at,
-                p_value=alert.p_value,
-                **summarize_cause(alert),
-            )
-        for notice in effects.drift_notices:
-            logger.warning(
-                "drift_detected",
-                id=notice.id,
-                partition=notice.partition,
-                log10_martingale=round(notice.log10_wealth, 2),
-                features=[shift.feature for shift in notice.shifted_features],
-            )
-
-        for storm in effects.storm_notices:
-            logger.warning(
-                "alerts_held_back",
-                held_back=storm.num_held_back,
-                partitions={str(partition): number for partition, number in storm.num_by_partition.items()},
-                first_records=list(storm.records),
-                max_alert_rate=storm.max_rate,
-            )
-
-    def _report_alert_share(self, effects: Effects) -> None:
-        """Count the closed records that have alerted, and log if they are more than the false-alarm rate explains.
-
-        Args:
-            effects: The effects of one batch of events.
-        """
-        monitor = self._alert_shares.get(effects.model_name)
-        if monitor is None:  # the effects of messages that belong to none of several models
-            return
-        left_out = () if self.record_labels is None else self.record_labels.find_faulty(effects)
-        for report in monitor.add(effects, left_out):
-            self._log_alert_share(report)
-        shares: dict[float, tuple[float, float]] = {}  # of the model with the largest excess over chance
-        for monitor in self._alert_shares.values():
-            for alpha, (share, bound) in monitor.get_shares().items():
-                if alpha not in shares or share - bound > shares[alpha][0] - shares[alpha][1]:
-                    shares[alpha] = share, bound
-        self.metrics.set_alert_shares(shares)
-
-    def _make_alert_share_monitor(self, engine: Engine) -> AlertShareMonitor:
-        """Return a new monitor of the share of records that alert, for the current model of an engine."""
-        population: Population = "records" if self.record_labels is None else "records without a known fault"
-        calibration = engine.current_version.calibration
-        return AlertShareMonitor(engine.alphas.tolist(), calibration, engine.schema, population)
-
-    def _summarize_alert_share(self) -> None:
-        """Compare the share of all records of finite input that have alerted with the false-alarm rate."""
-        reports = [report for monitor in self._alert_shares.values() if (report := monitor.summarize()) is not None]
-        self.totals.alert_share = max(reports, key=lambda report: report.share, default=None)
-        if self.totals.alert_share is not None and self._last_alert_share_log is None:
-            self._log_alert_share(self.totals.alert_share)
-
-    def _log_alert_share(self, report: AlertShareReport) -> None:
-        """Log that too many records have alerted, at most once in `ALERT_SHARE_SECONDS`."""
-        now, last = time.monotonic(), self._last_alert_share_log
-        if self.log_alert_share and (last is None or now - last >= ALERT_SHARE_SECONDS):
-            self._last_alert_share_log = now
-            log.get_logger("runtime").warning("alert_share_exceeded", **report.to_log_fields())
-
-    def _log_repeated_readings(self, name: str, report: RepeatedReadingsReport | None) -> None:
-        """Log that many readings repeat an earlier one of their time slot, at most once for each model.
-
-        Args:
-            name: Name of the model.
-            report: What is logged; None for nothing.
-        """
-        if report is not None and self.log_alert_share and name not in self._logged_repeated_readings:
-            self._logged_repeated_readings.add(name)
-            log.get_logger("runtime").warning("readings_repeated", **report.to_log_fields())
-
-    def _report_unscorable(self) -> None:
-        """Log and count readings whose score was not finite: the model is damaged or its precision is too low."""
-        for engine in self.engines.engine_by_name.values():
-            unscorable = engine.pop_unscorable()
-            if unscorable is None:
-                continue
-            self.metrics.scores_not_finite.inc(unscorable.num_readings)
-            log.get_logger("runtime").error(
-                "score_not_finite",
-                readings=unscorable.num_readings,
-                model=unscorable.model,
-                record=unscorable.record,
-                feature=unscorable.feature,
-            )
-
-    def _report_misrouted(self) -> None:
-        """Count record ids that are open in two partitions at the same time, and log the first one.
-
-        The readings of such an id are scored as two records. The cause is a producer that does not use the record id as
-        the message key.
-        """
-        tables = [engine.records for engine in self.engines.engine_by_name.values() if engine.records.num_misrouted]
-        records = tables[0] if tables else None
-        if records is None or records.misrouted_example is None:
-            return
-        if not self.metrics.num_misrouted:  # none was logged before
-            record_id, partition, other_partition = records.misrouted_example
-            log.get_logger("runtime").warning(
-                "record_in_two_partitions",
-                record=record_id,
-                partitions=[other_partition, partition],
-                remedy="key messages by record id",
-            )
-        self.metrics.set_misrouted(sum(table.num_misrouted for table in tables))
-
-    def _report_poll(self, polled: PollResult) -> None:
-        """Pass the number of polled messages to `report_progress`, and log the totals of the run once a minute.
-
-        Args:
-            polled: The result of the poll.
-        """
-        if time.monotonic() - self._last_summary >= SUMMARY_SECONDS:
-            log.get_logger("runtime").info("summary", **self.totals.to_log_fields(), open=self.engines.num_open_records)
-            self._last_summary = time.monotonic()
-            for name, monitor in self._repeated_readings.items():
-                self._log_repeated_readings(name, monitor.check_last_minute())
-        if self.report_progress is not None and polled.data is not None:
-            self.report_progress(len(polled.data))

@@ -260,7 +260,7 @@ def test_flood_is_logged_once_and_shown_by_metrics(loaded: Artifact) -> None:
 
 
 def test_flood_is_logged_again_after_an_hour(loaded: Artifact, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deformer_stream.runtime.pipeline.ALERT_SHARE_SECONDS", 0.0)
+    monkeypatch.setattr("deformer_stream.runtime.pipeline_report.ALERT_SHARE_SECONDS", 0.0)
     pipeline, _ = make_pipeline(loaded, 400, is_finite=True)
     alphas = [line["alpha"] for line in run_and_find_events(pipeline)]
     assert len(alphas) > 2
@@ -282,11 +282,11 @@ def test_short_input_is_compared_as_a_whole(loaded: Artifact) -> None:
 
 def test_model_change_starts_the_count_anew(loaded: Artifact) -> None:
     pipeline, _ = make_pipeline(loaded, 200, is_finite=True)
-    before = pipeline._alert_shares[ONLY_MODEL]
+    before = pipeline._reporter._alert_shares[ONLY_MODEL]
     new = [replace(loaded, fingerprint="another")]
     pipeline.take_new_model = lambda: (ONLY_MODEL, new.pop()) if new else None
     pipeline.make_codec = lambda artifact: Codec(artifact.schema)
     pipeline.run(threading.Event())
-    assert pipeline._alert_shares[ONLY_MODEL] is not before
+    assert pipeline._reporter._alert_shares[ONLY_MODEL] is not before
     assert before.summarize() is None
     assert alert_share.FIRST_BLOCK == 64

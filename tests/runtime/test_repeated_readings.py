@@ -16,8 +16,9 @@ from deformer_stream.engine.events import ClosedRecords, Effects, EventBatch, Re
 from deformer_stream.model.schema import Feature, Schema
 from deformer_stream.model.time_slots import expand_time_slots
 from deformer_stream.model.windows import Window
-from deformer_stream.runtime import pipeline
+from deformer_stream.runtime import pipeline_report
 from deformer_stream.runtime.metrics import Metrics
+from deformer_stream.runtime.pipeline import Pipeline
 from deformer_stream.runtime.repeated_readings import RepeatedReadingsMonitor
 from deformer_stream.testing import ManualClock, MemorySink, MemorySource
 from tests.engine.restarts import make_calibrated_model
@@ -82,13 +83,13 @@ def test_last_minute_starts_with_the_call_before() -> None:
 
 def test_live_stream_logs_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     """Once a minute it is checked whether there is a reason; the first one is logged, and no other."""
-    monkeypatch.setattr(pipeline, "SUMMARY_SECONDS", 0.0)
+    monkeypatch.setattr(pipeline_report, "SUMMARY_SECONDS", 0.0)
     engine = Engine(*make_calibrated_model(schema=SERIES), "model", 0.1)
     codec = Codec(SERIES, window_assigner=WindowAssigner.from_options(SERIES, None, 0))
     events = [{"device": "p", "feature": "flow", "value": 0.5, "time": float(second)} for second in range(100)]
     source = MemorySource([json.dumps(event).encode() for event in events], chunk=20)
     metrics = Metrics()
-    run = pipeline.Pipeline(
+    run = Pipeline(
         source, codec, EngineSet.of_only_model(engine), [MemorySink()], ManualClock(), metrics, is_finite=False
     )
     with capture_logs() as lines:

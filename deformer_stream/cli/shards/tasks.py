@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from connectors.files import InputFiles
     from deformer_stream.cli.served_models import ServedModels
     from deformer_stream.codec.payloads import Payload
-    from deformer_stream.runtime.pipeline import Totals
+    from deformer_stream.runtime.pipeline_report import Totals
     from deformer_stream.runtime.ports import Clock, Sink
     from deformer_stream.runtime.record_labels import RecordLabels
     from deformer_stream.settings import CalibrateSettings, ReplaySettings
