@@ -14,7 +14,7 @@ import math
 import resource
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -34,6 +34,7 @@ from deformer_stream.runtime import pipeline as pipeline_module
 from deformer_stream.runtime.metrics import Metrics
 from deformer_stream.runtime.pipeline import Pipeline
 from deformer_stream.runtime.ports import NO_STATE, PartitionState, PollResult, RestoredPartition, SourceCallbacks
+from deformer_stream.runtime.reload import ModelReload
 from deformer_stream.runtime.timing import WallClock
 
 MESSAGES_PER_POLL = 8192
@@ -143,21 +144,25 @@ def make_model_version(options: argparse.Namespace, fingerprint: str) -> Any:
     )
 
 
-def make_pipeline(version: Any, source: MemoryGroup, **others: Any) -> Pipeline:
-    """Return a pipeline whose engine closes no record."""
+def make_engine(version: Any) -> Engine:
+    """Return an engine that closes no record."""
     limits = Limits(max_open_records=2**40, max_record_bytes=2**40)
-    engine = Engine(version.scoring_model, version.calibration, version.fingerprint, 0.01, limits)
+    return Engine(version.scoring_model, version.calibration, version.fingerprint, 0.01, limits)
+
+
+def make_pipeline(version: Any, source: MemoryGroup, take_new_model: Callable[[], Any]) -> Pipeline:
+    """Return a pipeline whose engine closes no record. `take_new_model` is that of `ModelReload`."""
     codec, clock, metrics = Codec(version.schema), WallClock(), Metrics()
     return Pipeline(
         source,
         codec,
-        EngineSet.of_only_model(engine),
+        EngineSet.of_only_model(make_engine(version)),
         [],
         clock,
         metrics,
         is_finite=False,
         open_records="rescore",
-        **others,
+        model_reload=ModelReload(take_new_model, lambda artifact: Codec(artifact.schema), make_engine),
     )
 
 
@@ -199,9 +204,7 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
                 stop.set()
         return None
 
-    pipeline = make_pipeline(
-        old, source, take_new_model=take_new_model, make_codec=lambda version: Codec(version.schema)
-    )
+    pipeline = make_pipeline(old, source, take_new_model)
     num_live_before = source.num_live
     pipeline.run(stop)
     change = {
@@ -218,9 +221,7 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
             stop.set()
         return None
 
-    pipeline = make_pipeline(
-        new, source, take_new_model=stop_if_restored, make_codec=lambda version: Codec(version.schema)
-    )
+    pipeline = make_pipeline(new, source, stop_if_restored)
     pipeline.run(stop)
     restore = {
         "what": "restore of snapshots of another model",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,12 +49,12 @@ if TYPE_CHECKING:
     from deformer_stream.codec import Codec
     from deformer_stream.codec.model_choice import ModelDecoder
     from deformer_stream.codec.output_formats import OutputSchema
-    from deformer_stream.engine.engine import Engine
     from deformer_stream.engine.engine_set import EngineSet
     from deformer_stream.model_store import Artifact
     from deformer_stream.runtime.metrics import Metrics
     from deformer_stream.runtime.pipeline import Pipeline
     from deformer_stream.runtime.ports import EventSource, Sink
+    from deformer_stream.runtime.reload import ModelReload
     from deformer_stream.settings import ConsumeSettings
 
 
@@ -114,6 +114,7 @@ def _score_stream(settings: ConsumeSettings, stop: threading.Event, reload_reque
     from deformer_stream import log
     from deformer_stream.runtime.http_server import start_http_server
     from deformer_stream.runtime.metrics import Metrics
+    from deformer_stream.runtime.reload import ModelReload
 
     log.configure(is_debugging())
     logger = log.get_logger("consume")
@@ -157,9 +158,7 @@ def _score_stream(settings: ConsumeSettings, stop: threading.Event, reload_reque
             engines,
             sinks,
             metrics,
-            take_new_model=reloader.take_new_model,
-            make_codec=make_codec,
-            make_engine=models.make_engine,
+            ModelReload(reloader.take_new_model, make_codec, models.make_engine),
         )
         # Garbage collection of the loaded modules and the model would only delay alerts.
         with process.frozen_gc():
@@ -174,10 +173,7 @@ def _make_pipeline(
     engines: EngineSet,
     sinks: Sequence[Sink],
     metrics: Metrics,
-    *,
-    take_new_model: Callable[[], tuple[str, Artifact] | None],
-    make_codec: Callable[[Artifact], Codec],
-    make_engine: Callable[[Artifact], Engine],
+    model_reload: ModelReload,
 ) -> Pipeline:
     """Return the pipeline of `consume`. The arguments are those of `Pipeline`, which the options complete."""
     from deformer_stream.runtime.pipeline import Pipeline
@@ -198,9 +194,7 @@ def _make_pipeline(
         commit_interval=settings.commit_interval,
         snapshot_interval=settings.snapshot_interval,
         open_records=settings.open_records,
-        take_new_model=take_new_model,
-        make_codec=make_codec,
-        make_engine=make_engine,
+        model_reload=model_reload,
         # The terminal shows each alert once: as a line of `TerminalAlerts`.
         log_alerts=not (_is_terminal(settings.alerts) and sys.stderr.isatty()),
         send_drift_notices=settings.drift is not None,

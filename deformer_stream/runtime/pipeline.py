@@ -54,6 +54,7 @@ from deformer_stream.runtime.ports import (
 )
 from deformer_stream.runtime.record_labels import RecordLabels
 from deformer_stream.runtime.recovery import Recovery
+from deformer_stream.runtime.reload import ModelReload
 from deformer_stream.runtime.source_status import is_behind, is_ready
 from deformer_stream.runtime.timing import CommitSchedule
 
@@ -97,10 +98,7 @@ class Pipeline:
         snapshot_interval: Seconds between two snapshots (saved complete state) of a partition.
         open_records: How open records are scored when the model has changed: "finish" by the model under which they
             were opened, "rescore" by the new one.
-        take_new_model: Returns the name of a model and the model to use from now on, or None. The name is `ONLY_MODEL`
-            for the only model; among several models, it may be new. Without this function the models never change.
-        make_codec: Returns the codec for a new model.
-        make_engine: Returns the engine for a model with a new name.
+        model_reload: Returns new models, with codecs and engines for them. None if the models never change.
         record_labels: Receives the labels of rows. Records that are labelled as faults are then not compared with the
             false-alarm rate. None if records have no labels.
         send_drift_notices: Whether drift notices (records no longer resemble those of the calibration) are passed to
@@ -122,8 +120,7 @@ class Pipeline:
     commit_interval: float = 0.1
     snapshot_interval: float = 5.0
     open_records: OpenRecordPolicy = "finish"
-    take_new_model: Callable[[], tuple[str, Artifact] | None] | None = None
-    make_codec: Callable[[Artifact], Codec] | None = None
+    model_reload: ModelReload | None = None
     report_progress: InitVar[Callable[[int], None] | None] = None
     log_alerts: InitVar[bool] = True
     log_alert_share: InitVar[bool] = True
@@ -131,7 +128,6 @@ class Pipeline:
     send_drift_notices: bool = True
     max_alert_rate: float | None = None
     saves_event_times: bool = False
-    make_engine: Callable[[Artifact], Engine] | None = None
     totals: Totals = field(default_factory=Totals)
     recovery: Recovery = field(init=False)
     _partitioned_source: PartitionedSource | None = field(init=False)
@@ -456,48 +452,84 @@ class Pipeline:
     def _replace_model(self) -> None:
         """Use a new model from now on, if there is one.
 
-        If the model does not fit the options of the run, the model in use stays and a warning is logged.
+        If the model does not fit the options of the run, the models in use stay and a warning is logged.
         """
-        if self.take_new_model is None or self.make_codec is None:  # `make_codec` is given if models can change
-            return
-        new_model = self.take_new_model()
-        if new_model is None:
+        reload = self.model_reload
+        if reload is None or (new_model := reload.take_new_model()) is None:
             return
         name, artifact = new_model
-        is_new = name not in self.engines.engine_by_name
-        logger, named = log.get_logger("model"), {} if name == ONLY_MODEL else {"name": name}
-        if not is_new and artifact.fingerprint == self.engines.engine_by_name[name].fingerprint:
-            # Only the names of faults have changed.
-            self.engines.engine_by_name[name].replace_fault_classifier(artifact.fault_classifier)
-            logger.info("fault_classifier_changed", model=artifact.fingerprint, **named)
-            return
+        engine = self.engines.engine_by_name.get(name)
+        if engine is None:
+            self._add_model(name, artifact, reload)
+        elif engine.fingerprint == artifact.fingerprint:  # only the names of faults have changed
+            self._replace_fault_classifier(name, artifact, engine)
+        else:
+            self._change_model(name, artifact, engine, reload)
+
+    def _replace_fault_classifier(self, name: str, artifact: Artifact, engine: Engine) -> None:
+        """Use other names of faults with a model from now on."""
+        engine.replace_fault_classifier(artifact.fault_classifier)
+        log.get_logger("model").info("fault_classifier_changed", model=artifact.fingerprint, **_make_name_fields(name))
+
+    def _add_model(self, name: str, artifact: Artifact, reload: ModelReload) -> None:
+        """Use a model with a new name from now on, beside the others."""
         try:
-            codec = self.make_codec(artifact)
-            engine = self.engines.engine_by_name[name] if not is_new else self._add_engine(name, artifact)
+            codec, engine = reload.make_codec(artifact), reload.make_engine(artifact)
         except ConfigError as error:
-            logger.warning("model_rejected", model=artifact.fingerprint, error=str(error), **named)
+            _log_rejection(name, artifact, error)
             return
-        previous_fingerprint = None if is_new else engine.fingerprint
+        self.engines.add(name, engine)
+        self._commit_before_model()
+        self._start_model(name, codec)
+        log.get_logger("model").info("model_added", model=artifact.fingerprint, **_make_name_fields(name))
+
+    def _change_model(self, name: str, artifact: Artifact, engine: Engine, reload: ModelReload) -> None:
+        """Use a model instead of the previous one with this name from now on."""
+        previous_fingerprint = engine.fingerprint
+        try:
+            codec = reload.make_codec(artifact)
+        except ConfigError as error:
+            _log_rejection(name, artifact, error)
+            return
+        self._commit_before_model()
+        try:
+            # The policy in use may differ from the option. It is always "rescore" if the new model has other features
+            # or labels, or handles equal event times differently.
+            policy = engine.change_model(
+                artifact.scoring_model,
+                artifact.calibration,
+                artifact.fingerprint,
+                self.open_records,
+                at_once=False,
+                fault_classifier=artifact.fault_classifier,
+            )
+        except ConfigError as error:  # raised before anything has changed
+            _log_rejection(name, artifact, error)
+            return
+        self._start_model(name, codec)
+        log.get_logger("model").info(
+            "model_changed",
+            before=previous_fingerprint,
+            model=artifact.fingerprint,
+            open_records=policy,
+            **_make_name_fields(name),
+        )
+
+    def _commit_before_model(self) -> None:
+        """Commit everything that was processed, together with its alerts, before a new model is used.
+
+        Until the records of a partition are scored again, nothing can be committed for it.
+        """
         if self._group_source is not None:
-            # Until the records of a partition are scored again, nothing can be committed for it. So everything that was
-            # processed is committed before, together with its alerts.
             self._commit()
-        # The policy in use may differ from the option. It is always "rescore" if the new model has other features or
-        # labels, or handles equal event times differently.
-        policy = self.open_records
-        if not is_new:
-            try:
-                policy = engine.change_model(
-                    artifact.scoring_model,
-                    artifact.calibration,
-                    artifact.fingerprint,
-                    policy,
-                    at_once=False,
-                    fault_classifier=artifact.fault_classifier,
-                )
-            except ConfigError as error:  # raised before anything has changed
-                logger.warning("model_rejected", model=artifact.fingerprint, error=str(error), **named)
-                return
+
+    def _start_model(self, name: str, codec: Codec) -> None:
+        """Use a model from now on that an engine has just received.
+
+        Args:
+            name: Name of the model and of its engine.
+            codec: The codec for the model.
+        """
         if self._group_source is None:
             self.recovery.advance(self.codec, self._now())  # no partition can wait
         self._set_waiting_partitions()
@@ -508,29 +540,11 @@ class Pipeline:
         self._show_models()
         if self._partitioned_source is not None:
             self._partitioned_source.set_model_fingerprint(self._get_fingerprint())
-        if is_new:
-            logger.info("model_added", model=artifact.fingerprint, **named)
-        else:
-            logger.info(
-                "model_changed", before=previous_fingerprint, model=artifact.fingerprint, open_records=policy, **named
-            )
 
     def _show_models(self) -> None:
         """Show the models in use as metrics."""
         engines = self.engines
         self.metrics.set_model(self._get_fingerprint(), {} if engines.has_one_model else engines.fingerprint_by_name)
-
-    def _add_engine(self, name: str, artifact: Artifact) -> Engine:
-        """Return the engine of a model with a new name, which is added to the others.
-
-        Raises:
-            ConfigError: The options do not fit the model.
-        """
-        if self.make_engine is None:
-            raise ConfigError(f"the model {name!r} is new, but this process adds no models")
-        engine = self.make_engine(artifact)
-        self.engines.add(name, engine)
-        return engine
 
     def _get_fingerprint(self) -> str:
         """Return the fingerprint of the only model, or of the set of models."""
@@ -543,3 +557,15 @@ class Pipeline:
     def _now(self) -> int:
         """Return the present time of the pipeline's clock, microseconds since 1970."""
         return self.clock.at(np.empty(0, np.int64))
+
+
+def _make_name_fields(name: str) -> dict[str, str]:
+    """Return the keys of a log line that name a model; there are none for the only model."""
+    return {} if name == ONLY_MODEL else {"name": name}
+
+
+def _log_rejection(name: str, artifact: Artifact, error: ConfigError) -> None:
+    """Log that a new model is not used, because it does not fit the options of the run."""
+    log.get_logger("model").warning(
+        "model_rejected", model=artifact.fingerprint, error=str(error), **_make_name_fields(name)
+    )

@@ -10,9 +10,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from deformer_stream import log, model_store
+from deformer_stream.codec import Codec
+from deformer_stream.engine.engine import Engine
 from deformer_stream.engine.events import ONLY_MODEL
 from deformer_stream.errors import DeformerError
 from deformer_stream.model_store import Artifact
@@ -23,6 +26,23 @@ CHECK_SECONDS = 5.0
 DirectoryState = tuple[int, int, int] | None
 """Inode, modification time in nanoseconds and size in bytes of the manifest of a model directory, which change if the
 model is replaced. None if there is no manifest."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelReload:
+    """How a pipeline gets new models while it runs.
+
+    Attributes:
+        take_new_model: Returns the name of a model and the model to use from now on, or None. The name is `ONLY_MODEL`
+            for the only model; among several models, it may be new.
+        make_codec: Returns the codec for a new model. It raises `ConfigError` if the model does not fit the options of
+            the run.
+        make_engine: Returns the engine for a model with a new name. It raises `ConfigError` as `make_codec` does.
+    """
+
+    take_new_model: Callable[[], tuple[str, Artifact] | None]
+    make_codec: Callable[[Artifact], Codec]
+    make_engine: Callable[[Artifact], Engine]
 
 
 class ModelReloader:

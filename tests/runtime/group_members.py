@@ -24,6 +24,7 @@ from deformer_stream.runtime.pipeline import Pipeline
 from deformer_stream.runtime.ports import NO_STATE, PartitionState, PollResult, RestoredPartition, SourceCallbacks
 from deformer_stream.testing import ManualClock
 from tests.models import draw_rows
+from tests.runtime.pipelines import make_model_reload
 
 ALPHA = (0.3, 0.1, 0.02)
 PARTITIONS = 3
@@ -367,8 +368,7 @@ def run_member(
         commit_interval=float(np.random.default_rng(seed).choice([0.0, 0.02])),
         snapshot_interval=snapshot_interval,
         open_records="rescore",
-        take_new_model=take_new_model,
-        make_codec=make_codec,
+        model_reload=make_model_reload(take_new_model, make_codec),
         saves_event_times=True,
     )
     with suppress(CrashError):

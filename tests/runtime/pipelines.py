@@ -6,9 +6,11 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from deformer_stream.codec import Codec
 from deformer_stream.engine.engine import Engine, Limits
 from deformer_stream.model_store import Artifact
 from deformer_stream.runtime.ports import NO_STATE, PartitionState, PollResult, SourceCallbacks
+from deformer_stream.runtime.reload import ModelReload
 from tests.models import draw_rows
 
 ALPHA = 0.3
@@ -18,6 +20,18 @@ RECORDS = 40
 def make_engine(loaded: Artifact, **limits: Any) -> Engine:
     """Return an engine for the model with these limits."""
     return Engine(loaded.model, loaded.calibration, loaded.fingerprint, ALPHA, Limits(**limits))
+
+
+def make_model_reload(
+    take_new_model: Callable[[], tuple[str, Artifact] | None], make_codec: Callable[[Artifact], Codec] | None = None
+) -> ModelReload:
+    """Return what gives new models to a pipeline.
+
+    Args:
+        take_new_model: See `ModelReload`.
+        make_codec: See `ModelReload`. None for a codec without options.
+    """
+    return ModelReload(take_new_model, make_codec or (lambda artifact: Codec(artifact.schema)), make_engine)
 
 
 def make_record_messages(loaded: Artifact) -> list[bytes]:

@@ -36,6 +36,7 @@ from deformer_stream.runtime.pipeline import Pipeline
 from deformer_stream.runtime.timing import WallClock
 from deformer_stream.testing import MemorySink, MemorySource
 from tests.contracts.effects import make_empty_effects
+from tests.runtime.pipelines import make_model_reload
 
 SCHEMA = Schema(
     (
@@ -284,8 +285,7 @@ def test_model_change_starts_the_count_anew(loaded: Artifact) -> None:
     pipeline, _ = make_pipeline(loaded, 200, is_finite=True)
     before = pipeline._reporter._alert_shares[ONLY_MODEL]
     new = [replace(loaded, fingerprint="another")]
-    pipeline.take_new_model = lambda: (ONLY_MODEL, new.pop()) if new else None
-    pipeline.make_codec = lambda artifact: Codec(artifact.schema)
+    pipeline.model_reload = make_model_reload(lambda: (ONLY_MODEL, new.pop()) if new else None)
     pipeline.run(threading.Event())
     assert pipeline._reporter._alert_shares[ONLY_MODEL] is not before
     assert before.summarize() is None

@@ -40,6 +40,7 @@ from tests.runtime.group_members import (
     WaitingGroupMember,
     make_cluster,
 )
+from tests.runtime.pipelines import make_model_reload
 
 NAMES = ("fan", "pump", "valve")
 
@@ -101,8 +102,7 @@ def run_member(
         commit_interval=float(np.random.default_rng(seed).choice([0.0, 0.02])),
         snapshot_interval=snapshot_interval,
         open_records="rescore",
-        take_new_model=take_new_model,
-        make_codec=lambda artifact: Codec(artifact.schema),
+        model_reload=make_model_reload(take_new_model),
         saves_event_times=True,
     )
     with suppress(CrashError):

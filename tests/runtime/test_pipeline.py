@@ -28,7 +28,7 @@ from deformer_stream.runtime.timing import CommitSchedule, EventClock, WallClock
 from deformer_stream.testing import ManualClock, MemorySink, MemorySource
 from tests.irregular_tables import write_irregular_model
 from tests.models import TRAINING_SUMMARY
-from tests.runtime.pipelines import ALPHA, RECORDS, make_engine, make_record_messages
+from tests.runtime.pipelines import ALPHA, RECORDS, make_engine, make_model_reload, make_record_messages
 
 
 class RevokingSource(MemorySource):
@@ -223,8 +223,7 @@ def test_model_with_other_windows_is_rejected(loaded: Artifact, tmp_path: Path) 
         WallClock(),
         Metrics(),
         True,
-        take_new_model=lambda: (ONLY_MODEL, found.pop()) if found else None,
-        make_codec=codec_of,
+        model_reload=make_model_reload(lambda: (ONLY_MODEL, found.pop()) if found else None, codec_of),
     ).run(threading.Event())
     assert not found
     assert engine.fingerprint == loaded.fingerprint
@@ -244,8 +243,7 @@ def test_model_that_cannot_hold_ties_is_rejected(loaded: Artifact, tmp_path: Pat
             WallClock(),
             Metrics(),
             True,
-            take_new_model=lambda: (ONLY_MODEL, found.pop()) if found else None,
-            make_codec=lambda artifact: Codec(artifact.schema),
+            model_reload=make_model_reload(lambda: (ONLY_MODEL, found.pop()) if found else None),
         ).run(threading.Event())
     assert not found
     assert engine.fingerprint == loaded.fingerprint

@@ -31,7 +31,7 @@ from deformer_stream.testing import ManualClock, MemorySink
 from tests.conftest import find_free_port
 from tests.models import draw_rows
 from tests.runtime.http_requests import request
-from tests.runtime.pipelines import ScriptedSource, make_engine
+from tests.runtime.pipelines import ScriptedSource, make_engine, make_model_reload
 
 POLL_INTERVAL = 45.0
 """Seconds without a poll after which a group takes partitions away, with the default settings."""
@@ -115,8 +115,7 @@ def make_pipeline(
         *(source, Codec(loaded.schema), EngineSet.of_only_model(engine), [sink], ManualClock(), measures),
         is_finite=False,
         open_records="rescore",
-        take_new_model=take_new_model,
-        make_codec=lambda artifact: Codec(artifact.schema),
+        model_reload=None if take_new_model is None else make_model_reload(take_new_model),
     )
     return pipeline, sink
 
