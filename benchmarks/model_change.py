@@ -140,7 +140,11 @@ def make_model_version(options: argparse.Namespace, fingerprint: str) -> Any:
     """Return a model with random weights and its calibration, as far as the pipeline needs them."""
     model = make_model(options.preset, options.readings + NUM_EXPECTED, gaussians=0)
     return SimpleNamespace(
-        scoring_model=model, calibration=make_quiet_calibration(), fingerprint=fingerprint, schema=model.schema
+        scoring_model=model,
+        calibration=make_quiet_calibration(),
+        fingerprint=fingerprint,
+        schema=model.schema,
+        fault_classifier=None,
     )
 
 
