@@ -112,6 +112,11 @@ class CommitManager:
         return self._delivery is not None and self._delivery.is_transactional and self._delivery.has_failed
 
     @property
+    def is_transactional(self) -> bool:
+        """Whether offsets, state and messages are committed together, in one transaction."""
+        return self._delivery is not None and self._delivery.is_transactional
+
+    @property
     def is_in_background(self) -> bool:
         """Whether `begin_sending` has started an attempt in the background that `send` has not waited for yet."""
         return self._delivery is not None and self._delivery.is_in_background

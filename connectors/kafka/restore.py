@@ -13,10 +13,16 @@ from connectors.kafka.commits import CommitManager
 from connectors.kafka.failure_limit import FailureLimit
 from connectors.kafka.membership import PARTITIONS_PER_STEP, GroupMembership, divide_into_steps
 from connectors.kafka.ports import CommittedOffset, Consumer, TopicPartition
-from connectors.kafka.start_point import LostState, PendingStart, StartPoint, complete_start, find_start
+from connectors.kafka.start_point import (
+    LostState,
+    PendingStart,
+    StartPoint,
+    complete_start,
+    find_start,
+    handle_lost_offset,
+)
 from connectors.kafka.state import SavedState, StateTopic, parse_model, parse_num_partitions
 from connectors.kafka.topics import ensure_partitions
-from deformer_stream import log
 from deformer_stream.errors import ConfigError, StateError, Unavailable
 from deformer_stream.runtime.ports import RestoredPartition
 
@@ -242,7 +248,7 @@ class PartitionRestorer:
             if offset is None and tp in self._gone_positions:  # Kafka deletes committed offsets together with a topic
                 offset = CommittedOffset(self._gone_positions[tp])
             elif tp in with_state:
-                log.get_logger("kafka").warning("state_without_committed_offset", partition=tp.partition, start=policy)
+                handle_lost_offset(tp, policy, self._on_lost_state)
             start = find_start(tp, offset, first_offsets[tp], end_offsets[tp], policy, self._on_lost_state)
             if isinstance(start, StartPoint):
                 restored.append(self._begin(tp, start))
@@ -298,12 +304,20 @@ class PartitionRestorer:
         return restored
 
     def _find_with_state(self, tps: Sequence[TopicPartition]) -> set[TopicPartition]:
-        """Return those of the given partitions of which the state topic has messages."""
-        if self._state is None or not tps:
+        """Return those of the given partitions whose state was saved, so that their offsets were committed as well.
+
+        Both happen in one transaction. Without transactions, the state alone may have been saved, and nothing is
+        returned.
+        """
+        if self._state is None or not tps or not self._commits.is_transactional:
             return set()
         state_tps = [TopicPartition(self._state.topic, tp.partition) for tp in tps]
         ends = self._consumer.fetch_end_offsets(state_tps, client.REQUEST_SECONDS)
-        return {tp for tp, state_tp in zip(tps, state_tps, strict=True) if ends[state_tp] > 0}
+        candidates = {tp.partition for tp, state_tp in zip(tps, state_tps, strict=True) if ends[state_tp] > 0}
+        if not candidates:
+            return set()
+        written = self._state.find_written_partitions(candidates, self._on_wait)
+        return {tp for tp in tps if tp.partition in written}
 
     def _add_state_partitions(self, num_needed: int) -> None:
         """Add partitions to the state topic if the topic that is consumed has got more since the start.

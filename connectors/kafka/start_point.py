@@ -135,19 +135,52 @@ def _start_without_state(
     return StartPoint(RestoredPartition(tp.partition, resume_offset), position)
 
 
-def _handle_lost_state(tp: TopicPartition, on_lost_state: LostState, loss: str) -> None:
+def handle_lost_offset(tp: TopicPartition, start: Literal["earliest", "latest"], on_lost_state: LostState) -> None:
+    """Raise `StateError` or log that the committed offset of a partition is gone, although its state was saved.
+
+    Kafka deletes the offsets of a group without processes after a time (a week by default), and those of a topic that
+    is deleted. Where the group has stopped is then unknown.
+
+    Args:
+        tp: The partition.
+        start: Where a partition without committed offset begins, see `find_start`.
+        on_lost_state: What to do. Anything but "refuse" begins without open records.
+
+    Raises:
+        StateError: `on_lost_state` is "refuse".
+    """
+    if start == "earliest":
+        effect = "begins at the first message of the topic, and sends its alerts again"
+    else:
+        effect = "begins at the next message, and leaves out those that the topic holds"
+    _handle_lost_state(
+        tp,
+        on_lost_state,
+        "the group has saved state but no committed offset: the topic was deleted, or no process of the group has run "
+        "for longer than offsets.retention.minutes of the brokers",
+        "set the offsets with kafka-consumer-groups.sh --reset-offsets to the time at which the group stopped, or "
+        f"start once with --lost-state forget ({effect})",
+    )
+
+
+_REBUILD_OR_FORGET = (
+    "start once with --lost-state rebuild (rebuilds the open records from the messages that still exist, without "
+    "sending alerts again) or --lost-state forget (begins without open records)"
+)
+
+
+def _handle_lost_state(
+    tp: TopicPartition, on_lost_state: LostState, loss: str, remedy: str = _REBUILD_OR_FORGET
+) -> None:
     """Raise `StateError` if `on_lost_state` is "refuse"; otherwise log the loss.
 
     Args:
         tp: The partition whose saved state, or whose events, are gone.
         on_lost_state: The value of the option --lost-state.
         loss: A clause that says what is gone.
+        remedy: What the user can do.
     """
     description = f"topic {tp.topic!r}, partition {tp.partition}: {loss}"
     if on_lost_state == "refuse":
-        raise StateError(
-            f"{description}; to continue, start once with --lost-state rebuild (rebuilds the open records from the "
-            "messages that still exist, without sending alerts again) or --lost-state forget (begins without open "
-            "records)"
-        )
+        raise StateError(f"{description}; to continue, {remedy}")
     log.get_logger("kafka").warning("state_lost", where=description, lost_state=on_lost_state)

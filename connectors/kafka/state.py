@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -34,7 +34,7 @@ from connectors.kafka.ports import (
     OutgoingMessage,
     TopicPartition,
 )
-from connectors.kafka.topic_reader import poll_existing_messages
+from connectors.kafka.topic_reader import TopicReader, poll_existing_messages
 from deformer_stream.errors import ConfigError, InvariantViolated, StateError, Unavailable
 from deformer_stream.runtime.ports import PartitionState
 
@@ -328,6 +328,28 @@ class StateTopic:
             commit=commit_name,
             num_keys_by_writer=tuple(remaining[-MAX_WRITERS:]),
         )
+
+    def find_written_partitions(self, partitions: Collection[int], on_wait: Callable[[], None]) -> set[int]:
+        """Return those of the given partitions that have a message of a completed transaction.
+
+        The end offset alone does not show this, because messages of transactions that were aborted count as well.
+
+        Args:
+            partitions: Numbers of partitions.
+            on_wait: A function that is called again and again.
+
+        Raises:
+            Unavailable: No broker responds.
+        """
+        written: set[int] = set()
+        reader = TopicReader(self._cluster, self.topic, lambda message: message.partition)
+        try:
+            while not reader.is_caught_up and not written.issuperset(partitions):
+                written.update(reader.poll(client.POLL_SECONDS))
+                on_wait()
+        finally:
+            reader.close()
+        return written.intersection(partitions)
 
     def open_reader(self) -> StateReader:
         """Return a reader of saved state."""

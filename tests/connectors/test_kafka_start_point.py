@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kafka import KafkaProducer, TopicPartition
 from kafka.admin import ConfigResource, ConfigResourceType
+from kafka.errors import KafkaError
 from kafka.structs import OffsetAndMetadata
 from structlog.testing import capture_logs
 
@@ -338,6 +339,45 @@ def test_topic_that_is_replaced_while_consuming_is_reported(world: Group) -> Non
     with pytest.raises(StateError, match=errors):
         wait_until(lambda: bool(reader.poll()) and False, "the end")
     world.close()
-    reader, warnings = read_to_the_end(world, "refuse")
-    assert [text for text in warnings if text.startswith("state_without_committed_offset")]
+    with pytest.raises(StateError, match="has saved state but no committed offset: the topic was deleted"):
+        read_to_the_end(world, "refuse")
+    world.close()
+    reader, warnings = read_to_the_end(world, "forget")
+    assert any("has saved state but no committed offset" in text for text in warnings)
     assert list_offsets(reader) == list(range(7))
+
+
+@pytest.mark.parametrize("start", ["earliest", "latest"])
+def test_a_group_whose_offsets_have_expired_does_not_start_again(world: Group, start: Any) -> None:
+    """Kafka deletes the offsets of a group that has no process for a week. All messages would be handled again."""
+
+    def is_deleted() -> bool:
+        with open_admin(world.bootstrap) as admin, suppress(KafkaError):  # until the last process has left the group
+            admin.delete_groups([world.name])
+            return not world.read_positions()
+        return False
+
+    wait_until(is_deleted, "the deletion of the group")
+    with pytest.raises(StateError, match=r"offsets\.retention\.minutes .*--reset-offsets") as caught:
+        read_to_the_end(world, "refuse", start=start)
+    assert ("first message" in str(caught.value)) == (start == "earliest")
+    world.close()
+    replace_metadata("")(world)  # as kafka-consumer-groups.sh sets an offset
+    reader, _ = read_to_the_end(world, "refuse", start=start)
+    assert list_offsets(reader) == list(range(20, 30))
+
+
+def test_state_of_an_aborted_transaction_is_none(group: Callable[..., Group]) -> None:
+    """A process was killed within its first commit: nothing was lost, so the next one begins."""
+    world = group()
+    produce(world.cluster, world.topic, make_messages(5))
+    ensure_topics(world.cluster, {world.state_topic: {"num_partitions": 1, "cleanup.policy": "compact"}})
+    sender = KafkaProducer(bootstrap_servers=world.bootstrap, transactional_id=f"aborted-{world.topic}")
+    sender.init_transactions()
+    sender.begin_transaction()
+    sender.send(world.state_topic, partition=0, key=b"1/000000", value=b"state").get(10)
+    sender.abort_transaction()
+    sender.close()
+    reader, warnings = read_to_the_end(world, "refuse")
+    assert list_offsets(reader) == list(range(5))
+    assert warnings == []
