@@ -6,7 +6,7 @@ import re
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -444,7 +444,26 @@ class KafkaSource:
         # From time to time unchanged offsets are committed too. If another process uses the same instance name, the
         # broker refuses the commit, so that this process ends.
         confirm_unchanged = time.monotonic() - self._commits.confirmed_at > CONFIRM_SECONDS
-        self._commits.begin(self._collect_positions(), states, confirm_unchanged)
+        positions = self._collect_positions()
+        self._advance_references(positions)
+        self._commits.begin(positions, states, confirm_unchanged)
+
+    def _advance_references(self, positions: Mapping[TopicPartition, int]) -> None:
+        """Let snapshots begin at the present position of partitions that have returned no event since.
+
+        The position also passes what no poll returns: markers and aborted messages of transactions. Without this, a
+        restart would need them, and would be refused once retention has deleted them.
+
+        Args:
+            positions: The offset of the next event to read from each partition.
+        """
+        references = self._commits.reference_by_partition
+        for tp, position in positions.items():
+            reference, progress = references.get(tp), self._progress.get(tp)
+            if reference is None or progress is None or progress.polled is None:
+                continue
+            if progress.polled <= reference.position < position:
+                references[tp] = replace(reference, position=position)
 
     def end_commit(self) -> None:
         """Wait until the commit in progress, if any, has taken effect; repeat it after errors that may pass.

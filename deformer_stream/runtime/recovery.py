@@ -63,12 +63,14 @@ class _Restoring:
         is_loaded: Whether its snapshot is loaded.
         is_caught_up: Whether the source has returned its whole history.
         has_other_scores: Whether its loaded snapshot had scores of another model.
+        has_history: Whether its history contained messages.
     """
 
     saved: RestoredPartition
     is_loaded: bool = False
     is_caught_up: bool = False
     has_other_scores: bool = False
+    has_history: bool = False
 
 
 @dataclass(slots=True)
@@ -319,7 +321,10 @@ class Recovery:
         committed_offsets = np.array([self._restoring[p].saved.committed_offset for p in messages.partitions.tolist()])
         is_history = messages.offsets < committed_offsets
         if is_history.any():
-            batch_by_model, _ = codec.decode_by_model(messages.take(np.flatnonzero(is_history)))
+            history = messages.take(np.flatnonzero(is_history))
+            for partition in np.unique(history.partitions).tolist():
+                self._restoring[partition].has_history = True
+            batch_by_model, _ = codec.decode_by_model(history)
             self._engines.replay(batch_by_model, now)
         if not is_history.all():
             self._later_messages.append(messages.take(np.flatnonzero(~is_history)))
@@ -345,8 +350,9 @@ class Recovery:
                 # interval. So no commit has to save all of them.
                 next_snapshot=self._now() + self._interval * (8 + partition % 8) / 16,
                 has_snapshot=True,
-                # Without a new snapshot, each restart would score the records of an idle partition again.
-                is_changed=restoring.has_other_scores,
+                # Without a new snapshot, each restart of an idle partition would do the same work again. It would be
+                # refused once retention has deleted the history.
+                is_changed=restoring.has_other_scores or restoring.has_history or bool(saved.decisions),
             )
         log.get_logger("recovery").info(
             "partition_restored",

@@ -367,6 +367,41 @@ def test_a_group_whose_offsets_have_expired_does_not_start_again(world: Group, s
     assert list_offsets(reader) == list(range(20, 30))
 
 
+@pytest.mark.parametrize("is_aborted", [False, True])
+def test_what_no_poll_returns_is_not_needed_by_saved_state(group: Callable[..., Group], is_aborted: bool) -> None:
+    """The position passes markers and aborted messages of transactions, which retention of an idle topic deletes."""
+    world = group()
+    produce(world.cluster, world.topic, make_messages(5))
+    reader = world.add_reader(max_poll_records=10)
+    reader.read(5)
+    sender = KafkaProducer(bootstrap_servers=world.bootstrap, transactional_id=f"other-{world.topic}")
+    sender.init_transactions()
+    if is_aborted:
+        reader.source.commit({0: PartitionState(snapshot=b"state")})
+    sender.begin_transaction()
+    sender.send(world.topic, partition=0, value=b"x").get(10)
+    if is_aborted:
+        sender.abort_transaction()
+    else:
+        sender.commit_transaction()
+        reader.read(6)
+        reader.source.commit(
+            {0: PartitionState(snapshot=b"state")}
+        )  # with kafka-python, its position includes the marker
+    sender.close()
+
+    def is_passed() -> bool:
+        reader.poll()
+        reader.source.commit()
+        return world.read_positions() == {0: 7}
+
+    wait_until(is_passed, "the end of the transaction to be passed")
+    reader.close()
+    delete_before(world, world.topic, 7)
+    again, _ = read_to_the_end(world, "refuse")
+    assert again.restored == {0: RestoredPartition(0, 7, b"state")}
+
+
 def test_state_of_an_aborted_transaction_is_none(group: Callable[..., Group]) -> None:
     """A process was killed within its first commit: nothing was lost, so the next one begins."""
     world = group()

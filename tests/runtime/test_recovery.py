@@ -249,6 +249,27 @@ def test_refused_messages_are_followed_by_a_snapshot(loaded: Artifact) -> None:
     assert recovery.collect_state(0)[0].snapshot is not None
 
 
+def test_history_is_followed_by_a_snapshot_of_an_idle_partition(loaded: Artifact) -> None:
+    """Otherwise a restart after retention has deleted the history would be refused."""
+    codec, lines = Codec(loaded.schema), make_cluster(loaded, 1).events[0][:3]
+    n = len(lines)
+    data = Messages("t", [None] * n, lines, np.full(n, NO_TIME), np.zeros(n, np.int32), np.arange(n))
+    for num_committed, snapshot_follows in ((n, True), (0, False)):
+        seconds = [0.0]
+        engine = Engine(loaded.model, loaded.calibration, loaded.fingerprint, ALPHA, Limits())
+        recovery = Recovery(
+            EngineSet.of_only_model(engine), Metrics(), interval=1.0, now=lambda seconds=seconds: seconds[0]
+        )
+        snapshot = encode_snapshots({ONLY_MODEL: engine.snapshot(0, 0)})
+        recovery.start_restore(RestoredPartition(0, num_committed, snapshot))
+        if num_committed:
+            recovery.enqueue(data)
+        recovery.mark_caught_up(0)
+        assert recovery.advance(codec, 0) == []
+        seconds[0] = 2.0
+        assert (0 in recovery.collect_state(0)) == snapshot_follows
+
+
 def test_partition_that_is_scored_again_gets_a_new_snapshot(loaded: Artifact) -> None:
     """Otherwise each restart would score the records of an idle partition again."""
     codec, lines = Codec(loaded.schema), make_cluster(loaded, 1).events[0][:3]
