@@ -27,6 +27,7 @@ from deformer_stream.model.alert_distance import AlertDistance
 from deformer_stream.model.alert_prior import AlertPrior, PriorPValues
 from deformer_stream.model.load_network import load_network
 from deformer_stream.model.parameters import Model
+from deformer_stream.model.score_terms import LOG_P_PRIOR, LOG_P_VALUE, count_score_terms
 
 if TYPE_CHECKING:
     from deformer_stream.model.deformer import DEformer
@@ -266,15 +267,14 @@ def _score_pass(
         measure = choose_distance_function(kernels.library)
         distance_terms = distance.compute_terms(features, values, measure)[is_reading]
     running = np.full(num_records, INITIAL_RUNNING, RUNNING_DTYPE)
-    # Rows: ln p, ln of the p-value, centered NLL (−ln p minus its expectation), ln of the p-value under the prior alone
-    terms = np.zeros((4, len(codes)))
+    terms = np.zeros((count_score_terms(has_prior_row=True), len(codes)))  # those under the prior stay 0 without it
     if len(codes):
         cache, pages = kernels.create_cache_of_records(num_records, features.shape[1])
         num_cached = np.zeros(num_records, np.int64)
         batch = RaggedBatch(codes, values[is_reading].astype(np.float32), offsets, num_cached, pages)
         scored = kernels.score(cache, batch, alert_prior is not None)
         terms[: len(scored)] = scored  # also converts float32 to float64
-        prior = None if alert_prior is None else PriorPValues(terms[3], alert_prior)
+        prior = None if alert_prior is None else PriorPValues(terms[LOG_P_PRIOR], alert_prior)
         # Update `running` with the readings of each record. The scores after each reading are not needed here, but
         # `advance` requires an array for them.
         unused_scores = np.empty((3, len(codes)))
@@ -291,7 +291,7 @@ def _score_pass(
             distance_terms=distance_terms,
             prior=prior,
         )
-    return PassScores(codes, terms[1], terms[3], is_scored, running)
+    return PassScores(codes, terms[LOG_P_VALUE], terms[LOG_P_PRIOR], is_scored, running)
 
 
 def compute_log_p_values(kernels: CpuKernels | None, model: Model, features: Ints, values: Floats) -> Floats:

@@ -68,6 +68,7 @@ from deformer_stream.model.alert_prior import AlertPrior, PriorPValues
 from deformer_stream.model.exemplars import Exemplars
 from deformer_stream.model.load_network import load_network
 from deformer_stream.model.parameters import Model
+from deformer_stream.model.score_terms import LOG_P_PRIOR, LOG_P_VALUE, LOG_PROB, count_score_terms
 from deformer_stream.ragged import ragged_indices, run_boundaries
 
 if TYPE_CHECKING:
@@ -166,12 +167,11 @@ class ModelVersion:
         steps = None if calibration.cusum_scale is None else calibration.cusum_scale.steps
         self._step_log_p = None if steps is None else steps.compute_log_p_by_cell()
         has_process = bool(model.config.neighbors and model.num_prior_components)
-        # There can be a fourth score term, ln of the p-value under the prior alone: under the mixture of Gaussians, or
-        # under the Gaussian process, which is then conditioned on the readings of other sensors.
+        # Whether the row `LOG_P_PRIOR` of score terms is conditional on the readings of other sensors only.
         self._has_others = calibration.cusum_scale is not None and has_process
         self._alert_prior, self._ranking_lines = AlertPrior.from_model(model), AlertPrior.for_ranking(model)
         self._scores_prior = self._has_others or self._alert_prior is not None
-        self._num_terms = 4 if self._scores_prior else 3
+        self._num_terms = count_score_terms(self._scores_prior)
         self.context_limit = model.config.context_limit if model.schema.reading_times is not None else None
         if model.schema.reading_times is not None and self.context_limit is None:
             raise ConfigError(
@@ -349,11 +349,8 @@ class ModelVersion:
             is_tied: (M,) whether a reading is in the same tie group as the reading before it; None without tie groups.
 
         Returns:
-            First (3, M) score terms in three rows, one record after the other: ln p of the value; ln of its p-value
-            (probability of a value at most as likely); and centered NLL (−ln p minus its expected value). With
-            cumulative sums and a Gaussian process, there is a fourth row: ln of the p-value given the readings of other
-            sensors only (`model.gaussian_process`). Second the
-            number of records whose keys and values were missing in the cache and were computed again.
+            First (3 or 4, M) score terms (`model.score_terms`), one record after the other. Second the number of
+            records whose keys and values were missing in the cache and were computed again.
         """
         terms = np.empty((self._num_terms, int(num_new.sum())))
         if self.context_limit is None or records.contexts is None:
@@ -398,7 +395,7 @@ class ModelVersion:
             segments: The new readings.
             is_tied: (M,) whether a reading is in the same tie group as the reading before it; None without tie groups,
                 as always if contexts are bounded.
-            out: (3, M) array that receives the score terms, as `_compute_score_terms` returns them.
+            out: (3 or 4, M) array that receives the score terms (`model.score_terms`), one record after the other.
 
         Returns:
             The number of records whose keys and values were missing in the cache and were computed again.
@@ -480,9 +477,7 @@ class ModelVersion:
             kernels: The compiled kernels of this model.
             cache: The KV cache of the records: the network's keys and values of their earlier readings.
             readings: The readings that go through the network, M of which are new.
-            out: (3, M) array that receives the results in three rows, one record after the other: ln p of the value; ln
-                of its p-value (probability of a value at most as likely); and centered NLL (−ln p minus its expected
-                value). (4, M) with the fourth row of `_compute_score_terms`.
+            out: (3 or 4, M) array that receives the score terms (`model.score_terms`), one record after the other.
         """
         num_processed = readings.num_processed
         cache.allocate_all(readings.record_index, num_processed)
@@ -525,9 +520,7 @@ class ModelVersion:
             raw_values: (T,) values of the readings in raw units, or label codes.
 
         Returns:
-            (3, T) score terms of the readings: ln p of the value; ln of its p-value (probability of a value at most as
-            likely); and centered NLL (−ln p minus its expected value). (4, T) with the fourth row of
-            `_compute_score_terms`.
+            (3 or 4, T) score terms of the readings (`model.score_terms`).
         """
         terms = np.empty((self._num_terms, len(codes)))
         first = np.cumsum(length) - length  # index of the first reading of each branch
@@ -551,7 +544,7 @@ class ModelVersion:
                 terms[:, span] = self.kernels.score(self._branch_cache, ragged_batch, self._scores_prior)
         else:
             arguments = record_index, num_before, length, codes, values
-            terms[:] = self.torch_scorer.score_branches(cast("TorchKVCache", cache), *arguments)
+            self.torch_scorer.score_branches(cast("TorchKVCache", cache), *arguments, out=terms)
         return terms
 
     def _update_statistics(
@@ -575,9 +568,7 @@ class ModelVersion:
             record_index: (R,) row of each record in the table.
             boundaries: (R + 1,) index of the first reading of each record among the M readings, followed by M.
             seq: (M,) position of each reading in its record, from 0.
-            terms: (3, M) score terms of the readings: ln p of the value; ln of its p-value (probability of a value at
-                most as likely); and centered NLL (−ln p minus its expected value). (4, M) with the fourth row of
-                `_compute_score_terms`.
+            terms: (3 or 4, M) score terms of the readings (`model.score_terms`).
             alphas: The false-alarm rates at which alerts are raised, descending.
             is_group_end: (M,) whether a reading is the last one of its tie group; only such a reading can lower the
                 p-value. None without tie groups.
@@ -603,7 +594,7 @@ class ModelVersion:
         score_rows, kinds = np.empty((4, len(seq))), np.full(len(seq), NO_KIND, np.int8)
         cusums = None
         if self.calibration.cusum_scale is not None and records.is_irregular:
-            log_p_others = terms[3] if self._has_others else None
+            log_p_others = terms[LOG_P_PRIOR] if self._has_others else None
             scale = self.calibration.cusum_scale
             cusums = self._describe_cusums(records, index_by_reading, seq, log_p_others, scale, kinds)
         # Compute rows 0 to 2: log-likelihoods, their running sums, and running anomaly scores.
@@ -611,7 +602,7 @@ class ModelVersion:
         distance_terms = self._compute_distance_terms(records, record_index, boundaries, seq)
         prior = None
         if self._alert_prior is not None:
-            prior = PriorPValues(np.ascontiguousarray(terms[3]), self._alert_prior)
+            prior = PriorPValues(np.ascontiguousarray(terms[LOG_P_PRIOR]), self._alert_prior)
         if self.kernels is not None:
             self.kernels.advance(records.running, *arrays, P_VALUE_EXPONENT, cusums, distance_terms, prior)
         else:
@@ -729,8 +720,7 @@ def _advance_running(
             records are updated, except for the p-value, which the caller computes.
         record_index: (R,) row of each record in the table.
         boundaries: (R + 1,) index of the first reading of each record among the M readings, followed by M.
-        terms: (3, M) score terms of the readings: ln p of the value; ln of its p-value (probability of a value at most
-            as likely); and centered NLL (−ln p minus its expected value).
+        terms: (3 or 4, M) score terms of the readings (`model.score_terms`). `LOG_P_PRIOR` is not used.
         is_scored: (M,) false for readings that leave the statistics unchanged, such as those of context features; None
             if all are scored.
         is_group_end: (M,) true for the last reading of a tie group. The others do not update the anomaly score. None
@@ -742,7 +732,7 @@ def _advance_running(
         prior: The p-values of the M readings under the Gaussian prior alone; None if they are no term.
     """
     first, num_new = boundaries[:-1], boundaries[1:] - boundaries[:-1]
-    score_rows[0] = terms[0] if is_scored is None else np.where(is_scored, terms[0], np.nan)
+    score_rows[0] = terms[LOG_PROB] if is_scored is None else np.where(is_scored, terms[LOG_PROB], np.nan)
     # Records with similar numbers of readings are processed together, padded to the longest of them.
     for rows in group_by_length(num_new, np.zeros_like(num_new)):
         running_before = running[record_index[rows]]
@@ -750,7 +740,7 @@ def _advance_running(
         is_valid = column < num_new[rows, None]
         reading = np.where(is_valid, first[rows, None] + column, 0)  # index among the M readings, 0 for padding
         is_counted = is_valid if is_scored is None else is_valid & is_scored[reading]
-        log_p, log_p_value, centered_nll = np.where(is_counted, terms[:3, reading], 0.0)
+        log_p, log_p_value, centered_nll = np.where(is_counted, terms[:LOG_P_PRIOR, reading], 0.0)
         state = PrefixState(*(running_before[name] for name in PREFIX_FIELDS))
         # The anomaly score of a record changes only at decision points: the last readings of its tie groups. Without
         # tie groups, every reading is a decision point, and the argument is None.
@@ -796,7 +786,7 @@ def _compute_cusum_statistics(
     Args:
         cusums: The readings, and the states of all records, which are updated.
         record_index: (R,) row of each record in the table.
-        terms: (3, M) score terms of all readings: ln p of the value, ln of its p-value, and centered NLL.
+        terms: (3 or 4, M) score terms of all readings (`model.score_terms`). `LOG_P_PRIOR` is not used.
         reading: (R, L) index of each reading of the records among the M readings.
         is_counted: (R, L) false for padding and for readings that are not scored, whose statistic is 0.
 
@@ -815,9 +805,9 @@ def _compute_cusum_statistics(
     readings = CusumReadings(
         codes=codes,
         values=values,
-        log_p=terms[1, reading],
+        log_p=terms[LOG_P_VALUE, reading],
         log_p_others=None if cusums.log_p_others is None else cusums.log_p_others[reading],
-        log_masses=terms[0, reading] + cusums.log_resolutions[codes],
+        log_masses=terms[LOG_PROB, reading] + cusums.log_resolutions[codes],
         is_counted=is_counted,
         log_p_level=log_p_level,
         log_p_step=log_p_step,

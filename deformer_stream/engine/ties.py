@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 
 from deformer_stream.engine.events import NO_TIME, EventBatch
 from deformer_stream.engine.records import AcceptedReadings, RecordTable
+from deformer_stream.model.score_terms import CENTERED_NLL, LOG_PROB
 from deformer_stream.ragged import ragged_indices
 
 Ints = NDArray[np.int64]
@@ -46,9 +47,8 @@ ScoreBranches = Callable[[Ints, Ints, Ints, Ints, Floats], Floats]
 
 Its arguments are the record's row in the table for each branch, (B,); the number of readings of the record before the
 branch, (B,); the number of readings in the branch, (B,), T in total; and the feature codes and raw values of the
-readings, one branch after the other, (T,) each. It returns three rows, (3, T): ln p of the value, ln of the
-highest-density p-value, and centered NLL (−ln p minus its expected value). A fourth row, if p-values under the Gaussian
-prior alone are a term of the alert, is ln of these.
+readings, one branch after the other, (T,) each. It returns the score terms of the readings, (3 or 4, T)
+(`model.score_terms`).
 """
 
 GetTimeoutPlaces = Callable[[int], Collection[int]]
@@ -116,13 +116,11 @@ def average_over_orders(
         record_index: (M,) the row of the table that belongs to the record of each reading.
         place: (M,) position of each reading in its record, from 0.
         is_tied: (M,) whether a reading belongs to the same tie group as the reading before it.
-        canonical_terms: (3, M) rows of score terms, for the canonical order: ln p of the value; ln of the
-            highest-density p-value (probability of a value at most as likely as the observed one); and the centered
-            NLL (−ln p minus its expected value). (4, M) with p-values under the Gaussian prior alone.
+        canonical_terms: (3 or 4, M) score terms (`model.score_terms`) in the canonical order.
         score_branches: A function that returns the same terms for tie groups in other orders, see `ScoreBranches`.
 
     Returns:
-        (3, M) or (4, M) rows of the same terms, combined over the orders.
+        (3 or 4, M) the same terms, combined over the orders.
     """
     group_start = np.flatnonzero(~is_tied)
     group_size = np.diff(np.append(group_start, len(is_tied)))
@@ -160,9 +158,7 @@ class _Branches:
     group can have several branches. There are B branches with T readings in total, one branch after the other.
 
     Attributes:
-        terms: (3, T) rows of score terms: ln p of the value; ln of the highest-density p-value (probability of a value
-            at most as likely as the observed one); and the centered NLL (−ln p minus its expected value). (4, T) with
-            p-values under the Gaussian prior alone.
+        terms: (3 or 4, T) score terms (`model.score_terms`).
         row: (T,) index of each reading of a branch among the M readings.
         start: (B,) index of the first reading of each branch among the T readings.
         group: (B,) index of the group of each branch among the G groups.
@@ -185,18 +181,16 @@ def _combine_orders(
     all readings of a group.
 
     Args:
-        canonical_terms: (3, M) rows of terms in canonical order: ln p of the value; ln of the highest-density p-value
-            (probability of a value at most as likely as the observed one); and the centered NLL (−ln p minus its
-            expected value). (4, M) with p-values under the Gaussian prior alone.
+        canonical_terms: (3 or 4, M) score terms (`model.score_terms`) in the canonical order.
         branches: The terms in the other orders.
         group_start: (G,) index of the first reading of each group.
         num_orders: (G,) number of orders of each group, the canonical one included.
         is_context: (M,) whether the reading is of a context feature, which is not scored.
 
     Returns:
-        (3, M) or (4, M) rows of combined terms. Row 0, ln p, is the mean over the orders plus the constant of the
-        group. Rows 1 and 3, ln of p-values, are the smallest over the orders. Row 2, the centered NLL, is the mean over
-        the orders. All are NaN if a term of the reading is not finite in some order.
+        (3 or 4, M) combined terms. ln p is the mean over the orders plus the constant of the group. Logarithms of
+        p-values are the smallest over the orders. The centered NLL is the mean over the orders. All are NaN if a term
+        of the reading is not finite in some order.
     """
     row, branch_terms = branches.row, branches.terms
     # If a term of a reading is not finite in some order, all its terms are replaced by 0 here and by NaN at the end.
@@ -206,24 +200,23 @@ def _combine_orders(
     if is_not_finite.any():
         canonical_terms = np.where(is_not_finite, 0.0, canonical_terms)
         branch_terms = np.where(is_not_finite[row], 0.0, branch_terms)
-    # Sums of ln p (row 0) and centered NLL (row 2), and the minima of the p-values (rows 1 and 3), over all orders.
+    # Sums of ln p and of the centered NLL, and the minima of the p-values, over all orders.
     combined = canonical_terms.copy()
-    for term in (0, 2):
-        np.add.at(combined[term], row, branch_terms[term])
-    for term in range(1, len(combined), 2):
-        np.minimum.at(combined[term], row, branch_terms[term])
+    for term in range(len(combined)):
+        combine = np.add if term in (LOG_PROB, CENTERED_NLL) else np.minimum
+        combine.at(combined[term], row, branch_terms[term])
     group_size = np.diff(np.append(group_start, len(is_context)))
     group = np.arange(len(group_start)).repeat(group_size)
-    combined[[0, 2]] /= num_orders[group]
+    combined[[LOG_PROB, CENTERED_NLL]] /= num_orders[group]
     # ln p of each group: the logarithm of the mean of exp(Σ ln p of its readings) over its orders.
-    group_log_p = np.add.reduceat(np.where(is_excluded, 0.0, canonical_terms[0]), group_start)
-    branch_log_p = np.add.reduceat(np.where(is_excluded[row], 0.0, branch_terms[0]), branches.start)
+    group_log_p = np.add.reduceat(np.where(is_excluded, 0.0, canonical_terms[LOG_PROB]), group_start)
+    branch_log_p = np.add.reduceat(np.where(is_excluded[row], 0.0, branch_terms[LOG_PROB]), branches.start)
     np.logaddexp.at(group_log_p, branches.group, branch_log_p)
     group_log_p -= np.log(num_orders)
     # The difference to the sum of the mean ln p is divided equally among the scored readings of the group.
-    surplus = group_log_p - np.add.reduceat(np.where(is_excluded, 0.0, combined[0]), group_start)
+    surplus = group_log_p - np.add.reduceat(np.where(is_excluded, 0.0, combined[LOG_PROB]), group_start)
     num_scored = group_size - np.add.reduceat(is_excluded.astype(np.int64), group_start)
-    combined[0] += (surplus / np.maximum(num_scored, 1))[group]
+    combined[LOG_PROB] += (surplus / np.maximum(num_scored, 1))[group]
     combined[:, is_not_finite] = np.nan
     return combined
 

@@ -21,7 +21,7 @@ class TorchScorer:
 
     Args:
         model: The network.
-        has_others: Whether to compute a fourth score term, ln of the p-value given the readings of other sensors.
+        has_others: Whether to compute the row `LOG_P_PRIOR` of score terms given the readings of other sensors only.
 
     Attributes:
         model: The network, in evaluation mode.
@@ -50,9 +50,7 @@ class TorchScorer:
         Args:
             cache: The KV cache of the records: the network's keys and values of their earlier readings.
             readings: The readings that go through the network, M of which are new.
-            out: (3, M) array that receives the results in three rows, one record after the other: ln p of the value; ln
-                of its p-value (probability of a value at most as likely); and centered NLL (−ln p minus its expected
-                value). (4, M) with the fourth row of `_compute_score_terms`.
+            out: (3 or 4, M) array that receives the score terms (`model.score_terms`), one record after the other.
         """
         num_new = readings.num_new
         first = np.cumsum(num_new) - num_new  # index in `out` of the first new reading of each record
@@ -78,9 +76,7 @@ class TorchScorer:
 
         Returns:
             Two arrays. First (G, L) whether an entry of the batch is a new reading, and neither padding nor a reading
-            that was scored before. Second (3, G, L) score terms: ln p of the value; ln of its p-value (probability of a
-            value at most as likely as the observed one); and centered NLL (−ln p minus its expected value). (4, G, L)
-            with the fourth row of `_compute_score_terms`.
+            that was scored before. Second (3 or 4, G, L) score terms (`model.score_terms`).
         """
         record_index, num_processed = readings.record_index[group], readings.num_processed[group]
         column = np.arange(int(num_processed.max()))
@@ -105,8 +101,15 @@ class TorchScorer:
         return is_new, terms
 
     def score_branches(
-        self, cache: TorchKVCache, record_index: Ints, num_before: Ints, length: Ints, codes: Ints, values: Floats
-    ) -> Floats:
+        self,
+        cache: TorchKVCache,
+        record_index: Ints,
+        num_before: Ints,
+        length: Ints,
+        codes: Ints,
+        values: Floats,
+        out: Floats,
+    ) -> None:
         """Score tie groups in other orders than the stored one, without changing the cache.
 
         Args:
@@ -116,11 +119,8 @@ class TorchScorer:
             length: (B,) number of readings of each branch, T in total.
             codes: (T,) feature codes (indexes in the schema) of the readings, one branch after the other.
             values: (T,) values of the readings in normalised units, or label codes.
-
-        Returns:
-            (3, T) or (4, T) score terms of the readings, as `ModelVersion` computes them.
+            out: (3 or 4, T) array that receives the score terms of the readings (`model.score_terms`).
         """
-        terms = np.empty((4 if self.model.config.alert_prior else 3, len(codes)))
         first = np.cumsum(length) - length  # index of the first reading of each branch
         for branches in group_by_length(length, num_before):
             # One padded batch of branches with similar lengths; padding has the feature code −1.
@@ -134,5 +134,4 @@ class TorchScorer:
                 cached = cache.gather(record_index[branches], num_before[branches])
                 conditional = self.model.forward_cached(features, x, cached).conditional
                 scored = conditional.compute_score_terms(x, conditional.compute_surprisal(x))
-            terms[:, reading[is_valid]] = scored.stack().double().cpu().numpy()[:, is_valid]
-        return terms
+            out[:, reading[is_valid]] = scored.stack().double().cpu().numpy()[:, is_valid]

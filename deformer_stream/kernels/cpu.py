@@ -27,6 +27,7 @@ from deformer_stream.kernels.threads import run_on_threads
 from deformer_stream.model.alert_prior import MAX_NEG_LOG_P, PriorPValues
 from deformer_stream.model.conditional_arrays import ConditionalArrays, HeadArrays, PriorArrays, SurprisalArrays
 from deformer_stream.model.parameters import Model, ModelParameters
+from deformer_stream.model.score_terms import LOG_P_PRIOR, count_score_terms
 
 Ints = NDArray[np.int64]
 Floats32 = NDArray[np.float32]
@@ -270,14 +271,10 @@ class CpuKernels:
             kv_cache: The cache. The caller must have allocated pages for all new readings. Afterwards the caller must
                 add the numbers of new readings to `kv_cache.num_cached_readings`.
             batch: The new readings. Z of them are scored; the others are only written to the cache.
-            scores_prior: Whether to return a fourth row. The model must have a Gaussian prior.
+            scores_prior: Whether to return the row `LOG_P_PRIOR`. The model must have a Gaussian prior.
 
         Returns:
-            (3, Z) one column for each scored reading. The first row is ln p of the value (its density or probability).
-            The second row is ln of the p-value (probability of a value at most as likely). The third row is the
-            centered NLL (−ln p minus its expected value). The fourth row, with `scores_prior`, is ln of the p-value
-            under the prior alone, 0 for readings that the prior lacks. If readings are irregular, it is conditioned on
-            the readings of other sensors only.
+            (3 or 4, Z) the score terms of the scored readings (`model.score_terms`).
 
         Raises:
             MemoryError: There is too little memory for intermediate results.
@@ -288,7 +285,7 @@ class CpuKernels:
             # scores that are not requested are dropped.
             terms_of_all = self.score(kv_cache, replace(batch, num_prefill_only=None), scores_prior)
             return terms_of_all[:, batch.query_mask()]
-        score_terms = np.empty((4 if scores_prior else 3, int(batch.query_offsets[-1])), np.float32)
+        score_terms = np.empty((count_score_terms(scores_prior), int(batch.query_offsets[-1])), np.float32)
         self._score_batch(kv_cache, batch, score_terms=score_terms)
         return score_terms
 
@@ -316,7 +313,7 @@ class CpuKernels:
                 are updated, except for the field `p_value`, which the caller computes from the anomaly score.
             record_index: (R,) the index of each record in `running`.
             offsets: (R + 1,) the index of each record's first reading among the M readings; the last entry is M.
-            score_terms: (3, M) the result of `score` in float64: ln p, ln of the p-value, centered NLL.
+            score_terms: (3 or 4, M) the result of `score` in float64. `LOG_P_PRIOR` is not used.
             is_scored: (M,) False for readings that change no statistic. These are readings of context features (which
                 condition the others but are not scored) and readings with a term that is not finite. None if all
                 readings count.
@@ -504,9 +501,8 @@ class CpuKernels:
             batch: The new readings, Z of which are scored.
             hidden: (Z, d) an array for the last layer's outputs, of width d, at the query tokens. None to compute
                 `score_terms` instead.
-            score_terms: (3, Z) an array with one column per scored reading. Its rows receive ln p of the value, ln of
-                the p-value, and centered NLL (−ln p minus its expected value). A fourth row receives ln of the p-value
-                under the prior alone. None to compute `hidden` instead.
+            score_terms: (3 or 4, Z) an array that receives the score terms of the scored readings
+                (`model.score_terms`). None to compute `hidden` instead.
 
         Returns:
             For each of the Z scored readings, the distribution of its value under the Gaussian prior (an input of the
@@ -539,7 +535,9 @@ class CpuKernels:
             prior_scales=scales,
             hidden=hidden,
             score_terms=score_terms,
-            log_p_prior=score_terms[3] if score_terms is not None and len(score_terms) > 3 else None,
+            log_p_prior=score_terms[LOG_P_PRIOR]
+            if score_terms is not None and len(score_terms) > LOG_P_PRIOR
+            else None,
             next_unit=ctypes.c_int64(0),
             num_records=len(batch.num_cached),
             page_table_columns=batch.page_table.shape[1],

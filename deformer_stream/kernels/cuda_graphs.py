@@ -24,12 +24,13 @@ from torch import Tensor
 from deformer_stream.kernels.torch_kv_cache import TorchKVCache
 from deformer_stream.model.deformer import DEformer, KVCacheView, to_tensor
 from deformer_stream.model.gaussian_prior import PriorConditional
+from deformer_stream.model.score_terms import count_score_terms
 
 T = TypeVar("T", NDArray[Any], Tensor)
 Floats = NDArray[np.float64]
 ForwardPass = Callable[[], Tensor]
-"""A function that runs a forward pass on inputs in fixed memory. It returns the score terms, (3, R, L) for R records
-with L readings each."""
+"""A function that runs a forward pass on inputs in fixed memory. It returns the score terms (`model.score_terms`) of R
+records with L readings each, (3 or 4, R, L)."""
 Capture = Callable[[ForwardPass], ForwardPass]
 """A function that captures a forward pass as a CUDA graph, and returns a function that replays the graph."""
 
@@ -94,13 +95,11 @@ class CudaGraphs:
             inputs: The inputs, with L readings per record; records with fewer new readings are padded.
             ages: (R, L) float64 seconds from the origin of the record to each reading, if readings are irregular. Such
                 passes are not captured.
-            has_others: Whether to return a fourth row, ln of the p-value given the readings of other sensors only. The
-                model must have a Gaussian process.
+            has_others: Whether to return the row `LOG_P_PRIOR` given the readings of other sensors only. The model must
+                have a Gaussian process.
 
         Returns:
-            (3, R, L) for each reading ln p of the value, ln of the p-value (probability of a value at most as likely),
-            and centered NLL (−ln p minus its expected value). The entries of padding have no meaning. (4, R, L) with
-            `has_others`, and if p-values under the Gaussian prior alone are a term of the alert (`alert_prior`).
+            (3 or 4, R, L) the score terms of each reading (`model.score_terms`). Those of padding have no meaning.
         """
         with torch.inference_mode():
             graph = self._find_or_capture(inputs) if ages is None else None
@@ -152,9 +151,8 @@ class CudaGraphs:
             ages: (R, L) seconds from the origin of the record to each reading, if readings are irregular.
 
         Returns:
-            (3, R, L) for each reading ln p of the value, ln of the p-value (probability of a value at most as likely),
-            and centered NLL (−ln p minus its expected value). A fourth row is ln of the p-value under the Gaussian
-            prior alone, if that is a term of the alert.
+            (3 or 4, R, L) the score terms of each reading (`model.score_terms`). There are 4 only if p-values under the
+            Gaussian prior alone are a term of the alert.
         """
         cached = self.cache.gather_pages(inputs.pages, inputs.num_tokens)
         output = self.model.forward_cached(inputs.features, inputs.values, cached, prior, ages)
@@ -264,7 +262,7 @@ class CapturedGraph:
         # All inputs lie in one block of memory, so that one copy transfers them to the device.
         self.host_block = torch.empty(sum(num_bytes), dtype=torch.uint8, pin_memory=is_pinned)
         self.device_block = torch.empty(sum(num_bytes), dtype=torch.uint8, device=self.device)
-        num_terms = 4 if model.config.alert_prior else 3
+        num_terms = count_score_terms(model.config.alert_prior)
         self.host_result = torch.empty(num_terms, *readings_shape, dtype=torch.float64, pin_memory=is_pinned)
 
         def split(block: Tensor) -> ForwardInputs[Tensor]:
@@ -293,8 +291,7 @@ class CapturedGraph:
                 input of the network), or None if the model has no prior. The graph does not contain its operators.
 
         Returns:
-            The score terms of the new readings, (3, R, L) or (4, R, L), as `CudaGraphs.compute_score_terms` returns
-            them.
+            The score terms of the new readings, (3 or 4, R, L), as `CudaGraphs.compute_score_terms` returns them.
         """
         num_records, num_readings = inputs.features.shape
         self._send(inputs)

@@ -12,6 +12,7 @@ compiled kernels read. The modules are:
     layers, attention, time_inputs   its parts
     distributions        the conditionals of readings, in PyTorch
     conditional_arrays   the same as NumPy arrays
+    score_terms          the numbers of a reading from which scores are computed, as rows of an array
     bounded_context      the earlier readings on which a reading of a long record is conditional
 
     gaussian_prior, mixture                        the prior as a mixture of Gaussians: in PyTorch, as NumPy arrays

@@ -91,7 +91,7 @@ class ScoreTerms:
     log_p_prior: Tensor | None = None
 
     def stack(self) -> Tensor:
-        """Return the terms as the rows of one tensor, (3, *S) or, with `log_p_prior`, (4, *S)."""
+        """Return the terms as the rows of one tensor, (3, *S) or, with `log_p_prior`, (4, *S) (`score_terms`)."""
         terms = self.log_prob, self.log_p_value, self.centered_nll
         return torch.stack(terms if self.log_p_prior is None else (*terms, self.log_p_prior))
 
