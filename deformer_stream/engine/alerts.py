@@ -396,7 +396,9 @@ class AlertBuilder:
             codes, values = self.records.log.gather_padded(member_index, member_counts)
             # Readings of a record with the same event time (a tie group) can be scored together. Then only the last of
             # them can raise an alert. None means that every reading can.
-            is_decision_point = self._find_group_ends(member_index, member_counts) if self.records.holds_ties else None
+            is_decision_point = (
+                self._find_decision_points(member_index, member_counts) if self.records.holds_ties else None
+            )
             explained = explain_records(
                 version.model,
                 codes,
@@ -457,8 +459,8 @@ class AlertBuilder:
             evidence=evidence,
         )
 
-    def _find_group_ends(self, record_index: Ints, num_readings: Ints) -> Bools:
-        """Return which readings of A records are the last of their tie groups.
+    def _find_decision_points(self, record_index: Ints, num_readings: Ints) -> Bools:
+        """Return which readings of A records can raise an alert: the last ones of their tie groups.
 
         A tie group consists of the readings of one record with the same event time.
 
@@ -476,5 +478,5 @@ class AlertBuilder:
         has_next = next_position < num_readings[:, None]
         safe_position = np.where(has_next, next_position, 0)  # without a next reading, any valid position will do
         continues_group = self.records.log.is_tied(record_index[:, None], safe_position)
-        is_group_end: Bools = ~(has_next & continues_group)
-        return is_group_end
+        is_decision_point: Bools = ~(has_next & continues_group)
+        return is_decision_point

@@ -260,38 +260,39 @@ def _score_pass(
     # The kernels take the M readings of all records one after the other, without padding.
     is_reading = features >= 0
     codes, num_records = features[is_reading], len(features)
-    offsets = np.append(0, np.cumsum(is_reading.sum(1)))  # index of each record's first reading, followed by M
+    boundaries = np.append(0, np.cumsum(is_reading.sum(1)))  # index of each record's first reading, followed by M
     is_scored = ~kernels.parameters.schema.is_context[codes]
     distance_terms = None
     if distance is not None:
         measure = choose_distance_function(kernels.library)
         distance_terms = distance.compute_terms(features, values, measure)[is_reading]
     running = np.full(num_records, INITIAL_RUNNING, RUNNING_DTYPE)
-    terms = np.zeros((count_score_terms(has_prior_row=True), len(codes)))  # those under the prior stay 0 without it
+    score_terms = np.zeros(
+        (count_score_terms(has_prior_row=True), len(codes))
+    )  # those under the prior stay 0 without it
     if len(codes):
         cache, pages = kernels.create_cache_of_records(num_records, features.shape[1])
         num_cached = np.zeros(num_records, np.int64)
-        batch = RaggedBatch(codes, values[is_reading].astype(np.float32), offsets, num_cached, pages)
+        batch = RaggedBatch(codes, values[is_reading].astype(np.float32), boundaries, num_cached, pages)
         scored = kernels.score(cache, batch, alert_prior is not None)
-        terms[: len(scored)] = scored  # also converts float32 to float64
-        prior = None if alert_prior is None else PriorPValues(terms[LOG_P_PRIOR], alert_prior)
+        score_terms[: len(scored)] = scored  # also converts float32 to float64
+        prior = None if alert_prior is None else PriorPValues(score_terms[LOG_P_PRIOR], alert_prior)
         # Update `running` with the readings of each record. The scores after each reading are not needed here, but
         # `advance` requires an array for them.
         unused_scores = np.empty((3, len(codes)))
-        is_decided = None  # no tie groups: the anomaly score is updated after each reading
         kernels.advance(
             running,
             record_index=np.arange(num_records),
-            offsets=offsets,
-            score_terms=terms,
+            boundaries=boundaries,
+            score_terms=score_terms,
             is_scored=is_scored,
-            is_decided=is_decided,
-            columns=unused_scores,
+            is_decision_point=None,  # no tie groups: the anomaly score is updated after each reading
+            score_rows=unused_scores,
             p_value_exponent=P_VALUE_EXPONENT,
             distance_terms=distance_terms,
             prior=prior,
         )
-    return PassScores(codes, terms[LOG_P_VALUE], terms[LOG_P_PRIOR], is_scored, running)
+    return PassScores(codes, score_terms[LOG_P_VALUE], score_terms[LOG_P_PRIOR], is_scored, running)
 
 
 def compute_log_p_values(kernels: CpuKernels | None, model: Model, features: Ints, values: Floats) -> Floats:

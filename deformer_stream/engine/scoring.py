@@ -262,16 +262,17 @@ class ModelVersion:
         distinct_index, num_scored_before = sorted_record_index[first], sorted_seq[first]
         # Whether a reading is in the same tie group (readings with the same event time) as the one before it.
         is_tied = records.log.is_tied(sorted_record_index, sorted_seq) if records.holds_ties else None
-        terms, num_rebuilt = self._compute_score_terms(
+        score_terms, num_rebuilt = self._compute_score_terms(
             records, cache, distinct_index, num_scored_before, num_new, is_tied
         )
-        # A reading is the last of its tie group if the next reading is not in the same group.
-        is_group_end = None if is_tied is None else ~np.append(is_tied[1:], False)
+        # The anomaly score of a record changes only at decision points: the last readings of its tie groups. A reading
+        # is the last of its group if the next reading is not in the same group.
+        is_decision_point = None if is_tied is None else ~np.append(is_tied[1:], False)
         # Assigning to `order` restores the given order.
         score_rows, num_crossed = np.empty((4, len(seq))), np.empty(len(seq), np.int64)
         kinds = np.empty(len(seq), np.int8)
         score_rows[:, order], num_crossed[order], kinds[order] = self._update_statistics(
-            records, distinct_index, boundaries, sorted_seq, terms, alphas, is_group_end
+            records, distinct_index, boundaries, sorted_seq, score_terms, alphas, is_decision_point
         )
         return score_rows, num_crossed, kinds, num_rebuilt
 
@@ -352,11 +353,11 @@ class ModelVersion:
             First (3 or 4, M) score terms (`model.score_terms`), one record after the other. Second the number of
             records whose keys and values were missing in the cache and were computed again.
         """
-        terms = np.empty((self._num_terms, int(num_new.sum())))
+        score_terms = np.empty((self._num_terms, int(num_new.sum())))
         if self.context_limit is None or records.contexts is None:
             none, no_places = np.zeros_like(num_new), np.empty(0, np.int64)
             segments = Segments(record_index, none, none, num_scored_before, num_new, none - 1, no_places)
-            return terms, self._score_segments(records, cache, segments, is_tied, terms)
+            return score_terms, self._score_segments(records, cache, segments, is_tied, score_terms)
         first = np.cumsum(num_new) - num_new  # index of the first reading of each record among the M readings
         num_rebuilt = 0
         members, starts = np.arange(len(record_index)), num_scored_before
@@ -379,10 +380,10 @@ class ModelVersion:
             num_rebuilt += self._score_segments(records, cache, segments, is_tied, segment_terms)
             segment, offset = ragged_indices(segments.num_new)
             first_column = first[members] + starts - num_scored_before[members]
-            terms[:, first_column[segment] + offset] = segment_terms
+            score_terms[:, first_column[segment] + offset] = segment_terms
             has_more = segment_ends < ends
             members, starts = members[has_more], segment_ends[has_more]
-        return terms, num_rebuilt
+        return score_terms, num_rebuilt
 
     def _score_segments(
         self, records: RecordTable, cache: Cache, segments: Segments, is_tied: Bools | None, out: Floats
@@ -522,7 +523,7 @@ class ModelVersion:
         Returns:
             (3 or 4, T) score terms of the readings (`model.score_terms`).
         """
-        terms = np.empty((self._num_terms, len(codes)))
+        score_terms = np.empty((self._num_terms, len(codes)))
         first = np.cumsum(length) - length  # index of the first reading of each branch
         values = self.schema.normalise(codes, raw_values)
         if self.kernels is not None:
@@ -541,11 +542,11 @@ class ModelVersion:
                     num_before[branches],
                     self._branch_cache.page_table[: len(branches)],
                 )
-                terms[:, span] = self.kernels.score(self._branch_cache, ragged_batch, self._scores_prior)
+                score_terms[:, span] = self.kernels.score(self._branch_cache, ragged_batch, self._scores_prior)
         else:
             arguments = record_index, num_before, length, codes, values
-            self.torch_scorer.score_branches(cast("TorchKVCache", cache), *arguments, out=terms)
-        return terms
+            self.torch_scorer.score_branches(cast("TorchKVCache", cache), *arguments, out=score_terms)
+        return score_terms
 
     def _update_statistics(
         self,
@@ -553,9 +554,9 @@ class ModelVersion:
         record_index: Ints,
         boundaries: Ints,
         seq: Ints,
-        terms: Floats,
+        score_terms: Floats,
         alphas: Floats,
-        is_group_end: Bools | None,
+        is_decision_point: Bools | None,
     ) -> tuple[Floats, Ints, Codes]:
         """Add M readings to the running statistics of their R records, and compute p-values and alerts.
 
@@ -568,10 +569,10 @@ class ModelVersion:
             record_index: (R,) row of each record in the table.
             boundaries: (R + 1,) index of the first reading of each record among the M readings, followed by M.
             seq: (M,) position of each reading in its record, from 0.
-            terms: (3 or 4, M) score terms of the readings (`model.score_terms`).
+            score_terms: (3 or 4, M) score terms of the readings (`model.score_terms`).
             alphas: The false-alarm rates at which alerts are raised, descending.
-            is_group_end: (M,) whether a reading is the last one of its tie group; only such a reading can lower the
-                p-value. None without tie groups.
+            is_decision_point: (M,) whether a reading is the last one of its tie group; only such a reading can lower
+                the p-value. None without tie groups.
 
         Returns:
             First (4, M) scores in four rows: the log-likelihood of each reading (NaN if it is not scored), its running
@@ -588,25 +589,34 @@ class ModelVersion:
         if is_context.any():
             places = records.find_places(index_by_reading, seq)
             is_scored = ~is_context[records.log.gather_features(index_by_reading, places)]
-        is_finite: Bools = np.all(np.isfinite(terms), axis=0)
+        is_finite: Bools = np.all(np.isfinite(score_terms), axis=0)
         if not is_finite.all():
             is_scored = is_finite if is_scored is None else is_scored & is_finite
         score_rows, kinds = np.empty((4, len(seq))), np.full(len(seq), NO_KIND, np.int8)
         cusums = None
         if self.calibration.cusum_scale is not None and records.is_irregular:
-            log_p_others = terms[LOG_P_PRIOR] if self._has_others else None
+            log_p_others = score_terms[LOG_P_PRIOR] if self._has_others else None
             scale = self.calibration.cusum_scale
             cusums = self._describe_cusums(records, index_by_reading, seq, log_p_others, scale, kinds)
-        # Compute rows 0 to 2: log-likelihoods, their running sums, and running anomaly scores.
-        arrays = record_index, boundaries, terms, is_scored, is_group_end, score_rows
         distance_terms = self._compute_distance_terms(records, record_index, boundaries, seq)
         prior = None
         if self._alert_prior is not None:
-            prior = PriorPValues(np.ascontiguousarray(terms[LOG_P_PRIOR]), self._alert_prior)
-        if self.kernels is not None:
-            self.kernels.advance(records.running, *arrays, P_VALUE_EXPONENT, cusums, distance_terms, prior)
-        else:
-            _advance_running(records.running, *arrays, cusums, distance_terms, prior)
+            prior = PriorPValues(np.ascontiguousarray(score_terms[LOG_P_PRIOR]), self._alert_prior)
+        kernels = self.kernels
+        advance = _advance_running if kernels is None else partial(kernels.advance, p_value_exponent=P_VALUE_EXPONENT)
+        # Compute rows 0 to 2: log-likelihoods, their running sums, and running anomaly scores.
+        advance(
+            records.running,
+            record_index=record_index,
+            boundaries=boundaries,
+            score_terms=score_terms,
+            is_scored=is_scored,
+            is_decision_point=is_decision_point,
+            score_rows=score_rows,
+            cusums=cusums,
+            distance_terms=distance_terms,
+            prior=prior,
+        )
         anomaly_scores = score_rows[2]
         # The record ids are only needed if groups of records have calibrations of their own.
         p_values = self.calibration.compute_p_values(
@@ -700,11 +710,12 @@ class ModelVersion:
 
 def _advance_running(
     running: NDArray[np.void],
+    *,
     record_index: Ints,
     boundaries: Ints,
-    terms: Floats,
+    score_terms: Floats,
     is_scored: Bools | None,
-    is_group_end: Bools | None,
+    is_decision_point: Bools | None,
     score_rows: Floats,
     cusums: CusumArguments | None,
     distance_terms: Floats | None,
@@ -720,11 +731,11 @@ def _advance_running(
             records are updated, except for the p-value, which the caller computes.
         record_index: (R,) row of each record in the table.
         boundaries: (R + 1,) index of the first reading of each record among the M readings, followed by M.
-        terms: (3 or 4, M) score terms of the readings (`model.score_terms`). `LOG_P_PRIOR` is not used.
+        score_terms: (3 or 4, M) score terms of the readings (`model.score_terms`). `LOG_P_PRIOR` is not used.
         is_scored: (M,) false for readings that leave the statistics unchanged, such as those of context features; None
             if all are scored.
-        is_group_end: (M,) true for the last reading of a tie group. The others do not update the anomaly score. None
-            without tie groups.
+        is_decision_point: (M,) false for readings after which the anomaly score is not updated, because readings with
+            the same event time follow. None if it is updated after each reading.
         score_rows: (4, M) array whose first three rows receive, for each reading, ln p (NaN if it is not scored), the
             sum of ln p over the record so far, and the running anomaly score of the record.
         cusums: What the cumulative sums need, whose statistics take the place of combined p-values; None without sums.
@@ -732,7 +743,7 @@ def _advance_running(
         prior: The p-values of the M readings under the Gaussian prior alone; None if they are no term.
     """
     first, num_new = boundaries[:-1], boundaries[1:] - boundaries[:-1]
-    score_rows[0] = terms[LOG_PROB] if is_scored is None else np.where(is_scored, terms[LOG_PROB], np.nan)
+    score_rows[0] = score_terms[LOG_PROB] if is_scored is None else np.where(is_scored, score_terms[LOG_PROB], np.nan)
     # Records with similar numbers of readings are processed together, padded to the longest of them.
     for rows in group_by_length(num_new, np.zeros_like(num_new)):
         running_before = running[record_index[rows]]
@@ -740,27 +751,25 @@ def _advance_running(
         is_valid = column < num_new[rows, None]
         reading = np.where(is_valid, first[rows, None] + column, 0)  # index among the M readings, 0 for padding
         is_counted = is_valid if is_scored is None else is_valid & is_scored[reading]
-        log_p, log_p_value, centered_nll = np.where(is_counted, terms[:LOG_P_PRIOR, reading], 0.0)
+        log_prob, log_p_value, centered_nll = np.where(is_counted, score_terms[:LOG_P_PRIOR, reading], 0.0)
         state = PrefixState(*(running_before[name] for name in PREFIX_FIELDS))
-        # The anomaly score of a record changes only at decision points: the last readings of its tie groups. Without
-        # tie groups, every reading is a decision point, and the argument is None.
-        is_decision_point = None if is_group_end is None else is_group_end[reading]
+        decision_points = None if is_decision_point is None else is_decision_point[reading]
         # No term is negative, so that of padding, 0, does not change the maximum.
         further_terms = None if distance_terms is None else np.where(is_valid, distance_terms[reading], 0.0)
         prior_of_rows = None
         if prior is not None:
             prior_of_rows = replace(prior, log_p=np.where(is_counted, prior.log_p[reading], 0.0))
         score, state = advance_prefix_state(
-            state, log_p_value, is_counted, is_decision_point, further_terms, prior_of_rows
+            state, log_p_value, is_counted, decision_points, further_terms, prior_of_rows
         )
         if cusums is not None:
-            statistics, kinds = _compute_cusum_statistics(cusums, record_index[rows], terms, reading, is_counted)
+            statistics, kinds = _compute_cusum_statistics(cusums, record_index[rows], score_terms, reading, is_counted)
             score_before = running_before["max_statistic"][:, None]
             score = np.maximum.accumulate(np.maximum(statistics, score_before), 1)
             is_raised = is_counted & (statistics > np.concatenate([score_before, score[:, :-1]], 1))
             cusums.largest_kinds[reading[is_valid]] = np.where(is_raised, kinds, NO_KIND)[is_valid]
         # Sums run in arrival order, so that any division of the readings into batches gives the same bits.
-        log_likelihood = compute_running_sums(running_before["log_likelihood"], log_p)
+        log_likelihood = compute_running_sums(running_before["log_likelihood"], log_prob)
         centered_sum = compute_running_sums(running_before["centered_nll"], centered_nll)
         score_rows[1:3, reading[is_valid]] = np.stack([log_likelihood, score])[:, is_valid]
         # Padding adds nothing, so the last column holds the sums after each record's last reading.
@@ -779,14 +788,14 @@ def _advance_running(
 
 
 def _compute_cusum_statistics(
-    cusums: CusumArguments, record_index: Ints, terms: Floats, reading: Ints, is_counted: Bools
+    cusums: CusumArguments, record_index: Ints, score_terms: Floats, reading: Ints, is_counted: Bools
 ) -> tuple[Floats, Codes]:
     """Add readings to the cumulative sums of R records.
 
     Args:
         cusums: The readings, and the states of all records, which are updated.
         record_index: (R,) row of each record in the table.
-        terms: (3 or 4, M) score terms of all readings (`model.score_terms`). `LOG_P_PRIOR` is not used.
+        score_terms: (3 or 4, M) score terms of all readings (`model.score_terms`). `LOG_P_PRIOR` is not used.
         reading: (R, L) index of each reading of the records among the M readings.
         is_counted: (R, L) false for padding and for readings that are not scored, whose statistic is 0.
 
@@ -805,9 +814,9 @@ def _compute_cusum_statistics(
     readings = CusumReadings(
         codes=codes,
         values=values,
-        log_p=terms[LOG_P_VALUE, reading],
+        log_p=score_terms[LOG_P_VALUE, reading],
         log_p_others=None if cusums.log_p_others is None else cusums.log_p_others[reading],
-        log_masses=terms[LOG_PROB, reading] + cusums.log_resolutions[codes],
+        log_masses=score_terms[LOG_PROB, reading] + cusums.log_resolutions[codes],
         is_counted=is_counted,
         log_p_level=log_p_level,
         log_p_step=log_p_step,

@@ -158,13 +158,13 @@ class _Branches:
     group can have several branches. There are B branches with T readings in total, one branch after the other.
 
     Attributes:
-        terms: (3 or 4, T) score terms (`model.score_terms`).
+        score_terms: (3 or 4, T) score terms (`model.score_terms`).
         row: (T,) index of each reading of a branch among the M readings.
         start: (B,) index of the first reading of each branch among the T readings.
         group: (B,) index of the group of each branch among the G groups.
     """
 
-    terms: Floats
+    score_terms: Floats
     row: Ints
     start: Ints
     group: Ints
@@ -192,7 +192,7 @@ def _combine_orders(
         p-values are the smallest over the orders. The centered NLL is the mean over the orders. All are NaN if a term
         of the reading is not finite in some order.
     """
-    row, branch_terms = branches.row, branches.terms
+    row, branch_terms = branches.row, branches.score_terms
     # If a term of a reading is not finite in some order, all its terms are replaced by 0 here and by NaN at the end.
     is_not_finite: Bools = ~np.all(np.isfinite(canonical_terms), axis=0)
     is_not_finite[row[~np.all(np.isfinite(branch_terms), axis=0)]] = True

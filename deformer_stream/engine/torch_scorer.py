@@ -94,11 +94,11 @@ class TorchScorer:
         num_tokens_computed = len(column) * cache.tokens_per_reading  # per record, padding included
         token_places, num_kept = cache.allocate_tokens(record_index, num_processed, num_tokens_computed)
         inputs = ForwardInputs(features, values, pages, num_tokens, token_places)
-        terms = self.graph_runner(inputs, ages, self._has_others)
+        score_terms = self.graph_runner(inputs, ages, self._has_others)
         # Readings for which the cache has no memory are not kept. They are computed again with the next new reading.
         cache.num_cached_readings[record_index] += num_kept
         is_new = is_reading & (column >= readings.num_prefill_only[group][:, None])
-        return is_new, terms
+        return is_new, score_terms
 
     def score_branches(
         self,

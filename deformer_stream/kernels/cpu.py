@@ -292,12 +292,13 @@ class CpuKernels:
     def advance(
         self,
         running: NDArray[np.void],
+        *,
         record_index: Ints,
-        offsets: Ints,
+        boundaries: Ints,
         score_terms: Floats,
         is_scored: Bools | None,
-        is_decided: Bools | None,
-        columns: Floats,
+        is_decision_point: Bools | None,
+        score_rows: Floats,
         p_value_exponent: float,
         cusums: CusumArguments | None = None,
         distance_terms: Floats | None = None,
@@ -312,14 +313,14 @@ class CpuKernels:
             running: The running statistics of all open records, with the dtype `RUNNING_DTYPE`. Those of the R records
                 are updated, except for the field `p_value`, which the caller computes from the anomaly score.
             record_index: (R,) the index of each record in `running`.
-            offsets: (R + 1,) the index of each record's first reading among the M readings; the last entry is M.
+            boundaries: (R + 1,) the index of each record's first reading among the M readings; the last entry is M.
             score_terms: (3 or 4, M) the result of `score` in float64. `LOG_P_PRIOR` is not used.
             is_scored: (M,) False for readings that change no statistic. These are readings of context features (which
                 condition the others but are not scored) and readings with a term that is not finite. None if all
                 readings count.
-            is_decided: (M,) False for readings after which the anomaly score is not updated, because readings with the
-                same event time follow; None if it is updated after each reading.
-            columns: (3 or more, M) output. The first three rows receive, for each reading, ln p of the value (NaN if
+            is_decision_point: (M,) False for readings after which the anomaly score is not updated, because readings
+                with the same event time follow; None if it is updated after each reading.
+            score_rows: (3 or more, M) output. The first three rows receive, for each reading, ln p of the value (NaN if
                 the reading is not scored), the sum of ln p over the record so far, and the record's anomaly score so
                 far (larger is more anomalous).
             p_value_exponent: The power to which p-values of readings are raised before they are combined.
@@ -335,10 +336,10 @@ class CpuKernels:
             cusum_fields = {name: getattr(cusums, name) for name in (*CUSUM_ARRAYS, *CUSUM_NUMBERS)}
         task = abi.AdvanceTask(
             record_index=record_index,
-            offsets=offsets,
+            offsets=boundaries,
             score_terms=score_terms,
             is_scored=is_scored,
-            is_decided=is_decided,
+            is_decision_point=is_decision_point,
             distance_terms=distance_terms,
             log_p_prior=None if prior is None else prior.log_p,
             line_starts=None if prior is None else prior.lines.starts,
@@ -346,7 +347,7 @@ class CpuKernels:
             num_lines=0 if prior is None else prior.lines.starts.shape[1],
             max_neg_log_p_prior=MAX_NEG_LOG_P,
             running=abi.running_address(running),
-            out=columns,
+            score_rows=score_rows,
             num_records=len(record_index),
             p_value_exponent=p_value_exponent,
             **cusum_fields,

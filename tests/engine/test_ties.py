@@ -211,7 +211,7 @@ def test_tie_group_is_scored_as_a_mixture_over_its_orders() -> None:
     smallest_log_p, smallest_prior = (
         np.array([[p[0, 0], 0.0, *(p[features == f].min() for f in group)]]) for p in (log_p, log_p_prior)
     )
-    is_scored, is_group_end = np.array([[True, False, True, True]]), np.array([[True, False, False, True]])
+    is_scored, is_decision_point = np.array([[True, False, True, True]]), np.array([[True, False, False, True]])
     distance = AlertDistance.from_model(model)
     assert distance is not None
     terms = distance.compute_terms(features[:1], z[:1])
@@ -220,7 +220,7 @@ def test_tie_group_is_scored_as_a_mixture_over_its_orders() -> None:
     of_prior = combine_p_values(smallest_prior, is_scored)
     assert lines.compute_terms(np.zeros_like(of_prior), of_prior, is_scored.cumsum(1))[0, -1] > 0
     expected_score = advance_prefix_state(
-        PrefixState.initial(1), smallest_log_p, is_scored, is_group_end, terms, PriorPValues(smallest_prior, lines)
+        PrefixState.initial(1), smallest_log_p, is_scored, is_decision_point, terms, PriorPValues(smallest_prior, lines)
     )[0][0]
     np.testing.assert_allclose(scored.score, expected_score)
     np.testing.assert_allclose(scored.p_value, calibration.compute_pooled_p_values(expected_score))

@@ -250,30 +250,39 @@ def test_running_statistics_follow_their_definition(
     record_index, running = rng.permutation(9)[:R], np.full(9, INITIAL_RUNNING)
     batches = []
     for _ in range(2):
-        offsets = np.append(0, np.cumsum(rng.integers(0, max_readings + 1, R)))
-        M = int(offsets[-1])
+        boundaries = np.append(0, np.cumsum(rng.integers(0, max_readings + 1, R)))
+        M = int(boundaries[-1])
         terms = -(rng.exponential(size=(4, M)) * 10.0 ** rng.choice([-3, 0, 0, 0, 0, 1, 6, 30], (4, M)))
-        is_scored, is_decided = rng.random((2, M)) < 0.7 if is_masked else (None, None)
-        columns = np.empty((4, M))
+        is_scored, is_decision_point = rng.random((2, M)) < 0.7 if is_masked else (None, None)
+        score_rows = np.empty((4, M))
         prior = None if lines is None else PriorPValues(terms[3], lines)
-        arguments = running, record_index, offsets, terms, is_scored, is_decided, columns, P_VALUE_EXPONENT
-        kernels.advance(*arguments, prior=prior)
-        batches.append((offsets, terms, is_scored, is_decided, columns))
+        kernels.advance(
+            running,
+            record_index=record_index,
+            boundaries=boundaries,
+            score_terms=terms,
+            is_scored=is_scored,
+            is_decision_point=is_decision_point,
+            score_rows=score_rows,
+            p_value_exponent=P_VALUE_EXPONENT,
+            prior=prior,
+        )
+        batches.append((boundaries, terms, is_scored, is_decision_point, score_rows))
     for i, index in enumerate(record_index.tolist()):
         state, sums = PrefixState.initial(1), np.zeros((2, 1))
-        for offsets, terms, is_scored, is_decided, columns in batches:
-            span = slice(offsets[i], offsets[i + 1])
+        for boundaries, terms, is_scored, is_decision_point, score_rows in batches:
+            span = slice(boundaries[i], boundaries[i + 1])
             if span.start == span.stop:
                 continue
             counts = np.ones(terms.shape[1], bool) if is_scored is None else is_scored
             own_terms = np.where(counts, terms, 0.0)[:, None, span]
-            own_decided = None if is_decided is None else is_decided[None, span]
+            own_points = None if is_decision_point is None else is_decision_point[None, span]
             prior = None if lines is None else PriorPValues(own_terms[3], lines)
-            score, state = advance_prefix_state(state, own_terms[1], counts[None, span], own_decided, prior=prior)
+            score, state = advance_prefix_state(state, own_terms[1], counts[None, span], own_points, prior=prior)
             log_likelihood = compute_running_sums(sums[0], own_terms[0])
             sums = np.stack([log_likelihood[:, -1], compute_running_sums(sums[1], own_terms[2])[:, -1]])
-            np.testing.assert_array_equal(columns[0, span], np.where(counts, terms[0], np.nan)[span])
-            np.testing.assert_allclose(columns[1:3, span], [log_likelihood[0], score[0]], rtol=1e-10, atol=1e-12)
+            np.testing.assert_array_equal(score_rows[0, span], np.where(counts, terms[0], np.nan)[span])
+            np.testing.assert_allclose(score_rows[1:3, span], [log_likelihood[0], score[0]], rtol=1e-10, atol=1e-12)
         got = [running[name][index] for name in (*PREFIX_FIELDS, "log_likelihood", "centered_nll")]
         np.testing.assert_allclose(got, np.array([*astuple(state), *sums]).ravel(), rtol=1e-10, atol=1e-12)
 
@@ -287,8 +296,8 @@ def test_cumulative_sums_equal_those_of_the_reference(
     kernels = kernels_of(make_model(Schema((Feature("a", "continuous"),)), CONFIG, dtype=torch.float32))
     rng, num_sensors = np.random.default_rng(seed), 4
     num_readings = rng.integers(0, 30, 5)
-    record_index, offsets = rng.permutation(8)[:5], np.append(0, np.cumsum(num_readings))
-    M = int(offsets[-1])
+    record_index, boundaries = rng.permutation(8)[:5], np.append(0, np.cumsum(num_readings))
+    M = int(boundaries[-1])
     terms = -(rng.exponential(size=(3, M)) * 10.0 ** rng.choice([-1, 0, 0, 0, 1, 3], (3, M)))
     is_scored = rng.random(M) < 0.8 if is_masked else None
     marginals = Marginals(
@@ -330,11 +339,21 @@ def test_cumulative_sums_equal_those_of_the_reference(
         max_extreme=MAX_EXTREME,
         tie_tolerance=TIE_TOLERANCE,
     )
-    columns = np.empty((3, M))
-    kernels.advance(running, record_index, offsets, terms, is_scored, None, columns, P_VALUE_EXPONENT, arguments)
+    score_rows = np.empty((3, M))
+    kernels.advance(
+        running,
+        record_index=record_index,
+        boundaries=boundaries,
+        score_terms=terms,
+        is_scored=is_scored,
+        is_decision_point=None,
+        score_rows=score_rows,
+        p_value_exponent=P_VALUE_EXPONENT,
+        cusums=arguments,
+    )
     expected_states = create_states(8, num_sensors)
     for i, index in enumerate(record_index.tolist()):
-        own = np.arange(offsets[i], offsets[i + 1])[None]
+        own = np.arange(boundaries[i], boundaries[i + 1])[None]
         counted = np.ones(own.shape, bool) if is_scored is None else is_scored[own]
         codes, values = arguments.codes[own], arguments.values[own]
         previous = find_previous_values(expected_states[[index]], codes, values, counted)
@@ -357,7 +376,7 @@ def test_cumulative_sums_equal_those_of_the_reference(
         is_raised = statistics > np.concatenate([np.zeros((1, 1)), expected], 1)[:, :-1]
         expected_kinds = np.where(is_raised, find_largest_kinds(by_kind), NO_KIND)
         np.testing.assert_array_equal(arguments.largest_kinds[own], expected_kinds)
-        np.testing.assert_allclose(columns[2, own], expected, rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(score_rows[2, own], expected, rtol=1e-5, atol=1e-5)
         np.testing.assert_allclose(
             running["max_statistic"][index], expected[0, -1] if own.size else 0.0, rtol=1e-5, atol=1e-5
         )

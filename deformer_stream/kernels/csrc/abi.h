@@ -209,14 +209,14 @@ typedef struct {
     const int64_t *offsets;              /* (R + 1) where each record's readings begin */
     const double *score_terms;           /* (3, M) ln p, ln of the p-value, centered NLL */
     const char *is_scored;               /* (M) 0 for readings that change no statistic; NULL: all readings count */
-    const char *is_decided;              /* (M) 0 for readings after which max_statistic is not updated; NULL: none */
+    const char *is_decision_point;       /* (M) 0 for readings after which max_statistic is not updated; NULL: none */
     const double *distance_terms;        /* (M) terms of the statistic that come from distances; NULL: none */
     const double *log_p_prior;           /* (M) ln of the p-value under the Gaussian prior alone; NULL: no such term */
     const double *line_starts, *line_slopes; /* (2, num_lines) lines that turn combined p-values into terms of the
                                               * statistic, by number of scored readings, from 1 on: those of the network,
                                               * then those under the prior alone; NULL without log_p_prior */
     RunningState *running;               /* statistics of all records, updated for the R records */
-    double *out;                         /* (3, M) output: ln p (NaN if not scored), its sum, max_statistic so far */
+    double *score_rows;                  /* (3, M) output: ln p (NaN if not scored), its sum, max_statistic so far */
     /* The rest is for statistics from cumulative sums (calibration/cusum.py); NULL and 0 if p-values are combined. */
     float *cusum_states;                 /* (records, 6F + 1) states of all records, updated for the R records */
     const int64_t *codes;                /* (M) sensors of the readings */

@@ -144,13 +144,13 @@ void advance_statistics(const AdvanceTask *task) {
             }
             if (task->largest_kinds) task->largest_kinds[m] = kind;
             /* Not after readings that are followed by others with the same event time, whose order means nothing. */
-            if (!task->cusum_states && state.num_scored && (!task->is_decided || task->is_decided[m])) {
+            if (!task->cusum_states && state.num_scored && (!task->is_decision_point || task->is_decision_point[m])) {
                 double statistic = combine_sources(task, &state);
                 if (task->distance_terms) statistic += task->distance_terms[m];
                 state.max_statistic = fmax(state.max_statistic, statistic);
             }
-            task->out[m] = is_scored ? log_prob : NAN;
-            task->out[M + m] = state.log_likelihood, task->out[2 * M + m] = state.max_statistic;
+            task->score_rows[m] = is_scored ? log_prob : NAN;
+            task->score_rows[M + m] = state.log_likelihood, task->score_rows[2 * M + m] = state.max_statistic;
         }
         task->running[task->record_index[i]] = state;
     }
