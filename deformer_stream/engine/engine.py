@@ -20,7 +20,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deformer_stream.calibration.conformal import Calibration, TiePolicy
-from deformer_stream.calibration.cusum import Codes
 from deformer_stream.calibration.drift import DriftMonitor
 from deformer_stream.calibration.drift_state import DriftNotice, DriftState
 from deformer_stream.calibration.fault_classifier import FaultClassifier
@@ -137,8 +136,6 @@ class Engine:
         records: The table of open records.
         num_dropped_readings: Number of readings of open records that were dropped so far, because a new model lacks
             their feature.
-        num_cache_rebuilds: How many times the cached keys and values of a record were missing and were computed again,
-            since the last call of `pop_cache_rebuilds`.
     """
 
     def __init__(
@@ -199,7 +196,6 @@ class Engine:
         holds_ties = self._holds_ties(model, calibration)
         self.records = RecordTable(model.schema, self.limits.max_closed_ids, holds_ties)
         self.num_dropped_readings = 0
-        self.num_cache_rebuilds = 0
         self._unscorable: UnscorableReadings | None = None
         # Partitions whose records are not all scored by the current model yet, in the order in which they are scored.
         self._rescorings: dict[int, Rescoring] = {}
@@ -427,7 +423,9 @@ class Engine:
             )
         # The scores of records that stay open are needed for their later readings.
         stays_open = ~np.isin(to_score.record_indices, ending)
-        self._score(to_score.record_indices[stays_open], to_score.seq[stays_open], NO_ALPHAS)
+        self._versions.score_readings(
+            self.records, to_score.record_indices[stays_open], to_score.seq[stays_open], NO_ALPHAS
+        )
         self.records.drop_old_readings(accepted.record_indices)
         self._release(ending)
 
@@ -489,7 +487,7 @@ class Engine:
             _, to_score = decide_tie_groups(
                 self.records, EventBatch.empty(), no_new_readings, np.array(timed_out, np.int64)
             )
-            self._score(to_score.record_indices, to_score.seq, NO_ALPHAS)
+            self._versions.score_readings(self.records, to_score.record_indices, to_score.seq, NO_ALPHAS)
         # Records that alerted in the previous run must not alert again, and records that it closed are closed again.
         for record, alert_state in decisions.alert_states.items():
             if record in index_by_id:
@@ -676,7 +674,7 @@ class Engine:
         The cached keys and values of a record are missing after a restart, or if they were dropped to free memory. Many
         rebuilds without a restart show that `Limits.cache_bytes` is too small.
         """
-        num_rebuilds, self.num_cache_rebuilds = self.num_cache_rebuilds, 0
+        num_rebuilds, self._versions.num_cache_rebuilds = self._versions.num_cache_rebuilds, 0
         return num_rebuilds
 
     def pop_late_tie_groups(self) -> int:
@@ -1044,10 +1042,8 @@ class Engine:
         Returns:
             The scores in the order of `to_score`, and the alerts in the order of the readings that raise them.
         """
-        # `num_crossed` is the number of alphas that the p-value of the record has reached for the first time with each
-        # reading. The reading raises an alert for each of these alphas.
-        score_rows, num_crossed, kinds = self._score(to_score.record_indices, to_score.seq, self.alphas)
-        log_likelihood, running_log_likelihood, score, p_value = score_rows
+        result = self._versions.score_readings(self.records, to_score.record_indices, to_score.seq, self.alphas)
+        log_likelihood, running_log_likelihood, score, p_value = result.score_rows
         self._count_unscorable(batch, to_score, log_likelihood)
         scored = ScoredReadings(
             to_score.event_indices,
@@ -1056,7 +1052,7 @@ class Engine:
             running_log_likelihood,
             score,
             p_value,
-            is_alert=num_crossed > 0,
+            is_alert=result.num_crossed > 0,
         )
         builder = AlertBuilder(
             self.records,
@@ -1067,7 +1063,7 @@ class Engine:
             max_explained,
             on_progress,
         )
-        return scored, builder.build(batch, to_score, accepted, scored, num_crossed, kinds)
+        return scored, builder.build(batch, to_score, accepted, scored, result.num_crossed, result.kinds)
 
     def _count_unscorable(self, batch: EventBatch, readings: AcceptedReadings, log_likelihood: Floats) -> None:
         """Count readings for which the network has returned a score that is not finite, for `pop_unscorable`.
@@ -1099,17 +1095,6 @@ class Engine:
             )
         self._unscorable = replace(self._unscorable, num_readings=self._unscorable.num_readings + len(unscorable))
 
-    def _score(self, record_index: Ints, seq: Ints, alphas: Floats) -> tuple[Floats, Ints, Codes]:
-        """Score M readings, and count the records whose cached keys and values were missing.
-
-        The arguments and the results are those of `ModelVersions.score_readings`, without the number of these records.
-        """
-        score_rows, num_crossed, kinds, num_rebuilt = self._versions.score_readings(
-            self.records, record_index, seq, alphas
-        )
-        self.num_cache_rebuilds += num_rebuilt
-        return score_rows, num_crossed, kinds
-
     def _rescore(self, record_index: Ints) -> None:
         """Score all readings of records again, without alerts, after their model or the rules of scoring have changed.
 
@@ -1131,7 +1116,7 @@ class Engine:
             # The order within a tie group follows from the features of the model, which may differ from those before.
             is_tied = self.records.log.is_tied(record_index[record], place)
             sort_groups(self.records, record_index[record], place, np.cumsum(~is_tied))
-        self._score(record_index[record], num_dropped[record] + place, NO_ALPHAS)
+        self._versions.score_readings(self.records, record_index[record], num_dropped[record] + place, NO_ALPHAS)
 
     def _free_unneeded_pages(self, ending: list[int], now: int) -> None:
         """Free the KV cache of records that end without a reading to score.

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from deformer_stream.calibration.cusum import NO_KIND, Codes
+from deformer_stream.calibration.cusum import NO_KIND
 from deformer_stream.engine.records import RecordTable
-from deformer_stream.engine.scoring import Cache, ModelVersion
+from deformer_stream.engine.scoring import Cache, ModelVersion, ScoringResult
 from deformer_stream.kernels.kv_cache import CacheShape
 from deformer_stream.model.bounded_context import ContextLimit
 
@@ -32,10 +32,13 @@ class ModelVersions:
 
     Attributes:
         current_number: The number of the current version, which is larger than all others.
+        num_cache_rebuilds: How many times the cached keys and values of a record were missing and were computed again.
+            `Engine.pop_cache_rebuilds` resets the number.
     """
 
     def __init__(self, version: ModelVersion, cache_bytes: int) -> None:
         self.current_number = 0
+        self.num_cache_rebuilds = 0
         self._version_by_number = {0: version}
         self._max_cache_bytes = cache_bytes
         self._cache_by_shape: dict[CacheShape, Cache] = {}
@@ -112,10 +115,8 @@ class ModelVersions:
         for number in np.unique(numbers).tolist():
             yield self._version_by_number[number], np.flatnonzero(numbers == number)
 
-    def score_readings(
-        self, records: RecordTable, record_index: Ints, seq: Ints, alphas: Floats
-    ) -> tuple[Floats, Ints, Codes, int]:
-        """Score M readings, each by the version to which its record is assigned.
+    def score_readings(self, records: RecordTable, record_index: Ints, seq: Ints, alphas: Floats) -> ScoringResult:
+        """Score M readings, each by the version to which its record is assigned (`ModelVersion.score_readings`).
 
         Args:
             records: The table of open records, which holds the readings.
@@ -123,24 +124,18 @@ class ModelVersions:
             seq: (M,) position of each reading in its record, from 0.
             alphas: The false-alarm rates at which alerts are raised, descending; `NO_ALPHAS` for readings that must not
                 raise an alert.
-
-        Returns:
-            Four results, as `ModelVersion.score_readings` returns them. First (4, M) scores in four rows: the
-            log-likelihood of each reading, its running sum over the record, the running anomaly score of the record,
-            and the p-value of the record. Second (M,) the number of alphas that the p-value has reached with this
-            reading for the first time. Third (M,) the kind of the cumulative sum that has raised the anomaly score.
-            Fourth how many records were missing in their cache, so that their keys and values were computed again.
         """
         num_readings, num_rebuilt = len(record_index), 0
         score_rows, num_crossed = np.empty((4, num_readings)), np.zeros(num_readings, np.int64)
         kinds = np.full(num_readings, NO_KIND, np.int8)
         for version, members in self.group(records, record_index):
             cache = self._cache_by_shape[version.cache_shape]
-            score_rows[:, members], num_crossed[members], kinds[members], num_rebuilt_now = version.score_readings(
-                records, cache, record_index[members], seq[members], alphas
-            )
-            num_rebuilt += num_rebuilt_now
-        return score_rows, num_crossed, kinds, num_rebuilt
+            result = version.score_readings(records, cache, record_index[members], seq[members], alphas)
+            score_rows[:, members], num_crossed[members] = result.score_rows, result.num_crossed
+            kinds[members] = result.kinds
+            num_rebuilt += result.num_rebuilt
+        self.num_cache_rebuilds += num_rebuilt
+        return ScoringResult(score_rows, num_crossed, kinds, num_rebuilt)
 
     # The KV caches
 

@@ -131,6 +131,26 @@ class Segments:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class ScoringResult:
+    """The scores of M readings, and what follows from them for their records.
+
+    Attributes:
+        score_rows: (4, M) scores in four rows: the log-likelihood of each reading (NaN if it is not scored), its
+            running sum over the record, the running anomaly score of the record, and the p-value of the record.
+        num_crossed: (M,) the number of alphas that the p-value has reached with this reading for the first time. The
+            reading raises an alert for each of them.
+        kinds: (M,) the kind of the cumulative sum that has raised the anomaly score with this reading, as its index in
+            `cusum.EVIDENCE_KINDS`; `NO_KIND` if the anomaly score has not risen, and without cumulative sums.
+        num_rebuilt: The number of records whose keys and values were missing in the cache and were computed again.
+    """
+
+    score_rows: Floats
+    num_crossed: Ints
+    kinds: Codes
+    num_rebuilt: int
+
+
 class ModelVersion:
     """A model with its calibration, which scores all records that were opened while it was the current one.
 
@@ -227,7 +247,7 @@ class ModelVersion:
 
     def score_readings(
         self, records: RecordTable, cache: Cache, record_index: Ints, seq: Ints, alphas: Floats
-    ) -> tuple[Floats, Ints, Codes, int]:
+    ) -> ScoringResult:
         """Score M readings that are stored in the table, and update the running statistics of their records.
 
         The readings of one record must be in the order in which the table stores them, and all of its earlier readings
@@ -241,14 +261,6 @@ class ModelVersion:
             record_index: (M,) the row of the table that belongs to the record of each reading.
             seq: (M,) position of each reading in its record, from 0.
             alphas: The false-alarm rates at which alerts are raised, descending.
-
-        Returns:
-            Four results. First (4, M) scores in four rows: the log-likelihood of each reading (NaN if it is not
-            scored), its running sum over the record, the running anomaly score of the record, and the p-value of the
-            record. Second (M,) the number of alphas that the p-value has reached with this reading for the first time.
-            Third (M,) the kind of the cumulative sum that has raised the anomaly score with this reading, as its index
-            in `cusum.EVIDENCE_KINDS`; `NO_KIND` if the anomaly score has not risen, and without cumulative sums. Fourth
-            the number of records whose keys and values were missing in the cache and were computed again.
         """
         # Sort by record. Records that this batch has closed come first, so that the open ones can then use their pages
         # (blocks of the cache). `capacity` exceeds every row, so adding it sorts open records after closed ones.
@@ -274,7 +286,7 @@ class ModelVersion:
         score_rows[:, order], num_crossed[order], kinds[order] = self._update_statistics(
             records, distinct_index, boundaries, sorted_seq, score_terms, alphas, is_decision_point
         )
-        return score_rows, num_crossed, kinds, num_rebuilt
+        return ScoringResult(score_rows, num_crossed, kinds, num_rebuilt)
 
     def rank_records(self, records: RecordTable, record_index: Ints) -> Floats:
         """Return a score by which R closed records are ranked, (R,); larger is more anomalous.
@@ -575,10 +587,7 @@ class ModelVersion:
                 the p-value. None without tie groups.
 
         Returns:
-            First (4, M) scores in four rows: the log-likelihood of each reading (NaN if it is not scored), its running
-            sum over the record, the running anomaly score of the record, and the p-value of the record. Second (M,) the
-            number of alphas that the p-value has reached with this reading for the first time. Third (M,) the kinds of
-            evidence as in `score_readings`.
+            `score_rows`, `num_crossed` and `kinds` of a `ScoringResult`.
         """
         num_new = boundaries[1:] - boundaries[:-1]
         index_by_reading = record_index.repeat(num_new)

@@ -101,7 +101,7 @@ def test_stream_scores_equal_log_prob(change: dict[str, Any], cache_bytes: int, 
     centered_nll = np.where((codes >= 0) & ~SCHEMA.is_context[codes], centered_nll, 0.0).sum(1)
     engine = Engine(model, calibration, "fp", 0.05, Limits(cache_bytes=cache_bytes), effort="fast")
     collected = run_stream(codes, raw, engine, seed=2, max_batch=max_batch)
-    assert engine.num_cache_rebuilds > 0 if cache_bytes < ENOUGH_CACHE_BYTES else engine.num_cache_rebuilds == 0
+    assert (engine.pop_cache_rebuilds() > 0) == (cache_bytes < ENOUGH_CACHE_BYTES)
     for r in range(NUM_RECORDS):
         n = int((codes[r] >= 0).sum())
         seq, log_likelihood, running, score, p_value, is_alert = np.array(collected.readings[str(r)]).T
