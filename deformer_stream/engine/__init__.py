@@ -19,6 +19,7 @@ takes and returns. The modules are:
 
     scoring              scores of readings, by the compiled kernels
     torch_scorer         the same by PyTorch, on GPUs and without kernels
+    running_statistics   the inputs of cumulative sums, and the update of the statistics of records in NumPy
     passes               the readings of one pass through the network
     record_scores        scores of complete records
 
