@@ -62,7 +62,7 @@ class IrregularCollector(ReadingCollector):
         self._times, self._values = batch.times.tolist(), batch.values.tolist()
         self._contexts, self._limit_of_opened = contexts, contexts.limit_of(model_version)
         # A flat memoryview, whose single elements are accessed faster than those of an array.
-        self._latest_time = records.latest_time.reshape(-1).data
+        self._latest_time = records.view_latest_times()
         self._num_before: dict[int, int] = {}  # readings of touched records before this batch, by row of the table
         # The feature codes of the readings accepted from this batch, by row of the table.
         self._new_codes: dict[int, list[int]] = {}
@@ -73,7 +73,7 @@ class IrregularCollector(ReadingCollector):
     def open_record(self, record_id: str, partition_id: int, partition: Partition) -> int:
         """Return the row of the table for a new record, as `ReadingCollector.open_record` does."""
         record_index = super().open_record(record_id, partition_id, partition)
-        self._latest_time = self.records.latest_time.reshape(-1).data  # the table may have grown
+        self._latest_time = self.records.view_latest_times()  # the table may have grown
         self._num_before[record_index], self._new_codes[record_index] = 0, []
         return record_index
 
@@ -242,5 +242,5 @@ class IrregularCollector(ReadingCollector):
                 events = accepted.event_indices[first]
                 is_in_window = np.array([bool(batch.windows.devices[event]) for event in events.tolist()], bool)
                 origins = np.where(is_in_window, batch.windows.starts[events], origins)
-            records.origin[rows[first]] = origins
+            records.set_origins(rows[first], origins)
         return accepted

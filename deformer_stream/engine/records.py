@@ -5,8 +5,9 @@ about it. Everything else in this module can be computed from them and from the 
 
 `RecordTable` holds one row per open record in arrays. `deformer_stream.engine.ingest` decides which events of a batch
 are accepted, and adds their readings. Only this module changes the arrays of the table, with two exceptions. The code
-that computes scores updates `RecordTable.running` in place, and the ingestion of single events sets bits of
-`RecordTable.observed_mask` (`RecordTable.view_mask`).
+that computes scores updates `RecordTable.running` and `RecordTable.cusum_states` in place. The ingestion of single
+events writes to `RecordTable.observed_mask` and `RecordTable.latest_time` (`RecordTable.view_mask`,
+`RecordTable.view_latest_times`).
 
 States of a record, and when it changes from one to the next:
 
@@ -197,12 +198,15 @@ class RecordTable:
         tie_time: Event time of the record's last tie group, or of the readings that waited when the record was
             restored; `NO_TIME` if there is none.
         running: Running statistics of the record's scores, of dtype `RUNNING_DTYPE`. Kernels update them in place.
+        cusum_states: (capacity, W) float32 states of the record's cumulative sums (`calibration.cusum.state_width`).
+            Kernels update them in place. Only if readings are irregular.
         alert_seq: Position in the record of the reading that raised the first alert, -1 if there is none.
         alert_alpha: The strictest (smallest) alpha at which the record has alerted, `NO_ALERT` if there is none.
     """
 
     origin: Ints
     latest_time: Ints
+    cusum_states: NDArray[np.float32]
 
     def __init__(self, schema: Schema, max_closed_ids: int = MAX_CLOSED_IDS, holds_ties: bool = False) -> None:
         self.schema = schema
@@ -786,6 +790,14 @@ class RecordTable:
         """
         return self.observed_mask.reshape(-1).data, self.observed_mask.shape[1]
 
+    def view_latest_times(self) -> memoryview:
+        """Return the elements of `latest_time` as a flat view: that of sensor f of the record in row r is at r · F + f.
+
+        Like `view_mask`, it is for code that reads and writes single elements, and is outdated after the next call of
+        `allocate`.
+        """
+        return self.latest_time.reshape(-1).data
+
     def add_readings(
         self, accepted: AcceptedReadings, batch: EventBatch, touched: Ints, num_readings: Ints, now: int
     ) -> None:
@@ -812,6 +824,15 @@ class RecordTable:
         np.maximum.at(self.latest_event_time, accepted.record_indices, batch.times[accepted.event_indices])
         self.num_readings[touched] = num_readings
         self.touch(touched, now)
+
+    def set_origins(self, record_indices: Ints, origins: Ints) -> None:
+        """Store the times from which the ages of the irregular readings of R records are counted.
+
+        Args:
+            record_indices: (R,) rows of the records.
+            origins: (R,) event times, microseconds since 1970.
+        """
+        self.origin[record_indices] = origins
 
     def mark_closed(self, record_indices: Ints) -> None:
         """Store that R records whose ids are closed already (`Partition.close`) are not open any more.
@@ -956,6 +977,7 @@ class RecordTable:
         alert_alpha: Floats,
         num_dropped: Ints | None = None,
         latest_event_time: Ints | None = None,
+        cusum_states: NDArray[np.float32] | None = None,
     ) -> None:
         """Store the readings and scores of R records from a snapshot (the saved state of a partition).
 
@@ -978,6 +1000,8 @@ class RecordTable:
                 readings are not irregular.
             latest_event_time: (R,) latest event time of the readings of each record, `NO_TIME` if there is none. None
                 if the snapshot does not have it.
+            cusum_states: (R, W) states of the cumulative sums. None if the snapshot does not have them: they stay as
+                they are before the first reading.
         """
         self.last_accepted_at[record_indices] = last_accepted_at
         self.num_readings[record_indices] = num_readings
@@ -1004,6 +1028,8 @@ class RecordTable:
         self.alert_alpha[record_indices] = alert_alpha
         if latest_event_time is not None:
             self.latest_event_time[record_indices] = latest_event_time
+        if cusum_states is not None:
+            self.cusum_states[record_indices] = cusum_states
         self._idle_queue.push(record_indices, last_accepted_at)
 
     def restore_times(self, record_indices: Ints, origins: Ints, times: Ints) -> None:
@@ -1017,7 +1043,7 @@ class RecordTable:
                 has no reading.
             times: (T,) event times of the readings, one record after the other, microseconds since 1970.
         """
-        self.origin[record_indices] = origins
+        self.set_origins(record_indices, origins)
         record, place = ragged_indices(self.count_stored(record_indices))
         rows = record_indices[record]
         codes = self.log.gather_features(rows, place)

@@ -794,11 +794,10 @@ def import_state(records: RecordTable, partition_id: int, snapshot: Snapshot, no
             alert_alpha=snapshot.alert_alpha[part],
             num_dropped=None if event_times is None else event_times.num_dropped[part],
             latest_event_time=None if snapshot.latest_event_time is None else snapshot.latest_event_time[part],
+            cusum_states=None if snapshot.cusums is None else snapshot.cusums[part],
         )
         if event_times is not None:
             records.restore_times(rows[part], event_times.origins[part], event_times.times[readings])
-        if snapshot.cusums is not None:
-            records.cusum_states[rows[part]] = snapshot.cusums[part]
     # If only the table or only the snapshot has tie groups (readings of one record with the same event time), none are
     # loaded. The caller then scores the records again, except for the readings that waited.
     ties = snapshot.ties
