@@ -103,7 +103,55 @@ MAX_SUSPECTS = 3
 """Largest set of suspects that is tried. Larger sets would no longer point to a cause."""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
+class _Readings:
+    """The readings of A records, m of each, and the model by which they are explained.
+
+    Attributes:
+        model: The features, hyperparameters and weights.
+        kernels: The model's compiled kernels, or None to compute with PyTorch.
+        codes: (A, m) feature codes (indexes in the schema) in order of arrival, without padding.
+        raw_values: (A, m) values in raw units, or label codes.
+        values: (A, m) values in normalised units, or label codes.
+        ages: (A, m) float64 seconds from the origin of the record to each reading; None if readings are not irregular.
+    """
+
+    model: Model
+    kernels: CpuKernels | None
+    codes: Ints
+    raw_values: Floats
+    values: Floats
+    ages: Floats | None = None
+
+    @staticmethod
+    def from_raw(
+        model: Model, kernels: CpuKernels | None, codes: Ints, raw_values: Floats, ages: Floats | None = None
+    ) -> _Readings:
+        """Return readings with their normalised values. The arguments are the attributes of the same names."""
+        return _Readings(model, kernels, codes, raw_values, model.schema.normalise(codes, raw_values), ages)
+
+    @property
+    def schema(self) -> Schema:
+        """The features of the model."""
+        return self.model.schema
+
+    def select(self, rows: Ints) -> _Readings:
+        """Return the readings of only some of the A records.
+
+        Args:
+            rows: Indexes of these records, from 0 to A − 1.
+        """
+        return _Readings(
+            self.model,
+            self.kernels,
+            codes=self.codes[rows],
+            raw_values=self.raw_values[rows],
+            values=self.values[rows],
+            ages=None if self.ages is None else self.ages[rows],
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class _RecordGroup:
     """A records that have raised alerts and are explained together. Each has m readings: g given ones and n candidates.
 
@@ -112,29 +160,19 @@ class _RecordGroup:
     from 0.
 
     Attributes:
-        schema: Describes the features.
-        codes: (A, m) feature codes (indexes in the schema) in order of arrival.
-        raw_values: (A, m) values in raw units, or label codes.
-        values: (A, m) values in normalised units, or label codes.
+        readings: The readings of the records.
         is_decision_point: (A, m) whether the record can raise an alert after this reading.
         given_positions: (A, g) positions of the given readings, such as those of context features (which condition the
             other readings and are not scored).
         candidate_positions: (A, n) positions of the candidates, in a random order that depends on the record id only.
         record_ids: Ids of the A records.
-        kernels: The model's compiled kernels, or None to compute with PyTorch.
-        ages: (A, m) float64 seconds from the origin of the record to each reading; None if readings are not irregular.
     """
 
-    schema: Schema
-    codes: Ints
-    raw_values: Floats
-    values: Floats
+    readings: _Readings
     is_decision_point: Bools
     given_positions: Ints
     candidate_positions: Ints
     record_ids: list[str]
-    kernels: CpuKernels | None
-    ages: Floats | None = None
 
     def select(self, rows: Ints) -> _RecordGroup:
         """Return a group that contains only some of the A records of this group.
@@ -143,16 +181,11 @@ class _RecordGroup:
             rows: Indexes of these records, from 0 to A − 1.
         """
         return _RecordGroup(
-            schema=self.schema,
-            codes=self.codes[rows],
-            raw_values=self.raw_values[rows],
-            values=self.values[rows],
+            readings=self.readings.select(rows),
             is_decision_point=self.is_decision_point[rows],
             given_positions=self.given_positions[rows],
             candidate_positions=self.candidate_positions[rows],
             record_ids=[self.record_ids[row] for row in rows.tolist()],
-            kernels=self.kernels,
-            ages=None if self.ages is None else self.ages[rows],
         )
 
 
@@ -212,6 +245,7 @@ class _TreeOutput:
     """The network's output at the T nodes of a tree of orders, for A records.
 
     Attributes:
+        schema: The features of the model.
         tree: The tree, which orders W readings of each record.
         positions: (A, W) entry [a, w] is for the reading of record a that has number w in the tree. It is the position
             of this reading in the record's order of arrival, from 0.
@@ -221,6 +255,7 @@ class _TreeOutput:
         surprisal: (A, T) −ln p of the values at the nodes, in nats; 0 for context features, which are not scored.
     """
 
+    schema: Schema
     tree: OrderTree
     positions: Ints
     codes: Ints
@@ -235,6 +270,7 @@ class _TreeOutput:
             rows: Indexes of these records, from 0 to A − 1.
         """
         return _TreeOutput(
+            schema=self.schema,
             tree=self.tree,
             positions=self.positions[rows],
             codes=self.codes[rows],
@@ -350,23 +386,15 @@ def explain_records(
     for rows in _group_similar_records(model.schema, codes):
         # All records of the group have equally many readings, so no padding is left.
         num_readings = int((codes[rows[0]] >= 0).sum())
-        group_codes, group_raw_values = codes[rows, :num_readings], raw_values[rows, :num_readings]
+        readings = _Readings.from_raw(model, kernels, codes[rows, :num_readings], raw_values[rows, :num_readings])
         if effort == "fast":
-            findings = _compute_arrival_findings(model, group_codes, group_raw_values, kernels)
+            findings = _compute_arrival_findings(readings)
         else:
-            group = _choose_candidates(
-                model,
-                group_codes,
-                group_raw_values,
-                is_decision_point[rows, :num_readings],
-                [record_ids[row] for row in rows],
-                kernels,
-            )
-            findings = _find_suspects(model, group, alert_rule)
+            ids = [record_ids[row] for row in rows]
+            group = _choose_candidates(readings, is_decision_point[rows, :num_readings], ids, MAX_CANDIDATES)
+            findings = _find_suspects(group, alert_rule)
         for index, row in enumerate(rows.tolist()):
-            explanations[row] = _build_explanation(
-                model.schema, findings, index, group_codes[index], group_raw_values[index], unseen_labels[row]
-            )
+            explanations[row] = _build_explanation(readings, findings, index, unseen_labels[row])
     return explanations
 
 
@@ -410,39 +438,38 @@ def explain_context(
     """
     if effort == "off" or model.schema.is_context[codes].all():
         return Explanation(())
+    readings = _Readings.from_raw(model, kernels, codes[None], raw_values[None], ages[None])
     if effort == "fast":
-        findings = _compute_arrival_findings(model, codes[None], raw_values[None], kernels, ages[None])
+        findings = _compute_arrival_findings(readings)
         if evidence is not None and evidence.sensor is not None:
             is_repeated = evidence.kind == "repeated"
-            suspects = _find_repeated_readings(model.schema, codes, raw_values) if is_repeated else [len(codes) - 1]
+            suspects = _find_repeated_readings(readings) if is_repeated else [len(codes) - 1]
             findings.is_suspect[0, suspects] = True
     else:
         is_decision_point = np.ones((1, len(codes)), bool)
-        group = _choose_candidates(
-            model, codes[None], raw_values[None], is_decision_point, [record_id], kernels, ages[None]
-        )
-        findings = _compute_context_findings(model, group, evidence)
-    return _build_explanation(model.schema, findings, 0, codes, raw_values, unseen_labels, times)
+        group = _choose_candidates(readings, is_decision_point, [record_id], MAX_CONTEXT_CANDIDATES)
+        findings = _compute_context_findings(group, evidence)
+    return _build_explanation(readings, findings, 0, unseen_labels, times)
 
 
-def _compute_context_findings(model: Model, group: _RecordGroup, evidence: AlertCause | None) -> _Findings:
+def _compute_context_findings(group: _RecordGroup, evidence: AlertCause | None) -> _Findings:
     """Return the complete findings for the readings of one context of irregular readings.
 
     Args:
-        model: The model.
         group: The context, as a group of one record, with its candidates (readings that may become suspects).
         evidence: Which cumulative sum has raised the alert, None if it was none.
     """
     given, candidates = group.given_positions, group.candidate_positions
     num_given, num_candidates = given.shape[1], candidates.shape[1]
-    findings = _Findings.empty(*group.codes.shape)
+    findings = _Findings.empty(*group.readings.codes.shape)
     positions = np.concatenate([given, candidates], 1)
-    output = _compute_tree(model, group, positions, build_order_tree(num_given, num_candidates, is_mirrored=True))
-    _store_attributions(findings, group, output)
+    mirrored_tree = build_order_tree(num_given, num_candidates, is_mirrored=True)
+    output = _compute_tree(group.readings, positions, mirrored_tree)
+    _store_attributions(findings, candidates, output)
     if evidence is None or evidence.sensor is None:
-        suspects = _find_suspect_readings(model, group)[None]
+        suspects = _find_suspect_readings(group)[None]
     else:
-        suspects = _find_readings_of_evidence(model, group, evidence.kind)[None]
+        suspects = _find_readings_of_evidence(group.readings, evidence.kind)[None]
     findings.is_suspect[0, suspects] = True
     # Suspects are computed given all other readings, and each other reading given all but itself and the suspects.
     # Those that the evidence names need not be candidates.
@@ -450,13 +477,13 @@ def _compute_context_findings(model: Model, group: _RecordGroup, evidence: Alert
     num_given = given.shape[1]
     tree = build_order_tree(num_given, trusted.shape[1], suspects.shape[1])
     positions = np.concatenate([given, trusted, suspects], 1)
-    output = _compute_tree(model, group, positions, tree)
+    output = _compute_tree(group.readings, positions, tree)
     nodes = np.concatenate([np.arange(num_given), tree.leaves])
-    _store_surprise_and_expected_values(model, findings, np.zeros(1, np.int64), positions, output, nodes)
+    _store_surprise_and_expected_values(findings, np.zeros(1, np.int64), positions, output, nodes)
     return findings
 
 
-def _find_suspect_readings(model: Model, group: _RecordGroup) -> Ints:
+def _find_suspect_readings(group: _RecordGroup) -> Ints:
     """Return the readings of a context of irregular readings to which its alert is attributed: those of one sensor.
 
     A sensor that becomes faulty at some time has faulty readings from then on. For each sensor and each number j, the
@@ -470,19 +497,18 @@ def _find_suspect_readings(model: Model, group: _RecordGroup) -> Ints:
     sensor's readings. It is the mean over two orders of the sensors, of which one is the reverse of the other.
 
     Args:
-        model: The model.
         group: The context, as a group of one record with n candidates. Readings that are not candidates are given.
 
     Returns:
         (k,) positions of the suspects in the order of acceptance. Empty if no sensor has a positive excess: then the
         alert follows from readings before the context.
     """
-    candidates = group.candidate_positions[0]
+    codes, given, candidates = group.readings.codes[0], group.given_positions[0], group.candidate_positions[0]
     # Sensors are in a random order, because candidates are; the readings of a sensor are in the order of acceptance.
-    sensors = dict.fromkeys(group.codes[0, candidates].tolist())
-    chains = [np.sort(candidates[group.codes[0, candidates] == sensor]) for sensor in sensors]
-    tree = build_chain_tree(group.given_positions.shape[1], [len(chain) for chain in chains])
-    output = _compute_tree(model, group, np.concatenate([group.given_positions[0], *chains])[None], tree)
+    sensors = dict.fromkeys(codes[candidates].tolist())
+    chains = [np.sort(candidates[codes[candidates] == sensor]) for sensor in sensors]
+    tree = build_chain_tree(len(given), [len(chain) for chain in chains])
+    output = _compute_tree(group.readings, np.concatenate([given, *chains])[None], tree)
     # The two orders that end with a chain are as long as all others, because each contains all readings.
     paths = tree.paths.reshape(2, len(chains), -1)
     suspects, largest_excess = np.empty(0, np.int64), 0.0
@@ -506,7 +532,7 @@ def _compute_excess_by_length(terms: Floats) -> Floats:
     return np.asarray(np.cumsum(terms[::-1]) - EARLIER_ONSET_COST * np.arange(len(terms)))
 
 
-def _find_readings_of_evidence(model: Model, group: _RecordGroup, kind: str) -> Ints:
+def _find_readings_of_evidence(readings: _Readings, kind: str) -> Ints:
     """Return the readings of a context to which an alert is attributed that was raised by a sum of one sensor.
 
     The sensor is that of the last reading, which raised the alert. If the sensor repeats its value, the suspects are
@@ -514,35 +540,33 @@ def _find_readings_of_evidence(model: Model, group: _RecordGroup, kind: str) -> 
     (`_find_suspect_readings`). They are conditional on the readings of all other sensors.
 
     Args:
-        model: The model.
-        group: The context, as a group of one record.
+        readings: The readings of the context, as those of one record.
         kind: The kind of the sum.
 
     Returns:
         (k,) positions of the suspects in the order of acceptance. The last one is that of the last reading.
     """
-    codes = group.codes[0]
     if kind == "repeated":
-        return _find_repeated_readings(group.schema, codes, group.raw_values[0])
+        return _find_repeated_readings(readings)
+    codes = readings.codes[0]
     of_sensor = codes == codes[-1]
     chain, given = np.flatnonzero(of_sensor), np.flatnonzero(~of_sensor)
     tree = build_chain_tree(len(given), [len(chain)])
-    output = _compute_tree(model, group, np.concatenate([given, chain])[None], tree)
+    output = _compute_tree(readings, np.concatenate([given, chain])[None], tree)
     terms = output.compute_centered_nll(tree.paths[0, -len(chain) :])
     return chain[-(int(_compute_excess_by_length(terms).argmax()) + 1) :]
 
 
-def _find_repeated_readings(schema: Schema, codes: Ints, raw_values: Floats) -> Ints:
+def _find_repeated_readings(readings: _Readings) -> Ints:
     """Return the positions of the last readings of the last reading's sensor that have its value, (k,).
 
     Args:
-        schema: Describes the features.
-        codes: (L,) feature codes in the order of acceptance.
-        raw_values: (L,) values in raw units, or label codes.
+        readings: The readings of the context, as those of one record.
     """
+    codes = readings.codes[0]
     of_sensor = np.flatnonzero(codes == codes[-1])
     # Values are compared as the cumulative sums compare them.
-    values = schema.normalise(codes[of_sensor], raw_values[of_sensor]).astype(np.float32)
+    values = readings.values[0, of_sensor].astype(np.float32)
     is_other = np.flatnonzero(values != values[-1])
     return of_sensor[is_other[-1] + 1 :] if len(is_other) else of_sensor
 
@@ -582,54 +606,28 @@ def bound_num_nodes(num_items: int) -> int:
     return 2 * num_items * ((num_items - 1).bit_length() + 1)
 
 
-def _compute_arrival_findings(
-    model: Model, codes: Ints, raw_values: Floats, kernels: CpuKernels | None, ages: Floats | None = None
-) -> _Findings:
+def _compute_arrival_findings(readings: _Readings) -> _Findings:
     """Compute how improbable each reading was and which values were expected, given the readings that arrived before.
 
     Args:
-        model: The model.
-        codes: (A, m) feature codes of A records with m readings each, in order of arrival.
-        raw_values: (A, m) values in raw units, or label codes.
-        kernels: The model's compiled kernels, or None to compute with PyTorch.
-        ages: (A, m) seconds from the origin of the record to each reading, if readings are irregular.
+        readings: The readings of A records.
 
     Returns:
         Findings with the attributes `surprise`, `expected` and `likeliest_label`. The others are not computed.
     """
-    num_records, num_readings = codes.shape
+    num_records, num_readings = readings.codes.shape
     # This tree has one order, the order of arrival: node t stands for reading t.
     arrival_tree = build_order_tree(num_given=num_readings, num_items=0)
-    positions = np.broadcast_to(np.arange(num_readings), codes.shape)
-    # `_compute_tree` uses only the codes, values, ages and kernels of a group. The other attributes, such as the
-    # candidates, are needed to find suspects (readings to which an alert is attributed), which is not done here.
-    group = _RecordGroup(
-        schema=model.schema,
-        codes=codes,
-        raw_values=raw_values,
-        values=model.schema.normalise(codes, raw_values),
-        is_decision_point=np.ones(codes.shape, bool),
-        given_positions=positions,
-        candidate_positions=positions[:, :0],
-        record_ids=[],
-        kernels=kernels,
-        ages=ages,
-    )
-    output = _compute_tree(model, group, positions, arrival_tree)
+    positions = np.broadcast_to(np.arange(num_readings), readings.codes.shape)
+    output = _compute_tree(readings, positions, arrival_tree)
     findings = _Findings.empty(num_records, num_readings)
     all_rows, all_nodes = np.arange(num_records), np.arange(num_readings)
-    _store_surprise_and_expected_values(model, findings, all_rows, positions, output, all_nodes)
+    _store_surprise_and_expected_values(findings, all_rows, positions, output, all_nodes)
     return findings
 
 
 def _choose_candidates(
-    model: Model,
-    codes: Ints,
-    raw_values: Floats,
-    is_decision_point: Bools,
-    record_ids: list[str],
-    kernels: CpuKernels | None,
-    ages: Floats | None = None,
+    readings: _Readings, is_decision_point: Bools, record_ids: list[str], max_candidates: int
 ) -> _RecordGroup:
     """Choose the candidates of A records: the readings to which the alert can be attributed.
 
@@ -638,25 +636,20 @@ def _choose_candidates(
     ones.
 
     Args:
-        model: The model.
-        codes: (A, m) feature codes in order of arrival, without padding. All records have equally many context
-            features.
-        raw_values: (A, m) values in raw units, or label codes.
+        readings: The readings of A records. All records have equally many context features.
         is_decision_point: (A, m) whether the record can raise an alert after this reading.
         record_ids: The A record ids, from which the random order of the candidates is drawn.
-        kernels: The model's compiled kernels, or None to compute with PyTorch.
-        ages: (A, m) seconds from the origin of the record to each reading, if readings are irregular.
+        max_candidates: Largest number of candidates of a record.
 
     Returns:
         The records with their candidates in random order.
     """
     # Given readings are those that are not candidates.
-    is_given = model.schema.is_context[codes]
-    num_readings, num_scored = codes.shape[1], int((~is_given[0]).sum())
-    max_candidates = MAX_CANDIDATES if ages is None else MAX_CONTEXT_CANDIDATES
+    is_given = readings.schema.is_context[readings.codes]
+    num_readings, num_scored = is_given.shape[1], int((~is_given[0]).sum())
     num_candidates = min(num_scored, max_candidates)
     if num_scored > max_candidates:
-        surprise = _compute_arrival_findings(model, codes, raw_values, kernels, ages).surprise
+        surprise = _compute_arrival_findings(readings).surprise
         surprise = np.where(is_given, -np.inf, surprise)
         descending = -np.sort(-surprise, 1)
         smallest_of_candidates = descending[:, max_candidates - 1 : max_candidates]
@@ -666,16 +659,11 @@ def _choose_candidates(
     num_given = num_readings - num_candidates
     random_order = np.stack([_make_rng(record_id).permutation(num_candidates) for record_id in record_ids])
     return _RecordGroup(
-        schema=model.schema,
-        codes=codes,
-        raw_values=raw_values,
-        values=model.schema.normalise(codes, raw_values),
+        readings=readings,
         is_decision_point=is_decision_point,
         given_positions=positions[:, :num_given],
         candidate_positions=np.take_along_axis(positions[:, num_given:], random_order, 1),
         record_ids=record_ids,
-        kernels=kernels,
-        ages=ages,
     )
 
 
@@ -685,12 +673,11 @@ def _make_rng(record_id: str) -> np.random.Generator:
     return np.random.default_rng(int.from_bytes(digest))
 
 
-def _compute_tree(model: Model, group: _RecordGroup, positions: Ints, tree: OrderTree) -> _TreeOutput:
+def _compute_tree(readings: _Readings, positions: Ints, tree: OrderTree) -> _TreeOutput:
     """Compute the distributions of the readings of A records, for many orders of the readings in one forward pass.
 
     Args:
-        model: The model.
-        group: The A records.
+        readings: The readings of the A records.
         positions: (A, W) entry [a, w] is for the reading of record a that has number w in the tree. It is the position
             of this reading in the record's order of arrival, from 0.
         tree: The orders of W readings, which are the same for all records.
@@ -699,19 +686,19 @@ def _compute_tree(model: Model, group: _RecordGroup, positions: Ints, tree: Orde
         The distribution at each node of each record, and the surprisal (−ln p) of the observed value under it.
     """
     # (A, W): the readings in the numbering of the tree.
-    codes = np.take_along_axis(group.codes, positions, 1)
-    values = np.take_along_axis(group.values, positions, 1)
-    ages = None if group.ages is None else np.take_along_axis(group.ages, positions, 1)
-    conditional = compute_conditionals(model, group.kernels, codes, values, ages, tree)
+    codes = np.take_along_axis(readings.codes, positions, 1)
+    values = np.take_along_axis(readings.values, positions, 1)
+    ages = None if readings.ages is None else np.take_along_axis(readings.ages, positions, 1)
+    conditional = compute_conditionals(readings.model, readings.kernels, codes, values, ages, tree)
     node_values = values[:, tree.reading_index]  # (A, T)
     surprisal = -conditional.log_prob(node_values)
     node_codes = codes[:, tree.reading_index]
     # Context features condition the others but are not scored, so they add nothing to sums of surprisals.
-    surprisal = np.where(model.schema.is_context[node_codes], 0.0, surprisal)
-    return _TreeOutput(tree, positions, node_codes, node_values, conditional, surprisal)
+    surprisal = np.where(readings.schema.is_context[node_codes], 0.0, surprisal)
+    return _TreeOutput(readings.schema, tree, positions, node_codes, node_values, conditional, surprisal)
 
 
-def _find_suspects(model: Model, group: _RecordGroup, alert_rule: AlertRule) -> _Findings:
+def _find_suspects(group: _RecordGroup, alert_rule: AlertRule) -> _Findings:
     """Find the suspects of A records, and compute the complete findings for their readings.
 
     Suspects are a small set of readings whose replacement by expected values avoids the alert; the other readings are
@@ -720,7 +707,6 @@ def _find_suspects(model: Model, group: _RecordGroup, alert_rule: AlertRule) -> 
     the reading whose removal leaves the smallest surprisal (sum of −ln p) of the trusted readings.
 
     Args:
-        model: The model.
         group: The A records with their candidates.
         alert_rule: Decides whether a record with replaced readings still raises an alert.
 
@@ -730,28 +716,29 @@ def _find_suspects(model: Model, group: _RecordGroup, alert_rule: AlertRule) -> 
     num_records, num_candidates = group.candidate_positions.shape
     num_given = group.given_positions.shape[1]
     max_suspects = min(MAX_SUSPECTS, num_candidates)
-    findings = _Findings.empty(*group.codes.shape)
+    findings = _Findings.empty(*group.readings.codes.shape)
     positions = np.concatenate([group.given_positions, group.candidate_positions], 1)
-    output = _compute_tree(model, group, positions, build_order_tree(num_given, num_candidates, is_mirrored=True))
-    _store_attributions(findings, group, output)
+    mirrored_tree = build_order_tree(num_given, num_candidates, is_mirrored=True)
+    output = _compute_tree(group.readings, positions, mirrored_tree)
+    _store_attributions(findings, group.candidate_positions, output)
     rows = np.arange(num_records)  # the undecided records, to which further suspects may be added
     if num_given:
         # The first nodes of the tree are the given readings, with the readings before them as ancestors.
-        _store_surprise_and_expected_values(model, findings, rows, group.given_positions, output, np.arange(num_given))
-    suspects, findings.is_silenced[:] = _try_single_suspects(model, group, output, alert_rule)
+        _store_surprise_and_expected_values(findings, rows, group.given_positions, output, np.arange(num_given))
+    suspects, findings.is_silenced[:] = _try_single_suspects(group, output, alert_rule)
     for num_suspects in range(1, max_suspects + 1):
         undecided_group = group.select(rows)
         trusted = _remove_from_rows(undecided_group.candidate_positions, suspects)
         positions = np.concatenate([undecided_group.given_positions, trusted, suspects], 1)
         # Every suspect is computed given the trusted readings, and every trusted one given the other trusted ones.
         tree = build_order_tree(num_given, num_candidates - num_suspects, num_suspects)
-        output = _compute_tree(model, undecided_group, positions, tree)
+        output = _compute_tree(undecided_group.readings, positions, tree)
         if num_suspects > 1:  # single suspects have been tested already
             suspect_leaves = tree.leaves[num_candidates - num_suspects :]
-            replacements = _compute_replacements(model, output, suspect_leaves)
+            replacements = _compute_replacements(output, suspect_leaves)
             # One set per record, which consists of all suspects.
             full_set = np.broadcast_to(np.arange(num_suspects), (len(rows), 1, num_suspects))
-            is_silenced = _test_replacements(model, undecided_group, suspects, replacements, full_set, alert_rule)
+            is_silenced = _test_replacements(undecided_group, suspects, replacements, full_set, alert_rule)
             findings.is_silenced[rows] = is_silenced[:, 0]
         findings.is_suspect[rows[:, None], suspects] = True
         is_undecided = ~findings.is_silenced[rows] & (num_suspects < max_suspects)
@@ -760,7 +747,7 @@ def _find_suspects(model: Model, group: _RecordGroup, alert_rule: AlertRule) -> 
             # The leaves of the tree are first the trusted candidates and then the suspects.
             candidates = np.concatenate([trusted, suspects], 1)[decided]
             _store_surprise_and_expected_values(
-                model, findings, rows[decided], candidates, output.select(decided), tree.leaves
+                findings, rows[decided], candidates, output.select(decided), tree.leaves
             )
         if not is_undecided.any():
             break
@@ -771,9 +758,7 @@ def _find_suspects(model: Model, group: _RecordGroup, alert_rule: AlertRule) -> 
     return findings
 
 
-def _try_single_suspects(
-    model: Model, group: _RecordGroup, output: _TreeOutput, alert_rule: AlertRule
-) -> tuple[Ints, Bools]:
+def _try_single_suspects(group: _RecordGroup, output: _TreeOutput, alert_rule: AlertRule) -> tuple[Ints, Bools]:
     """Find for each of A records a single reading whose replacement by its expected value avoids the alert.
 
     The first reading to test is the candidate whose removal makes the record most probable. If its replacement does not
@@ -781,7 +766,6 @@ def _try_single_suspects(
     the first candidate is returned.
 
     Args:
-        model: The model.
         group: The A records with n candidates (readings to which the alert can be attributed) each.
         output: The network's output for orders of the readings, in which each candidate is last once or twice.
         alert_rule: Decides whether a record with a replaced reading still raises an alert.
@@ -792,7 +776,7 @@ def _try_single_suspects(
     """
     # (A, n): the expected value of each candidate given all other readings, taken from an order that ends with it.
     last_nodes = output.tree.leaves[: output.tree.num_items]
-    replacements = _compute_replacements(model, output, last_nodes)
+    replacements = _compute_replacements(output, last_nodes)
     # (A, k) indexes into the candidates; the one whose removal leaves the smallest surprisal (−ln p) is first.
     ranked = np.argsort(output.sum_without_each_item(), 1)[:, :NUM_SINGLE_SUSPECTS]
     avoids_alert = np.zeros(ranked.shape, bool)
@@ -802,7 +786,6 @@ def _try_single_suspects(
         single_sets = ranked[rows, columns, None]  # (rows, columns, 1): sets of one candidate each
         if single_sets.size:  # there are records to test, and candidates that have not been tested
             avoids_alert[rows, columns] = _test_replacements(
-                model,
                 group.select(rows),
                 group.candidate_positions[rows],
                 replacements[rows],
@@ -829,7 +812,7 @@ def _remove_from_rows(positions: Ints, removed: Ints) -> Ints:
     return np.stack([row[~np.isin(row, removed_from_row)] for row, removed_from_row in rows])
 
 
-def _store_attributions(findings: _Findings, group: _RecordGroup, output: _TreeOutput) -> None:
+def _store_attributions(findings: _Findings, candidates: Ints, output: _TreeOutput) -> None:
     """Store in the findings how much each reading contributes to the surprisal of its record.
 
     The surprisal of a reading is −ln p of its value given the readings before it in some order. The surprisal of a
@@ -841,10 +824,10 @@ def _store_attributions(findings: _Findings, group: _RecordGroup, output: _TreeO
 
     Args:
         findings: The results for A records with W readings each, in which the contributions are stored.
-        group: The A records with n candidates each.
+        candidates: (A, n) positions of the candidates of each record.
         output: The network's output for P orders of all W readings. Each candidate is last in two of them.
     """
-    tree, candidates = output.tree, group.candidate_positions
+    tree = output.tree
     # (A, P, W): the terms of each order from first to last. `take` returns an array in C order. So the order of sums
     # does not depend on how many records are explained.
     terms_by_depth = output.surprisal.take(tree.paths, 1)
@@ -861,7 +844,7 @@ def _store_attributions(findings: _Findings, group: _RecordGroup, output: _TreeO
 
 
 def _store_surprise_and_expected_values(
-    model: Model, findings: _Findings, rows: Ints, positions: Ints, output: _TreeOutput, nodes: Ints
+    findings: _Findings, rows: Ints, positions: Ints, output: _TreeOutput, nodes: Ints
 ) -> None:
     """Store in the findings how improbable K readings of each of A records are, and which values were expected.
 
@@ -869,14 +852,13 @@ def _store_surprise_and_expected_values(
     of a tree of orders. All records have the same tree, but a node can hold a different reading of each record.
 
     Args:
-        model: The model.
         findings: The findings to change.
         rows: (A,) the row of each record in the findings.
         positions: (A, K) for each record the positions of its readings at the nodes, in its order of arrival, from 0.
         output: The network's output at the nodes of the tree, for the A records.
         nodes: (K,) indexes of the nodes in the tree.
     """
-    schema, codes = model.schema, output.codes[:, nodes]
+    schema, codes = output.schema, output.codes[:, nodes]
     cells = rows[:, None], positions  # where the results of these readings are in the arrays of the findings
     findings.surprise[cells] = output.compute_surprise(nodes)
     quantiles = output.compute_quantiles(nodes, EXPECTED_QUANTILES)
@@ -885,21 +867,20 @@ def _store_surprise_and_expected_values(
     findings.likeliest_label[cells] = find_likeliest_labels(schema, codes, log_mass)
 
 
-def _compute_replacements(model: Model, output: _TreeOutput, nodes: Ints) -> Floats:
+def _compute_replacements(output: _TreeOutput, nodes: Ints) -> Floats:
     """Return the expected values by which readings are replaced, to test whether that avoids the alert.
 
     A continuous reading is replaced by its conditional median, rounded to the resolution of the sensor; a discrete one
     by its most probable label. Both are taken from a tree of orders.
 
     Args:
-        model: The model.
         output: The network's output at the nodes of the tree, for A records.
         nodes: (K,) indexes of the nodes whose readings are replaced.
 
     Returns:
         (A, K) values in raw units, or label codes.
     """
-    schema, codes = model.schema, output.codes[:, nodes]
+    schema, codes = output.schema, output.codes[:, nodes]
     normalised_median = output.compute_quantiles(nodes, (0.5,))[0]
     number = round_to_quantum(schema, codes, schema.denormalise(codes, normalised_median))
     label = find_likeliest_labels(schema, codes, output.conditional[:, nodes].get_log_mass())
@@ -907,7 +888,7 @@ def _compute_replacements(model: Model, output: _TreeOutput, nodes: Ints) -> Flo
 
 
 def _test_replacements(
-    model: Model, group: _RecordGroup, positions: Ints, replacements: Floats, sets: Ints, alert_rule: AlertRule
+    group: _RecordGroup, positions: Ints, replacements: Floats, sets: Ints, alert_rule: AlertRule
 ) -> Bools:
     """Return whether the alert of each of A records is avoided if some of its readings are replaced by other values.
 
@@ -915,7 +896,6 @@ def _test_replacements(
     scored again in its order of arrival.
 
     Args:
-        model: The model.
         group: The A records with m readings each.
         positions: (A, K) positions, in the order of arrival, of readings that may be replaced.
         replacements: (A, K) the values that replace them, in raw units or label codes.
@@ -928,26 +908,20 @@ def _test_replacements(
     """
     num_records, num_sets, _ = sets.shape
     # (A, C, m): one copy of each record for each set, in which the readings of the set are replaced.
-    raw_values = np.repeat(group.raw_values[:, None], num_sets, 1)
+    readings = group.readings
+    raw_values = np.repeat(readings.raw_values[:, None], num_sets, 1)
     record = np.arange(num_records)[:, None, None]
     replaced_positions, new_values = positions[record, sets], replacements[record, sets]  # (A, C, k) each
     np.put_along_axis(raw_values, replaced_positions, new_values, 2)
     # (A · C, m): all copies are scored as records of their own.
     flat_raw_values = raw_values.reshape(num_records * num_sets, -1)
-    codes = np.repeat(group.codes, num_sets, 0)
-    anomaly_scores = _compute_max_statistics(
-        model,
-        group.kernels,
-        codes,
-        group.schema.normalise(codes, flat_raw_values),
-        np.repeat(group.is_decision_point, num_sets, 0),
-    )
+    codes = np.repeat(readings.codes, num_sets, 0)
+    copies = _Readings.from_raw(readings.model, readings.kernels, codes, flat_raw_values)
+    anomaly_scores = _compute_max_statistics(copies, np.repeat(group.is_decision_point, num_sets, 0))
     return ~alert_rule(anomaly_scores.reshape(num_records, num_sets), group.record_ids)
 
 
-def _compute_max_statistics(
-    model: Model, kernels: CpuKernels | None, codes: Ints, values: Floats, is_decision_point: Bools
-) -> Floats:
+def _compute_max_statistics(readings: _Readings, is_decision_point: Bools) -> Floats:
     """Return the anomaly score of each of R records after its last reading, (R,); larger is more anomalous.
 
     A prefix statistic is computed after each reading. It combines the p-values of this reading and all readings before
@@ -955,13 +929,11 @@ def _compute_max_statistics(
     left out of this maximum.
 
     Args:
-        model: The model.
-        kernels: The model's compiled kernels, or None to compute with PyTorch.
-        codes: (R, m) feature codes of m readings in order of arrival, without padding.
-        values: (R, m) values in normalised units, or label codes.
+        readings: The readings of the R records, m of each.
         is_decision_point: (R, m) whether the record can raise an alert after this reading.
     """
-    scored = compute_conditionals(model, kernels, codes, values).compute_score_terms(values)
+    model, codes, values = readings.model, readings.codes, readings.values
+    scored = compute_conditionals(model, readings.kernels, codes, values).compute_score_terms(values)
     is_scored = ~model.schema.is_context[codes]
     terms = None
     distance = AlertDistance.from_model(model)
@@ -975,13 +947,7 @@ def _compute_max_statistics(
 
 
 def _build_explanation(
-    schema: Schema,
-    findings: _Findings,
-    row: int,
-    codes: Ints,
-    raw_values: Floats,
-    unseen_labels: Mapping[int, str],
-    times: Ints | None = None,
+    readings: _Readings, findings: _Findings, row: int, unseen_labels: Mapping[int, str], times: Ints | None = None
 ) -> Explanation:
     """Return the explanation of the alert of one record: a list of its readings, the most suspicious first.
 
@@ -989,17 +955,16 @@ def _build_explanation(
     the suspects by expected values avoids the alert, the explanation also names their features in `silenced_by`.
 
     Args:
-        schema: Describes the features.
-        findings: The results for several records.
-        row: The row of this record in the findings.
-        codes: (m,) feature codes of the record's m readings in order of arrival.
-        raw_values: (m,) values in raw units, or label codes.
+        readings: The readings of several records.
+        findings: The results for these records.
+        row: The row of this record in the readings and in the findings.
         unseen_labels: Texts of labels that the model does not have, by position in the order of arrival, from 0.
         times: (m,) event times of the readings, microseconds since 1970, if readings are irregular.
 
     Returns:
         The explanation, without the readings of context features, which are not scored.
     """
+    schema, codes, raw_values = readings.schema, readings.codes[row], readings.raw_values[row]
     contributions = []
     for position in np.flatnonzero(~schema.is_context[codes]).tolist():
         feature, cell = schema.features[codes[position]], (row, position)
