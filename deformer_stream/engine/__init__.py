@@ -24,7 +24,8 @@ takes and returns. The modules are:
     record_scores        scores of complete records
 
     alerts               alerts of the scored readings of a batch
-    explain              which readings explain an alert
+    explain, explain_contexts   which readings explain an alert; the same for irregular readings
+    findings             what explanations compute about readings
     conditionals, torch_conditionals, order_trees   the distributions that explanations need, in many orders
     fault_inputs         the inputs of the classifier of faults
     suspicious           suspicious records without an alert

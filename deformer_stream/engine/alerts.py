@@ -20,7 +20,8 @@ from deformer_stream.engine.events import (
     ScoredReadings,
     SuggestedReading,
 )
-from deformer_stream.engine.explain import ExplanationEffort, explain_context, explain_records
+from deformer_stream.engine.explain import ExplanationEffort, explain_records
+from deformer_stream.engine.explain_contexts import explain_context
 from deformer_stream.engine.last_context import find_last_context
 from deformer_stream.engine.model_versions import ModelVersions
 from deformer_stream.engine.records import AcceptedReadings, RecordTable

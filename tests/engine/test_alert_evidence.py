@@ -16,10 +16,11 @@ from deformer_stream.calibration.marginals import Marginals
 from deformer_stream.calibration.sensor_steps import Steps
 from deformer_stream.codec.alert_text import format_alert_line, summarize_cause
 from deformer_stream.codec.state import decode_snapshot, encode_snapshot
-from deformer_stream.engine import explain
+from deformer_stream.engine import explain_contexts
 from deformer_stream.engine.engine import Engine
 from deformer_stream.engine.events import Alert, AlertCause, EventBatch
-from deformer_stream.engine.explain import ExplanationEffort, explain_context
+from deformer_stream.engine.explain import ExplanationEffort
+from deformer_stream.engine.explain_contexts import explain_context
 from deformer_stream.kernels.library import load_library
 from deformer_stream.model.deformer import DEformer
 from deformer_stream.model.schema import Feature, Schema
@@ -259,7 +260,7 @@ def test_an_alert_without_a_rise_of_the_score_has_no_evidence(is_compiled: bool)
 @pytest.mark.parametrize("max_candidates", [4, 256])
 def test_suspects_of_evidence_need_not_be_candidates(max_candidates: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The readings of a stuck sensor are likely, so a large context has other candidates."""
-    monkeypatch.setattr(explain, "MAX_CONTEXT_CANDIDATES", max_candidates)
+    monkeypatch.setattr(explain_contexts, "MAX_CONTEXT_CANDIDATES", max_candidates)
     model, rng = make_quantized_model(False), np.random.default_rng(0)
     codes, values, ages = simulate(rng, 40)
     codes[-6:], values[-6:] = FAULTY, 0.5

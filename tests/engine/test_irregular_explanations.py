@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 
 from deformer_stream.calibration.conformal import Calibration
 from deformer_stream.codec.alert_text import format_alert_line
-from deformer_stream.engine import explain
+from deformer_stream.engine import explain_contexts, findings
 from deformer_stream.engine.engine import Engine
 from deformer_stream.engine.events import Alert, Explanation
-from deformer_stream.engine.explain import ExplanationEffort, explain_context
+from deformer_stream.engine.explain import ExplanationEffort
+from deformer_stream.engine.explain_contexts import explain_context
 from deformer_stream.engine.order_trees import build_chain_tree, build_order_tree
 from deformer_stream.engine.torch_conditionals import compute_tree_conditionals
 from deformer_stream.kernels.cpu import CpuKernels
@@ -133,7 +134,7 @@ def test_attributions_add_up_to_the_mean_over_orders_of_any_network(seed: int, n
     raw_values = model.schema.denormalise(codes, values)
     times = np.arange(num_readings)
     parts = explain_context(model, codes, raw_values, ages, times, "r", {}).contributions
-    permutation = explain._make_rng("r").permutation(num_readings)
+    permutation = findings._make_rng("r").permutation(num_readings)
     tree = build_order_tree(0, num_readings, is_mirrored=True)
     with torch.inference_mode():
         orders = permutation[tree.reading_index[tree.paths]]
@@ -212,7 +213,7 @@ def test_a_context_without_suspects_has_none() -> None:
 
 
 def test_only_some_readings_of_a_large_context_are_compared_in_many_orders(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(explain, "MAX_CONTEXT_CANDIDATES", 5)
+    monkeypatch.setattr(explain_contexts, "MAX_CONTEXT_CANDIDATES", 5)
     codes, values, ages = simulate(np.random.default_rng(6), 20)
     values[15] += 4.0
     parts = explain_one(codes, values, ages).contributions
