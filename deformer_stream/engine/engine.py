@@ -376,7 +376,7 @@ class Engine:
         """Return whether there is any state of a partition."""
         return partition in self.records.partitions or partition in self._rescorings
 
-    def replay(self, batch: EventBatch, now: int) -> None:
+    def replay(self, batch: EventBatch, now: int, marks_alerts: bool = False) -> None:
         """Reproduce the state of the previous run from events that it has handled, without raising alerts again.
 
         Readings are accepted, rejected and scored as before, and records that end in the batch are closed as before.
@@ -385,6 +385,8 @@ class Engine:
         Args:
             batch: The events.
             now: The current time in microseconds since 1970, never earlier than in the call before.
+            marks_alerts: Whether records count as alerted if a reading reaches alpha, because the decisions of the
+                previous run are lost. Otherwise `apply_decisions` states which records have alerted.
 
         Raises:
             InvariantViolated: If `handle` has processed one of the partitions before, or if `rescore` has not finished
@@ -424,7 +426,10 @@ class Engine:
         # The scores of records that stay open are needed for their later readings.
         stays_open = ~np.isin(to_score.record_indices, ending)
         self._versions.score_readings(
-            self.records, to_score.record_indices[stays_open], to_score.seq[stays_open], NO_ALPHAS
+            self.records,
+            to_score.record_indices[stays_open],
+            to_score.seq[stays_open],
+            self.alphas if marks_alerts else NO_ALPHAS,
         )
         self.records.drop_old_readings(accepted.record_indices)
         self._release(ending)

@@ -129,10 +129,10 @@ class EngineSet:
         if (max_records, max_bytes) != (engine.limits.max_open_records, engine.limits.max_record_bytes):
             engine.limits = replace(engine.limits, max_open_records=max_records, max_record_bytes=max_bytes)
 
-    def replay(self, batch_by_name: Mapping[str, EventBatch], now: int) -> None:
+    def replay(self, batch_by_name: Mapping[str, EventBatch], now: int, marks_alerts: bool = False) -> None:
         """Reproduce the state of the previous run from events that it has handled, as `Engine.replay` does."""
         for name, batch in batch_by_name.items():
-            self.engine_by_name[name].replay(batch, now)
+            self.engine_by_name[name].replay(batch, now, marks_alerts)
 
     def preload_decisions(self, partition: int, decisions_by_name: Mapping[str, Decisions]) -> None:
         """Load decisions of the previous run that must be known before events are replayed; unknown names are ignored.

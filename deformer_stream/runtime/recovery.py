@@ -72,6 +72,11 @@ class _Restoring:
     has_other_scores: bool = False
     has_history: bool = False
 
+    @property
+    def is_rebuilt(self) -> bool:
+        """Whether nothing was saved, so that the history alone shows which records have alerted."""
+        return self.saved.snapshot is None and not self.saved.decisions
+
 
 @dataclass(slots=True)
 class _Restored:
@@ -320,12 +325,15 @@ class Recovery:
             messages = messages.take(np.arange(REPLAYED_MESSAGES))
         committed_offsets = np.array([self._restoring[p].saved.committed_offset for p in messages.partitions.tolist()])
         is_history = messages.offsets < committed_offsets
-        if is_history.any():
-            history = messages.take(np.flatnonzero(is_history))
-            for partition in np.unique(history.partitions).tolist():
-                self._restoring[partition].has_history = True
-            batch_by_model, _ = codec.decode_by_model(history)
-            self._engines.replay(batch_by_model, now)
+        rebuilt = [number for number, restoring in self._restoring.items() if restoring.is_rebuilt]
+        is_rebuilt = np.isin(messages.partitions, rebuilt)
+        for marks_alerts, is_replayed in ((False, is_history & ~is_rebuilt), (True, is_history & is_rebuilt)):
+            if is_replayed.any():
+                history = messages.take(np.flatnonzero(is_replayed))
+                for partition in np.unique(history.partitions).tolist():
+                    self._restoring[partition].has_history = True
+                batch_by_model, _ = codec.decode_by_model(history)
+                self._engines.replay(batch_by_model, now, marks_alerts)
         if not is_history.all():
             self._later_messages.append(messages.take(np.flatnonzero(~is_history)))
 

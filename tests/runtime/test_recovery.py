@@ -270,6 +270,31 @@ def test_history_is_followed_by_a_snapshot_of_an_idle_partition(loaded: Artifact
         assert (0 in recovery.collect_state(0)) == snapshot_follows
 
 
+def test_rebuilt_records_do_not_alert_again(loaded: Artifact) -> None:
+    """With `--lost-state rebuild` there is only the history, and no saved decision says which records have alerted."""
+    codec, lines = Codec(loaded.schema), make_cluster(loaded, 1).events[0]
+    n, half = len(lines), len(lines) // 2
+    data = Messages("t", [None] * n, lines, np.full(n, NO_TIME), np.zeros(n, np.int32), np.arange(n))
+
+    def make_engine() -> Engine:
+        return Engine(loaded.model, loaded.calibration, loaded.fingerprint, ALPHA, Limits(), effort="fast")
+
+    def list_alerts(engine: Engine, first: int, last: int) -> list[str]:
+        parts = [codec.decode(data.take(np.array([i])))[0] for i in range(first, last)]
+        return [alert.id for part in parts for alert in engine.handle(part, 0).alerts]
+
+    uninterrupted = make_engine()
+    before, after = list_alerts(uninterrupted, 0, half), list_alerts(uninterrupted, half, n)
+    rebuilt = make_engine()
+    recovery = Recovery(EngineSet.of_only_model(rebuilt), Metrics())
+    recovery.start_restore(RestoredPartition(0, half))
+    recovery.enqueue(data.take(np.arange(half)))
+    recovery.mark_caught_up(0)
+    recovery.advance(codec, 0)
+    assert len(before) > 0
+    assert list_alerts(rebuilt, half, n) == after
+
+
 def test_partition_that_is_scored_again_gets_a_new_snapshot(loaded: Artifact) -> None:
     """Otherwise each restart would score the records of an idle partition again."""
     codec, lines = Codec(loaded.schema), make_cluster(loaded, 1).events[0][:3]
