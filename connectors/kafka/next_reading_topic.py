@@ -120,10 +120,10 @@ class KafkaNextReadingLog:
             Unavailable: The topic cannot be read now. A later call may succeed.
             ConfigError: This user may not read the topic.
         """
-        if self._reader is None and not self._find_topic():
+        self._reader = self._reader or self._find_reader()
+        if self._reader is None:
             time.sleep(timeout)
             return ()
-        assert self._reader is not None  # noqa: S101 - the topic was found
         return self._reader.poll(timeout)
 
     def close(self) -> None:
@@ -131,15 +131,16 @@ class KafkaNextReadingLog:
         if self._reader is not None:
             self._reader.close()
 
-    def _find_topic(self) -> bool:
-        """Open the reader if the topic exists, and return whether it does."""
+    def _find_reader(self) -> TopicReader[NextReadingMessage] | None:
+        """Return a reader of the topic, None if the topic does not exist or was looked for a short time ago."""
         now = time.monotonic()
         if self._looked_at is not None and now - self._looked_at < LOOK_SECONDS:
-            return False
-        if has_topic(self._cluster, self._topic):
-            self._reader = TopicReader(self._cluster, self._topic, self._decode)
+            return None
+        reader = (
+            TopicReader(self._cluster, self._topic, self._decode) if has_topic(self._cluster, self._topic) else None
+        )
         self._looked_at = now
-        return self._reader is not None
+        return reader
 
     def _decode(self, message: ReceivedMessage) -> NextReadingMessage | None:
         """Return the record id and what is stated for it; None for a message without a key, which is never sent.

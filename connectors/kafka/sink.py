@@ -96,20 +96,24 @@ class KafkaSink:
         Raises:
             ConfigError: An alert is too large for its topic.
         """
-        if self.alerts_topic is not None:
+        topic = self.alerts_topic
+        if topic is not None:
             for alert in effects.alerts:
                 value = self._codec.encode_alert(alert, data)
                 partition = alert.partition
                 if data is not None and alert.message_index >= 0:
                     # A message of this poll raised the alert, not a time-out.
                     _, partition, _ = get_position(data, alert.message_index)
-                self._put_alert("alert", alert.id, partition, alert.record, alert.time, value)
+                self._put_alert(topic, "alert", alert.id, partition, alert.record, alert.time, value)
             for notice in effects.drift_notices:
-                self._put_alert("drift", notice.id, notice.partition, notice.record, notice.time, encode_drift(notice))
+                value = encode_drift(notice)
+                self._put_alert(topic, "drift", notice.id, notice.partition, notice.record, notice.time, value)
             for storm in effects.storm_notices:
                 # It counts alerts of several partitions. Of those that stay, no other process counts them again.
                 value, record = encode_storm(storm), storm.records[0]
-                self._put_alert("storm", storm.id, storm.partition, record, storm.time, value, is_about_many=True)
+                self._put_alert(
+                    topic, "storm", storm.id, storm.partition, record, storm.time, value, is_about_many=True
+                )
         if self.dead_letter_topic is not None and data is not None:
             for rejected in effects.dead_letters():
                 max_bytes = self._delivery.max_bytes_by_topic[self.dead_letter_topic]
@@ -117,6 +121,7 @@ class KafkaSink:
 
     def _put_alert(
         self,
+        topic: str,
         kind: EventKind,
         event_id: str,
         partition: int,
@@ -128,6 +133,7 @@ class KafkaSink:
         """Put an alert or a notice into the buffer of outgoing messages.
 
         Args:
+            topic: The topic of alerts.
             kind: Its kind.
             event_id: Its id.
             partition: The partition of the events from which it follows.
@@ -136,12 +142,11 @@ class KafkaSink:
             value: The alert or notice as JSON.
             is_about_many: Whether it is about several partitions, so that it is sent even if this one is revoked.
         """
-        assert self.alerts_topic is not None  # noqa: S101 - checked by the caller
         source = make_source(self._topic, partition)
         headers = make_headers(kind, event_id, source, time, self._format.content_type)
         content = self._format.convert(kind, value)
         source_partition = None if is_about_many else partition
-        self._delivery.put(OutgoingMessage(source_partition, self.alerts_topic, record.encode(), content, headers))
+        self._delivery.put(OutgoingMessage(source_partition, topic, record.encode(), content, headers))
 
     def flush(self) -> None:
         """Do nothing, because the source sends the buffered messages when it commits."""

@@ -92,9 +92,10 @@ def _read(settings: DeadLettersSettings, cluster: KafkaCluster) -> Iterator[Dead
     from connectors.kafka import read_dead_letters
     from deformer_stream.engine.events import RejectionReason
     from deformer_stream.errors import ConfigError
+    from deformer_stream.settings.topics import name_topic
 
     since, until = parse_span(settings.since, settings.until)
-    topic = settings.dead_letter_topic or f"{settings.topic}-dead-letter"
+    topic = name_topic(settings.dead_letter_topic, settings.topic, "dead-letter")
     reasons, known = set(settings.reason), [reason.value for reason in RejectionReason]
     if unknown := sorted(reasons.difference(known)):
         raise ConfigError(f"--reason {unknown[0]}: there is no such reason; choose {', '.join(known)}")

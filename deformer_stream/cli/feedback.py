@@ -103,10 +103,11 @@ def _store(settings: FeedbackSettings, incident: str | None, label: Label | None
     from deformer_stream.codec.alert_text import make_printable
     from deformer_stream.codec.incident_text import summarize_incident
     from deformer_stream.codec.timestamps import format_rfc3339
+    from deformer_stream.settings.topics import name_topic
 
     cluster = make_cluster(settings)
-    incidents_topic = settings.incidents_topic or f"{settings.topic}-incidents"
-    feedback_topic = settings.feedback_topic or f"{settings.topic}-feedback"
+    incidents_topic = name_topic(settings.incidents_topic, settings.topic, "incidents")
+    feedback_topic = name_topic(settings.feedback_topic, settings.topic, "feedback")
     now = time.time_ns() // 1000
     if settings.maintenance is not None:
         made = _make_window(settings, settings.maintenance, "maintenance" if incident is None else "cleared", now)

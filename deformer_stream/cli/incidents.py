@@ -55,13 +55,14 @@ class IncidentTopics:
             ConfigError: Two of them are the same.
         """
         from deformer_stream.errors import ConfigError
+        from deformer_stream.settings.topics import name_topic
 
         topic = settings.topic
         topics = IncidentTopics(
             topic,
-            settings.evidence_topic or f"{topic}-evidence",
-            settings.incidents_topic or f"{topic}-incidents",
-            settings.feedback_topic or f"{topic}-feedback",
+            name_topic(settings.evidence_topic, topic, "evidence"),
+            name_topic(settings.incidents_topic, topic, "incidents"),
+            name_topic(settings.feedback_topic, topic, "feedback"),
             settings.state_topic or f"{settings.group}-{topic}-incidents-state",
         )
         names = (topics.events, topics.evidence, topics.incidents, topics.feedback, topics.state)

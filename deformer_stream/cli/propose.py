@@ -148,8 +148,9 @@ def _copy_evidence(settings: ProposeSettings, cleanup: ExitStack) -> str:
     from deformer_stream.cli.kafka_cluster import make_cluster
     from deformer_stream.errors import InputError
     from deformer_stream.settings.base import get_limit_micros
+    from deformer_stream.settings.topics import name_topic
 
-    topic = settings.evidence_topic or f"{settings.topic}-evidence"
+    topic = name_topic(settings.evidence_topic, settings.topic, "evidence")
     path = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="deformer-"))) / "evidence.jsonl"
     reader = registry_clients.make_output_reader(
         registry_clients.open_registry(settings, registry_clients.REGISTRY_PATIENCE, cleanup)
@@ -174,8 +175,9 @@ def _find_labels(settings: ProposeSettings) -> list[FeedbackLabel]:
     from connectors.kafka import KafkaFeedbackLog
     from deformer_stream.cli.kafka_cluster import make_cluster
     from deformer_stream.runtime.existing_messages import read_existing
+    from deformer_stream.settings.topics import name_topic
 
-    log = KafkaFeedbackLog(make_cluster(settings), settings.feedback_topic or f"{settings.topic}-feedback")
+    log = KafkaFeedbackLog(make_cluster(settings), name_topic(settings.feedback_topic, settings.topic, "feedback"))
     try:
         return list(read_existing(log))
     finally:

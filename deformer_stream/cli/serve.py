@@ -173,13 +173,14 @@ def _connect(settings: ServeSettings, page: Page, stop: threading.Event, cleanup
     from deformer_stream.cli.kafka_cluster import connect_with_retries, make_cluster
     from deformer_stream.page.followers import follow_logs
     from deformer_stream.page.security import is_loopback
+    from deformer_stream.settings.topics import name_topic
 
     cluster = make_cluster(settings)
     registry = registry_clients.open_registry(settings, registry_clients.REGISTRY_PATIENCE, cleanup, stop=stop)
     reader = registry_clients.make_output_reader(registry)
-    incidents_topic = settings.incidents_topic or f"{settings.topic}-incidents"
-    feedback_topic = settings.feedback_topic or f"{settings.topic}-feedback"
-    next_readings_topic = settings.next_readings_topic or f"{settings.topic}-next-readings"
+    incidents_topic = name_topic(settings.incidents_topic, settings.topic, "incidents")
+    feedback_topic = name_topic(settings.feedback_topic, settings.topic, "feedback")
+    next_readings_topic = name_topic(settings.next_readings_topic, settings.topic, "next-readings")
 
     def connect(attempt: ExitStack) -> tuple[KafkaIncidentLog, KafkaFeedbackLog]:
         """Connect to the brokers; the connections are closed if that fails."""

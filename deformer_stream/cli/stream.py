@@ -355,14 +355,18 @@ class ConsumeTopics:
         Raises:
             ConfigError: Two of them are the same.
         """
+        from deformer_stream.settings.topics import name_topic
+
         has_evidence, has_next_readings = settings.evidence == "on", settings.next_reading > 0
         topics = ConsumeTopics(
             topic,
-            alerts=settings.alerts_topic or f"{topic}-alerts",
-            dead_letters=settings.dead_letter_topic or f"{topic}-dead-letter",
+            alerts=name_topic(settings.alerts_topic, topic, "alerts"),
+            dead_letters=name_topic(settings.dead_letter_topic, topic, "dead-letter"),
             state=settings.state_topic or f"{settings.group}-{topic}-state",
-            evidence=(settings.evidence_topic or f"{topic}-evidence") if has_evidence else None,
-            next_readings=(settings.next_readings_topic or f"{topic}-next-readings") if has_next_readings else None,
+            evidence=name_topic(settings.evidence_topic, topic, "evidence") if has_evidence else None,
+            next_readings=name_topic(settings.next_readings_topic, topic, "next-readings")
+            if has_next_readings
+            else None,
         )
         names = [topics.events, topics.dead_letters, topics.state, *topics.topic_by_schema.values()]
         if len(set(names)) < len(names):

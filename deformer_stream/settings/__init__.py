@@ -10,6 +10,7 @@ The modules are:
     by_command      the settings class of each command
     commands, incident_commands, bridge_commands   the options of each command
     tables, kafka, group_member, registry, plant_source, incident_rule, logins   options that several commands share
+    topics          the default names of Kafka topics
     loading, option_files   values from flags, variables and files
     option_groups   the headings of the options in `--help`
 """
