@@ -26,6 +26,11 @@ PARTITIONS_PER_STEP = 8
 after the other, and `client.REQUEST_SECONDS` limits their sum."""
 
 
+NEW_GROUP_SECONDS = 20.0
+"""Seconds from the first partition that a process gets in a new group until it checks the models of the group. By then
+each process has committed, see `source.CONFIRM_SECONDS`."""
+
+
 def divide_into_steps(tps: Sequence[TopicPartition]) -> list[Sequence[TopicPartition]]:
     """Return partitions in lists of at most `PARTITIONS_PER_STEP`."""
     return [tps[i : i + PARTITIONS_PER_STEP] for i in range(0, len(tps), PARTITIONS_PER_STEP)]
@@ -59,6 +64,9 @@ class GroupMembership:
         self.cluster, self.topic, self.num_partitions, self.group = cluster, topic, num_partitions, group
         self._consumer, self._commits, self._instance, self._on_wait = consumer, commits, instance, on_wait
         self._must_check_owners = False
+        # When the models of a new group are checked (monotonic), and the model of this process when it began.
+        self._check_new_group_at: float | None = None
+        self._first_model = ""
         # The id of this process while the brokers list its instance name with another id, and since when (monotonic).
         self._unlisted_id: str | None = None
         self._unlisted_since = 0.0
@@ -98,10 +106,47 @@ class GroupMembership:
             committed = self.fetch_committed(self.list_partitions())
         except Unavailable:  # for example during a transaction; it is checked again when partitions are assigned
             return
-        models = {parse_model(offset.metadata) for offset in committed.values() if offset is not None} - {""}
-        if models and model not in models:
+        self._refuse_other_models(
+            {parse_model(offset.metadata) for offset in committed.values() if offset is not None} - {""}
+        )
+
+    def note_new_group(self) -> None:
+        """Let `check_new_group` check the models later, because no process had committed yet when this one began."""
+        self._first_model = self._commits.model
+        if self._first_model:
+            self._check_new_group_at = time.monotonic() + NEW_GROUP_SECONDS
+
+    def check_new_group(self) -> None:
+        """Raise `ConfigError` if the process that owns the first partition of a new group has another model.
+
+        Processes with different models that start a group at the same moment cannot see each other's model before they
+        join. The offset of the partition with the lowest number decides which of them stay, so that all of them decide
+        alike. A process whose model was changed meanwhile stays.
+        """
+        now = time.monotonic()
+        if self._check_new_group_at is None or now < self._check_new_group_at or self._consumer.membership is None:
+            return
+        if self._commits.model != self._first_model:
+            self._check_new_group_at = None
+            return
+        self._check_new_group_at = now + NEW_GROUP_SECONDS  # again if nothing can be found now
+        try:
+            committed = self.fetch_committed(self.list_partitions())
+        except Unavailable as error:
+            log.get_logger("kafka").debug("models_not_checked", error=str(error))
+            return
+        model_by_partition = {tp: parse_model(o.metadata) for tp, o in sorted(committed.items()) if o is not None}
+        stated = [model for model in model_by_partition.values() if model]
+        if stated:
+            self._check_new_group_at = None
+            self._refuse_other_models([stated[0]])
+
+    def _refuse_other_models(self, models: Iterable[str]) -> None:
+        """Raise `ConfigError` if the group uses models, and none of them is that of this process."""
+        used, model = sorted(set(models)), self._commits.model
+        if used and model not in used:
             raise ConfigError(
-                f"the consumer group uses model {min(models)}, this process has model {model}: give both the same "
+                f"the consumer group uses model {used[0]}, this process has model {model}: give both the same "
                 "model, or choose another --group"
             )
 

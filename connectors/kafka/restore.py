@@ -235,6 +235,8 @@ class PartitionRestorer:
         models = {parse_model(offset.metadata) for offset in committed.values() if offset is not None}
         if not self._has_owned and models - {"", self._commits.model}:
             self._membership.check_model()  # a process with another model has started at the same time
+        if not self._has_owned and not models - {""}:
+            self._membership.note_new_group()
         self._has_owned = True
         first_offsets = self._consumer.fetch_first_offsets(tps, client.REQUEST_SECONDS)
         end_offsets = self._consumer.fetch_end_offsets(tps, client.REQUEST_SECONDS)

@@ -249,6 +249,7 @@ class KafkaSource:
             self.end_commit()
         self._stop_left_out()
         self._membership.check_owners()
+        self._membership.check_new_group()
         # Partitions may be assigned, and revoked ones committed, during this call.
         columns = self._fetch(0.0 if self._restorer.unrestored else timeout)
         if self._fatal_error is not None:

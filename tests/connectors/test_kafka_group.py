@@ -65,6 +65,44 @@ def test_process_with_another_model_that_has_joined_already_is_refused(group: Ca
     first.poll_until_assigned(0, 1, 2, 3)
 
 
+def test_one_of_two_models_that_start_a_group_together_stays(
+    group: Callable[..., Group], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both get partitions before either has committed an offset, which would have stated its model.
+
+    The broker of the tests does not wait for further members before it assigns partitions. So the model in the offset
+    that the first process commits when it gives partitions up is hidden.
+    """
+    monkeypatch.setattr("connectors.kafka.restore.parse_model", lambda metadata: "")
+    monkeypatch.setattr("connectors.kafka.source.CONFIRM_SECONDS", 0.2)
+    monkeypatch.setattr("connectors.kafka.membership.NEW_GROUP_SECONDS", 3.0)
+    world = group(4)
+    members = {model: world.add_member(model=model) for model in ("a", "b")}
+
+    def poll_all() -> bool:
+        for member in members.values():
+            member.poll()
+        return all(len(member.source.assigned_partitions) == 2 for member in members.values())
+
+    wait_until(poll_all, "partitions for both")
+    owner = next(model for model, member in members.items() if 0 in member.source.assigned_partitions)
+    other = "ab".replace(owner, "")
+
+    def turn(model: str) -> bool:
+        members[model].poll()
+        members[model].commit()
+        return False
+
+    def keep_going() -> None:
+        turn(owner)
+
+    with poll_in_background(keep_going):
+        with pytest.raises(ConfigError, match=f"the consumer group uses model {owner}, this process has model {other}"):
+            wait_until(lambda: turn(other), "a refusal")
+        members[other].close()
+        wait_until(lambda: len(members[owner].source.assigned_partitions) == 4, "all partitions for the other one")
+
+
 def test_group_whose_processes_have_ended_takes_another_model(group: Callable[..., Group]) -> None:
     world = group(2)
     first = world.add_member(model="a")
