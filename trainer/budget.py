@@ -354,6 +354,10 @@ class PhaseBudget:
         fixed_seconds = self._costs.fixed
         return plan_record_counts(self._costs, self._budget.remaining - fixed_seconds, maximum)
 
+    def estimate_later(self, counts: RecordCounts) -> float:
+        """Return the seconds to keep for later phases with the given numbers of records, 0 without a time limit."""
+        return 0.0 if self._costs is None else counts.estimate_seconds(self._costs)
+
     def start_phase(
         self,
         name: str,
@@ -482,11 +486,17 @@ def measure_step_cost(
     return StepCost(fixed_seconds, (last_seconds - fixed_seconds) / num_records)
 
 
-def choose_batch_size(seconds_per_record: float, default: int) -> int:
+def choose_batch_size(seconds_per_record: float | None, default: int) -> int:
     """Return how many records to process in about half a second, at least 1 and at most `default`.
 
     Batches of this size let a phase check its deadline often enough.
+
+    Args:
+        seconds_per_record: Measured seconds of a record. None if there is no time limit; the result is then `default`.
+        default: The largest batch.
     """
+    if seconds_per_record is None:
+        return default
     return max(1, min(default, int(0.5 / max(seconds_per_record, 1e-9))))
 
 

@@ -627,11 +627,10 @@ class _Job(PresetPlanner):
         cusum_scale = self._fit_cusum_scale(model)
         num_records = self._phases.plan_counts(replace(self.maximum, ranking=0)).calibration
         minimum = min(len(rows), Calibration.count_required_records(0.01))
-        held_out_seconds = 0.0 if self.costs is None else MIN_HELD_OUT_PASSES * self.costs.held_out
-        phase = self._phases.start_phase("calibrating", num_records, minimum, held_out_seconds, len(rows))
-        batch_size = CALIBRATION_BATCH
-        if self.costs is not None:
-            batch_size = choose_batch_size(self.costs.calibration, CALIBRATION_BATCH)
+        later_seconds = self._phases.estimate_later(RecordCounts(0, 0, MIN_HELD_OUT_PASSES))
+        phase = self._phases.start_phase("calibrating", num_records, minimum, later_seconds, len(rows))
+        seconds_per_record = None if self.costs is None else self.costs.calibration
+        batch_size = choose_batch_size(seconds_per_record, CALIBRATION_BATCH)
         statistics = score_irregular_records(
             model, self.data, rows[:num_records], batch_size, cusum_scale, phase.should_continue
         )
@@ -646,8 +645,8 @@ class _Job(PresetPlanner):
         num_blocks = int(FEATURE_BLOCKS_SHARE * min(self._count_held_out_blocks(), len(blocks)))
         num_blocks = min(max(num_blocks, 1), MAX_FEATURE_BLOCKS)
         minimum = min(num_blocks, int(FEATURE_BLOCKS_SHARE * MIN_HELD_OUT_PASSES * BLOCKS_PER_PASS))
-        held_out_seconds = 0.0 if self.costs is None else MIN_HELD_OUT_PASSES * self.costs.held_out
-        phase = self._phases.create_phase("typical readings of each feature", num_blocks, minimum, held_out_seconds)
+        later_seconds = self._phases.estimate_later(RecordCounts(0, 0, MIN_HELD_OUT_PASSES))
+        phase = self._phases.create_phase("typical readings of each feature", num_blocks, minimum, later_seconds)
         return average_neg_log_p(
             model, examples, blocks[:num_blocks], self._choose_block_batch(), phase.should_continue
         )
@@ -659,7 +658,7 @@ class _Job(PresetPlanner):
         rows = self._select_scale_records()
         num_records = self._phases.plan_counts(self.maximum).ranking
         minimum = compute_min_counts(self.maximum)
-        later_seconds = 0.0 if self.costs is None else replace(minimum, ranking=0).estimate_seconds(self.costs)
+        later_seconds = self._phases.estimate_later(replace(minimum, ranking=0))
         phase = self._phases.start_phase(
             "fitting the scale of the sums", num_records, minimum.ranking, later_seconds, len(rows)
         )
@@ -673,9 +672,8 @@ class _Job(PresetPlanner):
 
     def _choose_block_batch(self) -> int:
         """Return the number of blocks that are scored together after training."""
-        if self.costs is None:
-            return EVALUATION_BATCH
-        return choose_batch_size(self.costs.held_out / BLOCKS_PER_PASS, EVALUATION_BATCH)
+        seconds_per_block = None if self.costs is None else self.costs.held_out / BLOCKS_PER_PASS
+        return choose_batch_size(seconds_per_block, EVALUATION_BATCH)
 
     def _count_held_out_blocks(self) -> int:
         """Return the number of blocks of the held-out figures in the time that is left, if nothing else is done."""

@@ -451,30 +451,26 @@ class _FinalPhases:
                 are not part of it.
         """
         rows = data.select_rows(Split.CALIBRATION)
-        if self.costs is None:  # there is no time limit
-            rows = sample_rows(rows, seed)
-            phase = self._phases.start_phase("calibrating", len(rows), min_records=0, later_seconds=0.0)
-            scores = score_calibration_records(model, data, rows, order, seed, should_continue=phase.should_continue)
-            self.calibration_rows.append(rows[: len(scores.statistics)])
-            return scores
         maximum = count_all_records(data)
         if part is not None:
             maximum = replace(maximum, ranking=0, held_out_passes=0)
         minimum = compute_min_counts(maximum)
-        # Time is kept for ranking and held-out figures, which follow, with their smallest numbers of records.
-        later_seconds = replace(minimum, calibration=0).estimate_seconds(self.costs)
-        if part is None:
+        if part is None or self.costs is None:
             num_records = self._phases.plan_counts(maximum).calibration
+            # Time is kept for ranking and held-out figures, which follow, with their smallest numbers of records.
+            later_seconds = self._phases.estimate_later(replace(minimum, calibration=0))
         else:
             # Training may end a little late. The calibration then uses time of the later models, which share the rest.
             seconds = max(part.remaining, MIN_CALIBRATION_SHARE * (part.limit or 0.0))
             num_records = plan_record_counts(self.costs, seconds, maximum).calibration
             later_seconds = max(0.0, self.budget.remaining - self.costs.fixed - seconds)
-        rows = _shuffle(rows, seed)[:num_records]
+        # Under a time limit, the records that are scored at its end must be a random sample.
+        rows = sample_rows(rows, seed) if self.costs is None else _shuffle(rows, seed)[:num_records]
         phase = self._phases.start_phase(
             "calibrating", num_records, minimum.calibration, later_seconds, maximum.calibration
         )
-        batch_size = choose_batch_size(self.costs.calibration, CALIBRATION_BATCH_SIZE)
+        seconds_per_record = None if self.costs is None else self.costs.calibration
+        batch_size = choose_batch_size(seconds_per_record, CALIBRATION_BATCH_SIZE)
         scores = score_calibration_records(model, data, rows, order, seed, batch_size, phase.should_continue)
         self.calibration_rows.append(rows[: len(scores.statistics)])
         return scores
@@ -493,42 +489,28 @@ class _FinalPhases:
         Returns:
             The same model, which was changed in place.
         """
-        max_exemplars, seed = choose_exemplars(self.settings), self.settings.seed
-        calibration_exemplars = self.settings.calibration_exemplars is not False
+        max_exemplars = choose_exemplars(self.settings)
         maximum = replace(count_all_records(data), calibration=0)  # calibration is finished
-        self.num_ranking_records = maximum.ranking if max_exemplars else 0
-        if self.costs is None:  # there is no time limit
-            phase = self._phases.start_phase("ranking", maximum.ranking, min_records=0, later_seconds=0.0)
-            return add_ranking(
-                model,
-                data,
-                max_exemplars,
-                seed,
-                should_continue=phase.should_continue,
-                calibration_exemplars=calibration_exemplars,
-                priors=priors,
-                prior_weight=self.settings.prior_weight,
-                marginal_weight=self.settings.marginal_weight,
-                trim=self.settings.calibration_trim,
-            )
         minimum = compute_min_counts(maximum)
         num_records = self._phases.plan_counts(maximum).ranking
         # Time is kept for the held-out figures, which follow, with their smallest number of records.
-        later_seconds = replace(minimum, ranking=0).estimate_seconds(self.costs)
+        later_seconds = self._phases.estimate_later(replace(minimum, ranking=0))
         phase = self._phases.start_phase("ranking", num_records, minimum.ranking, later_seconds, maximum.ranking)
-        self.num_ranking_records = min(self.num_ranking_records, num_records)
-        # A record is compared with the exemplars, and also scored like a calibration record.
-        seconds_per_record = self.costs.ranking
-        batch_size = choose_batch_size(seconds_per_record, MAX_REFERENCE_RECORDS)
+        self.num_ranking_records = num_records if max_exemplars else 0
+        num_reference_records, batch_size = MAX_REFERENCE_RECORDS, None
+        if self.costs is not None:
+            num_reference_records = num_records
+            # A record is compared with the exemplars, and also scored like a calibration record.
+            batch_size = choose_batch_size(self.costs.ranking, MAX_REFERENCE_RECORDS)
         return add_ranking(
             model,
             data,
             max_exemplars,
-            seed=seed,
-            num_reference_records=num_records,
+            self.settings.seed,
+            num_reference_records=num_reference_records,
             batch_size=batch_size,
             should_continue=phase.should_continue,
-            calibration_exemplars=calibration_exemplars,
+            calibration_exemplars=self.settings.calibration_exemplars is not False,
             priors=priors,
             prior_weight=self.settings.prior_weight,
             marginal_weight=self.settings.marginal_weight,
@@ -563,7 +545,7 @@ class _FinalPhases:
             self.settings.calibration_exemplars is not False,
         )
         maximum = replace(count_all_records(data), calibration=0, ranking=0)
-        later_seconds = 0.0 if self.costs is None else compute_min_counts(maximum).estimate_seconds(self.costs)
+        later_seconds = self._phases.estimate_later(compute_min_counts(maximum))
         phase = self._phases.start_phase("scoring complete calibration records", len(rows), 1, later_seconds)
         scores = score_complete_records(
             model,
@@ -584,13 +566,6 @@ class _FinalPhases:
         """
         rows, seed = data.select_rows(Split.CALIBRATION), self.settings.seed
         order_seed = seed + 1  # for other random orders than in validation
-        if self.costs is None:  # there is no time limit
-            sampled = self.held_out_rows = sample_rows(rows, seed, HELD_OUT_ROWS)
-            phase = self._phases.start_phase("held-out figures", len(sampled), min_records=0, later_seconds=0.0)
-            phase.num_records *= HELD_OUT_ORDERS
-            return evaluate_held_out(
-                model, data, sampled, HELD_OUT_ORDERS, order_seed, should_continue=phase.should_continue
-            )
         maximum = replace(count_all_records(data), calibration=0, ranking=0)
         num_passes = self._phases.plan_counts(maximum).held_out_passes
         # A pass is one record in one order. With few passes, one order of many records gives a more precise mean than
@@ -603,7 +578,8 @@ class _FinalPhases:
             "held-out figures", num_records, min_records=0, later_seconds=0.0, num_available=num_available
         )
         phase.num_records *= num_orders  # its progress counts each record once in each order
-        batch_size = choose_batch_size(self.costs.held_out, EVALUATION_BATCH_SIZE)
+        seconds_per_pass = None if self.costs is None else self.costs.held_out
+        batch_size = choose_batch_size(seconds_per_pass, EVALUATION_BATCH_SIZE)
         sampled = self.held_out_rows = sample_rows(rows, seed, num_records)
         return evaluate_held_out(
             model, data, sampled, num_orders, order_seed, batch_size=batch_size, should_continue=phase.should_continue

@@ -191,7 +191,7 @@ def test_cost_of_a_record_is_measured_on_few_records() -> None:
     assert sizes == [1, 1, 4, 16]
     assert choose_batch_size(0.01, 256) == 50
     assert choose_batch_size(10.0, 256) == 1
-    assert choose_batch_size(0.0, 256) == 256
+    assert choose_batch_size(0.0, 256) == choose_batch_size(None, 256) == 256
 
 
 def test_age_of_this_process_is_known() -> None:
