@@ -25,7 +25,6 @@ from deformer_stream.calibration.calibration_scores import CalibrationScores
 from deformer_stream.calibration.conformal import MAX_CALIBRATION_RECORDS, Calibration
 from deformer_stream.calibration.cusum import CusumScale
 from deformer_stream.calibration.seen_records import RecordHasher, RecordSet, SeenRecords
-from deformer_stream.counts import format_count
 from deformer_stream.errors import ConfigError, map_write_errors
 from deformer_stream.kernels.cpu import attached_kernels
 from deformer_stream.model.bounded_context import ContextLimit
@@ -75,9 +74,8 @@ from trainer.planning import (
     compute_reserve,
     convert_identity,
     estimate_fixed_seconds,
+    estimate_training_seconds,
     is_limit_too_short,
-    is_time_too_short,
-    reduce_batch,
     restore_run,
 )
 from trainer.reading_time import ReadingMonitor
@@ -85,9 +83,7 @@ from trainer.recipes import (
     AUTO_PRESETS,
     MIN_STEPS_OF_LARGER_PRESET,
     choose_irregular_recipe,
-    has_own_size,
     irregular_model_config,
-    resolve_preset,
 )
 from trainer.settings import TrainConfig
 from trainer.tables import TableSource
@@ -326,16 +322,17 @@ class _Job(PresetPlanner):
         model_store.resolve_device(self.settings.device)
         process = self._fit_process()
         budget.mark_phase("prior")
-        is_limited = budget.limit is not None
-        if is_limited and not self.is_rushed:
+        if budget.limit is not None and not self.is_rushed:
             self.on_message("measuring how long training and calibration take")
         run, cost = self._choose_preset(process)
-        if is_limited:
+        costs = self.costs
+        if costs is not None:  # there is a time limit
             batch = run.recipe.batch
             if self.state is not None:
                 batch = self.state["identity"]["batch"]
             elif not self.is_rushed:
-                batch = self._choose_batch(run, cost)
+                validation_seconds = _estimate_validation_seconds(costs)
+                batch = self._choose_batch(run, cost, costs, self.maximum, validation_seconds, "block")
             if batch != run.recipe.batch:
                 run = self._create_run(self.settings, process, batch)
         budget.mark_phase("planning")
@@ -419,21 +416,11 @@ class _Job(PresetPlanner):
         Returns:
             The run, and the cost of a training step with a single batch, 0 if it was not measured.
         """
-        is_limited = self.budget.limit is not None
-        if self.state is not None:
-            self.settings = self._set_preset(self.state["identity"]["preset"])
-            self.preset_reason = "that of the interrupted run"
-            return self._measure_run(self.settings, process)[0], StepCost(0.0, 0.0)
-        is_open = self.settings.preset == "auto" and is_limited and not has_own_size(self.settings)
+        chosen = self._choose_without_measuring()
+        if chosen is not None:
+            self.settings, self.preset_reason = chosen
+            return self._measure_run(self.settings, process)
         large, small = AUTO_PRESETS
-        if not is_open:
-            self.preset_reason = "the default" if self.settings.preset == "auto" else "chosen by --preset"
-            self.settings = self._set_preset(resolve_preset(self.settings))
-            return self._measure_run(self.settings, process)
-        if self.is_rushed:
-            self.settings = self._set_preset(small)
-            self.preset_reason = f"--max-time leaves no time to measure preset {large}"
-            return self._measure_run(self.settings, process)
         large_settings, small_settings = self._set_preset(large), self._set_preset(small)
         run, cost = self._measure_run(large_settings, process)
         num_steps = self._estimate_steps(run, cost)
@@ -448,12 +435,7 @@ class _Job(PresetPlanner):
             self.settings, self._measured = large_settings, large_measured
             self.preset_reason = f"preset {small} would end its training before --max-time"
             return run, cost
-        self.preset_reason = (
-            f"--max-time leaves time for at most about {format_count(num_steps, 'training step')} of preset {large}, "
-            f"which should have at least {num_needed}"
-        )
-        self.on_message(f"preset {small}: {self.preset_reason}")
-        self.settings = small_settings
+        self.settings, self.preset_reason = small_settings, self._explain_smaller_preset(num_steps, num_needed)
         return small_run, small_cost
 
     def _measure_run(
@@ -465,11 +447,9 @@ class _Job(PresetPlanner):
             The run, and the cost of a training step with a single batch, 0 if it was not measured.
         """
         run = self._create_run(settings, process)
-        if self.budget.limit is None:
-            return run, StepCost(0.0, 0.0)
-        self._measured = [self._measure_costs(run.averaged_model)]
-        is_measured = not self.is_rushed and self.state is None
-        return run, self._measure_step(run) if is_measured else StepCost(0.0, 0.0)
+        if self.budget.limit is not None:
+            self._measured = [self._measure_costs(run.averaged_model)]
+        return run, self._measure_step(run)
 
     def _estimate_steps(self, run: TrainingRun, cost: StepCost) -> int:
         """Return about how many training steps of a run fit into the time before the work after training."""
@@ -477,11 +457,8 @@ class _Job(PresetPlanner):
 
     def _estimate_training_seconds(self) -> float:
         """Return the seconds that are left for training, if the first and the last validation are short."""
-        costs = self.costs
-        if costs is None or self.budget.limit is None:
-            return math.inf
-        validation_seconds = 2 * MIN_VALIDATION_ROWS * costs.held_out / BLOCKS_PER_PASS
-        return self.budget.remaining - compute_reserve(costs, self.maximum, self.budget.limit) - validation_seconds
+        costs = combine_costs(self._measured)
+        return estimate_training_seconds(self.budget, costs, self.maximum, _estimate_validation_seconds(costs))
 
     @property
     def costs(self) -> PhaseCosts | None:
@@ -548,21 +525,6 @@ class _Job(PresetPlanner):
         """Return the records whose number of readings is next to the mean, `MAX_MEASURED_RECORDS` of them at most."""
         num_readings = self.data.num_readings[rows]
         return rows[np.argsort(np.abs(num_readings - num_readings.mean()), kind="stable")][:MAX_MEASURED_RECORDS]
-
-    def _choose_batch(self, run: TrainingRun, cost: StepCost) -> int:
-        """Return the number of blocks per batch with which the time limit allows enough steps (`reduce_batch`)."""
-        costs = self.costs
-        if costs is None:
-            return run.recipe.batch
-        min_final_seconds = compute_min_counts(self.maximum).estimate_seconds(costs) + costs.fixed
-        validation_seconds = 2 * MIN_VALIDATION_ROWS * costs.held_out / BLOCKS_PER_PASS
-        # The shortest training is one step with one block in each of its batches.
-        min_seconds = run.recipe.accumulate * cost.estimate_seconds(1) + validation_seconds + min_final_seconds
-        if is_time_too_short(self.budget, min_seconds, self.on_message):
-            return 1
-        training_seconds = self._estimate_training_seconds()
-        is_set = self.settings.batch is not None
-        return reduce_batch(run.recipe, training_seconds, cost, "block", self.on_message, is_set)
 
     def compute_costs(self, model: DEformer) -> Costs:
         """Return the seconds to reserve for the work after training, and the seconds to validate a block.
@@ -703,6 +665,11 @@ class _Job(PresetPlanner):
         num_records = len(self.data.select_rows(Split.TRAIN))
         num_blocks = len(self._create_examples(self.settings).train_indexes)
         return min(num_records, result.num_train_records) if result.num_train_records < num_blocks else num_records
+
+
+def _estimate_validation_seconds(costs: PhaseCosts) -> float:
+    """Return the seconds of the first and the last validation with the smallest number of blocks."""
+    return 2 * MIN_VALIDATION_ROWS * costs.held_out / BLOCKS_PER_PASS
 
 
 def _collect_seen_records(data: IrregularTable) -> SeenRecords:

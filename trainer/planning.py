@@ -192,6 +192,21 @@ def compute_reserve(costs: PhaseCosts, maximum: RecordCounts, limit: float) -> f
     return costs.fixed + max(min(max_seconds, allowed_seconds), min_seconds)
 
 
+def estimate_training_seconds(
+    budget: TimeBudget, costs: PhaseCosts, maximum: RecordCounts, validation_seconds: float
+) -> float:
+    """Return the seconds that a time limit leaves for training steps; negative if it is too short.
+
+    Args:
+        budget: The time of the job.
+        costs: Measured costs of the phases after training.
+        maximum: The numbers of records that these phases use if there is enough time.
+        validation_seconds: Seconds of the first and the last validation.
+    """
+    reserve = compute_reserve(costs, maximum, budget.limit or math.inf)
+    return budget.remaining - reserve - validation_seconds
+
+
 def is_limit_too_short(budget: TimeBudget, start_seconds: float, on_message: Callable[[str], None]) -> bool:
     """Return whether the time limit is too short for any job on this machine, and send a message if so.
 
@@ -239,22 +254,64 @@ def convert_identity(identity: dict[str, Any]) -> dict[str, Any]:
 
 
 class PresetPlanner:
-    """The part of the planning that all training jobs share: presets, and the cost of their training steps.
+    """The part of the planning that all training jobs share: presets, the cost of training steps, and the batch.
 
     Attributes:
         settings: All options of `deformer-train`.
         budget: The time that the job may take.
+        is_rushed: Whether the time limit is too short for any job. Nothing is measured then.
+        state: JSON state of the interrupted run that is continued. None to start from the beginning.
+        on_message: Called with a line of text for the user.
     """
 
     settings: TrainConfig
     budget: TimeBudget
+    is_rushed: bool
+    state: dict[str, Any] | None
+    on_message: Callable[[str], None]
 
     def _set_preset(self, preset: str) -> TrainConfig:
         """Return the settings with another preset."""
         return self.settings.model_copy(update={"preset": preset})
 
+    def _choose_without_measuring(self) -> tuple[TrainConfig, str] | None:
+        """Return the settings with their preset and the reason for it, as text for the user.
+
+        Returns:
+            None if the cost of training steps decides which one of `AUTO_PRESETS` is used (`--preset auto`).
+        """
+        if self.state is not None and "preset" in self.state["identity"]:
+            return self._set_preset(self.state["identity"]["preset"]), "that of the interrupted run"
+        is_auto = self.settings.preset == "auto"
+        if not is_auto or self.budget.limit is None or has_own_size(self.settings):
+            return self._set_preset(resolve_preset(self.settings)), "the default" if is_auto else "chosen by --preset"
+        large, small = AUTO_PRESETS
+        if self.is_rushed:
+            return self._set_preset(small), f"--max-time leaves no time to measure preset {large}"
+        return None
+
+    def _explain_smaller_preset(self, num_steps: int, num_needed: int) -> str:
+        """Return the reason for the smaller one of `AUTO_PRESETS`, which is also sent as a message.
+
+        Args:
+            num_steps: Number of training steps of the larger one for which there is time.
+            num_needed: Number of steps that it needs.
+        """
+        large, small = AUTO_PRESETS
+        reason = (
+            f"--max-time leaves time for at most about {format_count(num_steps, 'training step')} of preset {large}, "
+            f"which should have at least {num_needed}"
+        )
+        self.on_message(f"preset {small}: {reason}")
+        return reason
+
     def _measure_step(self, run: TrainingRun) -> StepCost:
-        """Return the measured cost of a training step with a single batch."""
+        """Return the cost of a training step with a single batch, 0 if no decision depends on it.
+
+        It is measured under a time limit, unless the run is continued or must be as short as possible.
+        """
+        if self.budget.limit is None or self.is_rushed or self.state is not None:
+            return StepCost(0.0, 0.0)
         max_examples = min(run.recipe.batch, len(run.train_rows))
         return measure_step_cost(run.measure_step_seconds, max_examples, self.budget.remaining)
 
@@ -270,6 +327,38 @@ class PresetPlanner:
         num_examples = run.batch_size / (num_batches * run.ranks.world_size)
         step_seconds = num_batches * cost.estimate_seconds(num_examples)
         return int(seconds / max(step_seconds, 1e-9))
+
+    def _choose_batch(
+        self,
+        run: TrainingRun,
+        step_cost: StepCost,
+        costs: PhaseCosts,
+        maximum: RecordCounts,
+        validation_seconds: float,
+        noun: str,
+    ) -> int:
+        """Return the number of examples in a batch with which the time limit allows enough training steps.
+
+        It is the batch of the recipe or a smaller power of two (`reduce_batch`). If the batch is reduced, or if the
+        limit is too short even for one step with one example, a message is sent.
+
+        Args:
+            run: The training run with the batch of its recipe.
+            step_cost: The cost of a training step with a single batch.
+            costs: Measured costs of the phases after training.
+            maximum: The numbers of records that these phases use if there is enough time.
+            validation_seconds: Seconds of the first and the last validation, if they are short.
+            noun: What an example is, for the message.
+        """
+        recipe = run.recipe
+        min_final_seconds = compute_min_counts(maximum).estimate_seconds(costs) + costs.fixed
+        # The shortest training is one step with one example in each of its batches.
+        min_seconds = recipe.accumulate * step_cost.estimate_seconds(1) + validation_seconds + min_final_seconds
+        if is_time_too_short(self.budget, min_seconds, self.on_message):
+            return 1
+        training_seconds = estimate_training_seconds(self.budget, costs, maximum, validation_seconds)
+        is_set = self.settings.batch is not None
+        return reduce_batch(recipe, training_seconds, step_cost, noun, self.on_message, is_set)
 
 
 class RunPlanner(PresetPlanner):
@@ -343,7 +432,9 @@ class RunPlanner(PresetPlanner):
         elif self.is_rushed:
             batch = min(run.recipe.batch, MIN_STEPS)
         else:
-            batch = self._choose_batch(run, step_costs, costs, maximum)
+            # There are at least two validations: of the initial weights and of the trained ones.
+            validation_seconds = 2 * MIN_VALIDATION_ROWS * VALIDATION_ORDERS * costs.held_out
+            batch = self._choose_batch(run, step_costs, costs, maximum, validation_seconds, "record")
         if batch != run.recipe.batch:
             run = self._create_run(data, old_model, prior, settings, batch)
         self.budget.mark_phase("planning")
@@ -513,23 +604,13 @@ class RunPlanner(PresetPlanner):
             (run, settings, reason, cost). The settings have the chosen preset. The reason is a text for the user. The
             cost is that of a training step, 0 if it was not measured.
         """
-        is_limited = self.budget.limit is not None
-        if self.state is not None and "preset" in self.state["identity"]:
-            settings = self._set_preset(self.state["identity"]["preset"])
-            run = self._create_run(data, old_model, prior, settings)
-            return run, settings, "that of the interrupted run", StepCost(0.0, 0.0)
-        is_open = self.settings.preset == "auto" and is_limited and not has_own_size(self.settings)
-        if not is_open:
-            settings = self._set_preset(resolve_preset(self.settings))
-            reason = "the default" if self.settings.preset == "auto" else "chosen by --preset"
-            run = self._create_run(data, old_model, prior, settings)
-            is_measured = is_limited and not self.is_rushed
-            return run, settings, reason, self._measure_step(run) if is_measured else StepCost(0.0, 0.0)
+        chosen = self._choose_without_measuring()
+        if chosen is not None:
+            run = self._create_run(data, old_model, prior, chosen[0])
+            return run, *chosen, self._measure_step(run)
         large, small = AUTO_PRESETS
         settings = self._set_preset(small)
         run = self._create_run(data, old_model, prior, settings)
-        if self.is_rushed:
-            return run, settings, f"--max-time leaves no time to measure preset {large}", StepCost(0.0, 0.0)
         cost = self._measure_step(run)
         # The larger preset is only measured if its steps would be affordable at the least possible cost.
         num_steps = int(self._estimate_steps(run, cost) / MIN_COST_RATIO)
@@ -543,12 +624,7 @@ class RunPlanner(PresetPlanner):
             if num_steps >= num_needed:
                 reason = "the time limit leaves enough training steps for it"
                 return large_run, large_settings, reason, large_cost
-        reason = (
-            f"--max-time leaves time for at most about {format_count(num_steps, 'training step')} of preset {large}, "
-            f"which should have at least {num_needed}"
-        )
-        self.on_message(f"preset {small}: {reason}")
-        return run, settings, reason, cost
+        return run, settings, self._explain_smaller_preset(num_steps, num_needed), cost
 
     def _estimate_steps(self, run: TrainingRun, cost: StepCost) -> int:
         """Return about how many training steps of a run fit into the remaining time.
@@ -600,31 +676,6 @@ class RunPlanner(PresetPlanner):
             held_out=SAFETY_FACTOR * held_out_seconds,
             fixed=fixed_seconds,
         )
-
-    def _choose_batch(self, run: TrainingRun, step_cost: StepCost, costs: PhaseCosts, maximum: RecordCounts) -> int:
-        """Return the number of records per batch with which the time limit allows enough training steps.
-
-        It is the batch of the recipe or a smaller power of two (`reduce_batch`). If the batch is reduced, or if the
-        limit is too short even for one step with one record, a message is sent.
-
-        Args:
-            run: The training run with the batch of its recipe.
-            step_cost: The cost of a training step with a single batch.
-            costs: Measured costs of the phases after training.
-            maximum: The numbers of records that these phases use if there is enough time.
-        """
-        budget, recipe = self.budget, run.recipe
-        limit = budget.limit or math.inf
-        # There are at least two validations: of the initial weights and of the trained ones.
-        validation_seconds = 2 * MIN_VALIDATION_ROWS * VALIDATION_ORDERS * costs.held_out
-        min_final_seconds = compute_min_counts(maximum).estimate_seconds(costs) + costs.fixed
-        # The shortest training is one step with one record in each of its batches.
-        min_seconds = recipe.accumulate * step_cost.estimate_seconds(1) + validation_seconds + min_final_seconds
-        if is_time_too_short(budget, min_seconds, self.on_message):
-            return 1
-        training_seconds = budget.remaining - compute_reserve(costs, maximum, limit) - validation_seconds
-        is_set = self.settings.batch is not None
-        return reduce_batch(recipe, training_seconds, step_cost, "record", self.on_message, is_set)
 
 
 def is_time_too_short(budget: TimeBudget, min_seconds: float, on_message: Callable[[str], None]) -> bool:
