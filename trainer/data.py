@@ -711,8 +711,7 @@ def _choose_columns(tables: InputTables, options: DataOptions) -> list[ExcludedC
         InputError: No column is left that could be a feature.
     """
     column_names = tables.schema.names
-    has_readings = tables.layout == "long" or tables.window is not None
-    if options.ties == "hold" and not (has_readings and tables.time_column):
+    if options.ties == "hold" and not (tables.has_reading_rows and tables.time_column):
         raise ConfigError(
             "--ties hold cannot be used, because the table does not contain the time of each reading; "
             "give a long table with a column named time"
@@ -749,7 +748,7 @@ def _choose_columns(tables: InputTables, options: DataOptions) -> list[ExcludedC
         elif name == tables.device_column:
             excluded.append(ExcludedColumn(name, "the device"))
         elif name == tables.time_column:
-            excluded.append(ExcludedColumn(name, f"the {'reading' if has_readings else 'record'}'s time"))
+            excluded.append(ExcludedColumn(name, f"the {'reading' if tables.has_reading_rows else 'record'}'s time"))
         elif name == RECORD:
             excluded.append(ExcludedColumn(name, "the record's id"))
         elif form == "time" and tables.time_column is None and not has_chosen_kind:
@@ -778,10 +777,9 @@ def collect_statistics(
     Returns:
         Statistics by feature name, in the order in which the features first appear in the input.
     """
-    # A row that is a record has one column for each feature. In other tables the features are found as they appear.
-    has_readings = tables.layout == "long" or tables.window is not None
     statistics: dict[str, ColumnStatistics] = {}
-    if not has_readings:
+    # A row that is a record has one column for each feature. In other tables the features are found as they appear.
+    if not tables.has_reading_rows:
         # If a cell of a column of times of day is none, a part of the column is text.
         fields = [field for table in tables.tables for field in table.schema]
         clocks = {field.name for field in fields if classify_type(field.type) == "clock"}
@@ -980,7 +978,7 @@ def encode_table(
         are the positions of the readings in their record's order of arrival, −1 if missing. They are None if a row of
         the table is a record.
     """
-    if tables.layout == "long" or tables.window is not None:
+    if tables.has_reading_rows:
         return _encode_readings_table(tables, schema, folder, ties, slot_counts or SlotCounts())
     values = create_array_file(folder / "values.npy", np.float32, (tables.num_records, len(schema)))
     _fill_in_chunks(values, np.nan)

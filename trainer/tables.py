@@ -228,6 +228,11 @@ class InputTables:
         return f"{self.tables[0].name}{others}"
 
     @property
+    def has_reading_rows(self) -> bool:
+        """Whether a row holds readings of a record, and is no record: a long table, or records that are windows."""
+        return self.layout == "long" or self.window is not None
+
+    @property
     def has_unpivoted_rows(self) -> bool:
         """Whether a row holds readings of a device at one time: a wide table whose records are windows of time."""
         return self.layout == "wide" and self.window is not None
@@ -393,7 +398,7 @@ def open_tables(
         excluded_features=frozenset(exclude),
         unreadable_times=UnreadableTimes(has_timezone=options.time_format.timezone is not None),
     )
-    if layout == "long" or window is not None:
+    if input_tables.has_reading_rows:
         input_tables.time_column = time_column or _find_time_column(first, is_long=layout == "long")
     if window is not None and (device_column is not None or DEVICE in first.schema.names):
         input_tables.device_column = device_column or DEVICE
@@ -666,7 +671,7 @@ def index_records(tables: InputTables) -> None:
     """
     num_rows = _count_rows(tables)
     tables.monitor.num_rows = num_rows or 0
-    if tables.layout == "long" or tables.window is not None:
+    if tables.has_reading_rows:
         _index_readings(tables)
     elif tables.label_column is None:  # every row is a normal record
         if num_rows is None:
