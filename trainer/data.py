@@ -743,8 +743,8 @@ def _choose_columns(tables: InputTables, options: DataOptions) -> list[ExcludedC
         has_chosen_kind = name in (*options.discrete, *options.continuous, *dict(options.cycle))
         if name in options.exclude:
             excluded.append(ExcludedColumn(name, "excluded by --exclude"))
-        elif name == tables.label_column:
-            excluded.append(ExcludedColumn(name, f"the label; rows where it is {tables.normal_label} are used"))
+        elif tables.normal_label is not None and name == tables.normal_label.column:
+            excluded.append(ExcludedColumn(name, f"the label; rows where it is {tables.normal_label.value} are used"))
         elif name == tables.device_column:
             excluded.append(ExcludedColumn(name, "the device"))
         elif name == tables.time_column:

@@ -161,6 +161,43 @@ class UnreadableTimes:
         return f"{format_count(self.num_rows, 'row')} {are_left_out} time cannot be read, the first: {self.first}"
 
 
+@dataclass(frozen=True, slots=True)
+class NormalLabel:
+    """The label of normal records, which are used; others are left out.
+
+    Attributes:
+        column: The column that distinguishes normal records from others (`--label`).
+        value: The value of that column in normal records (`--normal`).
+    """
+
+    column: str
+    value: str
+
+    @staticmethod
+    def from_options(column: str | None, value: str | None) -> NormalLabel | None:
+        """Return the label of the options `--label` and `--normal`, None without them.
+
+        Raises:
+            ConfigError: Only one of them is given.
+        """
+        if column is None and value is None:
+            return None
+        if value is None:
+            missing, meaning = "--normal", f"the value of the column {column!r} in normal rows"
+        elif column is None:
+            missing, meaning = "--label", f"the name of the column that contains {value!r} in normal rows"
+        else:
+            return NormalLabel(column, value)
+        raise ConfigError(f"--label and --normal belong together, but {missing} is missing; set it to {meaning}")
+
+    def match(self, batch: pa.RecordBatch) -> NDArray[np.bool_]:
+        """Return for each of N rows whether it has the label, (N,)."""
+        return match_normal_label(batch.column(self.column), self.value)
+
+    def __str__(self) -> str:
+        return f"{self.column} = {self.value}"
+
+
 @dataclass
 class InputTables:
     """The tables of a training run, how to read them, and which of their records are normal.
@@ -170,8 +207,7 @@ class InputTables:
         schema: The Arrow schema of the first table. The other tables have the same columns.
         layout: "wide" if a column is a feature, "long" if a row is a reading. A row of a wide table is a record or,
             with a window, holds readings of a device at one time.
-        label_column: The column that distinguishes normal records from others. None if all records are normal.
-        normal_label: The value of `label_column` in normal records.
+        normal_label: The label of normal records. None if all records are normal.
         window: The window of time: all readings of a device in one window are a record. None if a column names the
             record of each reading, or if a row is a record.
         feature_columns: The columns that may be features (wide layout only).
@@ -201,8 +237,7 @@ class InputTables:
     tables: list[Table]
     schema: pa.Schema
     layout: Layout
-    label_column: str | None
-    normal_label: str | None
+    normal_label: NormalLabel | None
     window: Window | None = None
     feature_columns: list[str] = field(default_factory=list)
     time_column: str | None = None
@@ -226,6 +261,11 @@ class InputTables:
         num_others = len(self.tables) - 1
         others = {0: "", 1: " and 1 other file"}.get(num_others, f" and {num_others} other files")
         return f"{self.tables[0].name}{others}"
+
+    @property
+    def label_column(self) -> str | None:
+        """The column that distinguishes normal records from others. None if all records are normal."""
+        return None if self.normal_label is None else self.normal_label.column
 
     @property
     def has_reading_rows(self) -> bool:
@@ -380,19 +420,11 @@ def open_tables(
                 f"give one of its columns: {', '.join(first.schema.names)}"
             )
     layout = _check_layout(first, layout, window, time_column, device_column)
-    if (label_column is None) != (normal_label is None):
-        missing, meaning = (
-            ("--normal", f"the value of the column {label_column!r} in normal rows")
-            if normal_label is None
-            else ("--label", f"the name of the column that contains {normal_label!r} in normal rows")
-        )
-        raise ConfigError(f"--label and --normal belong together, but {missing} is missing; set it to {meaning}")
     input_tables = InputTables(
         tables,
         first.schema,
         layout,
-        label_column,
-        normal_label,
+        NormalLabel.from_options(label_column, normal_label),
         window,
         time_column=time_column,
         excluded_features=frozenset(exclude),
@@ -673,13 +705,12 @@ def index_records(tables: InputTables) -> None:
     tables.monitor.num_rows = num_rows or 0
     if tables.has_reading_rows:
         _index_readings(tables)
-    elif tables.label_column is None:  # every row is a normal record
+    elif tables.normal_label is None:  # every row is a normal record
         if num_rows is None:
             num_rows = sum(len(rows.batch) for rows in _iterate_batches(tables, tables.schema.names[:1]))
         tables.num_records = tables.monitor.num_rows = num_rows
     else:
-        # `open_tables` has checked that there is a normal label if there is a label column.
-        _count_normal_rows(tables, tables.label_column, tables.normal_label or "")
+        _count_normal_rows(tables, tables.normal_label)
 
 
 def _count_rows(tables: InputTables) -> int | None:
@@ -691,24 +722,22 @@ def _count_rows(tables: InputTables) -> int | None:
     return num_rows if tables.max_rows is None else min(num_rows, tables.max_rows)
 
 
-def _count_normal_rows(tables: InputTables, label_column: str, normal_label: str) -> None:
+def _count_normal_rows(tables: InputTables, normal_label: NormalLabel) -> None:
     """Count the rows of a wide table that have the normal label, and store the number in `tables.num_records`.
 
     Args:
         tables: The input. The number of other rows is stored in its `skipped_by_reason`.
-        label_column: The column that distinguishes normal records from others (`--label`).
-        normal_label: The value of that column in normal records (`--normal`).
+        normal_label: The label.
 
     Raises:
         InputError: No row has the normal label.
     """
     num_rows = 0
     count_by_label: dict[str, int] = {}
-    for rows in _iterate_batches(tables, [label_column]):
-        values = rows.batch.column(0)
-        num_rows += len(values)
-        tables.num_records += int(match_normal_label(values, normal_label).sum())
-        for label, count in _count_labels(values):
+    for rows in _iterate_batches(tables, [normal_label.column]):
+        num_rows += len(rows.batch)
+        tables.num_records += int(normal_label.match(rows.batch).sum())
+        for label, count in _count_labels(rows.batch.column(0)):
             count_by_label[label] = count_by_label.get(label, 0) + count
     tables.monitor.num_rows = num_rows
     tables.skipped_by_reason["rows that are not normal"] = num_rows - tables.num_records
@@ -716,7 +745,7 @@ def _count_normal_rows(tables: InputTables, label_column: str, normal_label: str
         first_labels = list(count_by_label.items())[:10]
         contents = ", ".join(f"{label} ({format_count(count, 'row')})" for label, count in first_labels) or "nothing"
         raise TooFewRecordsError(
-            f"no row of {tables.description} has {label_column} = {normal_label}; the column contains {contents}: "
+            f"no row of {tables.description} has {normal_label}; the column contains {contents}: "
             "give one of these values to --normal"
         )
 
@@ -767,9 +796,8 @@ def _index_readings(tables: InputTables) -> None:
         is_expected = ~is_skipped if tables.layout == "long" else has_reading
         num_unusable += int((numbers[is_expected] < 0).sum())
         is_normal.extend([True] * (len(number_by_key) - len(is_normal)))
-        if tables.label_column is not None and tables.normal_label is not None:
-            has_normal_label = match_normal_label(batch.column(tables.label_column), tables.normal_label)
-            for number in np.unique(numbers[~has_normal_label]):
+        if tables.normal_label is not None:
+            for number in np.unique(numbers[~tables.normal_label.match(batch)]):
                 if number >= 0:
                     is_normal[number] = False
         numbers_by_batch.append(numbers)
@@ -792,7 +820,7 @@ def _index_readings(tables: InputTables) -> None:
         tables.skipped_by_reason["records that are not normal"] = int((~is_normal_record).sum())
     if len(is_normal_record) and not is_normal_record.any():
         raise TooFewRecordsError(
-            f"no record of {tables.description} has {tables.label_column} = {tables.normal_label} in all of its rows; "
+            f"no record of {tables.description} has {tables.normal_label} in all of its rows; "
             "give another value to --normal"
         )
 
@@ -1003,9 +1031,8 @@ def _iterate_wide_readings(tables: InputTables) -> Iterator[FeatureReadings]:
     column_names = tables.feature_columns + [name for name in (tables.label_column, tables.time_column) if name]
     for rows in _iterate_batches(tables, column_names):
         batch = rows.batch
-        if tables.label_column is not None and tables.normal_label is not None:
-            is_normal = match_normal_label(batch.column(tables.label_column), tables.normal_label)
-            batch = batch.filter(pa.array(is_normal))
+        if tables.normal_label is not None:
+            batch = batch.filter(pa.array(tables.normal_label.match(batch)))
         records = np.arange(first_record, first_record + len(batch), dtype=np.int64)
         first_record += len(batch)
         if tables.time_column:
