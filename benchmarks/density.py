@@ -56,7 +56,7 @@ from trainer.evaluate import evaluate_held_out
 from trainer.job import TrainingOutput, train
 from trainer.sampling import Noise, create_generator, read_rows
 from trainer.settings import TrainConfig
-from trainer.tables import index_records, open_tables
+from trainer.tables import index_records, open_training_input
 
 Floats = NDArray[np.float64]
 
@@ -128,7 +128,7 @@ def encode_held_out(data: PreparedTable, table: Path, folder: Path) -> PreparedT
         table: A Parquet file with the other records.
         folder: Where the encoded values are stored.
     """
-    source = open_tables([table], "wide", None, None)
+    source = open_training_input([table], "wide", None, None)
     source.feature_columns = [name for name in source.schema.names if name in data.schema.code_by_name]
     index_records(source)
     values, _ = encode_table(source, data.schema, folder)

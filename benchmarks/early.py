@@ -50,7 +50,7 @@ from deformer_stream.model.schema import Schema
 from trainer.data import Split, assign_split, encode_table
 from trainer.job import train
 from trainer.settings import TrainConfig
-from trainer.tables import index_records, open_tables
+from trainer.tables import index_records, open_training_input
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -183,7 +183,7 @@ def encode_rows(schema: Schema, table: pa.Table) -> Floats:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         pq.write_table(table, folder / "table.parquet")
-        source = open_tables([folder / "table.parquet"], "wide", None, None)
+        source = open_training_input([folder / "table.parquet"], "wide", None, None)
         source.feature_columns = [column for column in source.schema.names if column in schema.code_by_name]
         index_records(source)
         return np.array(encode_table(source, schema, folder)[0], np.float64)

@@ -64,7 +64,7 @@ from trainer.tables import (
     classify_type,
     convert_to_numbers,
     index_records,
-    open_tables,
+    open_training_input,
 )
 
 
@@ -124,7 +124,7 @@ class DataOptions:
             unchanged. None to train a new model.
         ties: "arrival" if readings of one record with the same time are scored one after the other in their logged
             order, "hold" if they are scored together.
-        time_column: The column with the time of readings or records. None to find it (see `open_tables`).
+        time_column: The column with the time of readings or records. None to find it (see `open_training_input`).
         device_column: The column with the device of readings, for windows. None to find it.
         reading: How tables are read: the dialect of CSV files, and the zone of times without one.
         units: Units of features, which replace those in the metadata of the columns.
@@ -430,7 +430,7 @@ def collect_input(
         InputError: A file cannot be used.
         ConfigError: An option does not fit the files.
     """
-    tables = open_training_tables(sources, options, window)
+    tables = open_with_options(sources, options, window)
     tables.monitor, tables.max_rows = monitor or ReadingMonitor(), max_rows
     excluded_by_name = _choose_columns(tables, options)
     tables.monitor.start_pass("counting the records")
@@ -537,9 +537,9 @@ def create_data_options(settings: TrainConfig, base: Schema | None = None) -> Da
     )
 
 
-def open_training_tables(sources: Sequence[TableSource], options: DataOptions, window: Window | None) -> InputTables:
+def open_with_options(sources: Sequence[TableSource], options: DataOptions, window: Window | None) -> InputTables:
     """Open the tables as the options say, and keep the index of a data frame if an option names it."""
-    return open_tables(
+    return open_training_input(
         sources,
         options.layout,
         options.label,
@@ -631,7 +631,7 @@ def count_records(sources: Sequence[TableSource], options: DataOptions) -> int:
         ConfigError: An option does not fit the files.
     """
     window, _ = _choose_window(options)
-    tables = open_training_tables(sources, options, window)
+    tables = open_with_options(sources, options, window)
     _choose_columns(tables, options)
     index_records(tables)
     return tables.num_records

@@ -22,7 +22,7 @@ from deformer_stream.kernels.cpu import CpuKernels
 from deformer_stream.model.schema import Schema
 from deformer_stream.model_store import MAX_NAME_CHARS
 from deformer_stream.tables.labels import normalize_label
-from trainer.data import DataOptions, create_data_options, encode_table, open_training_tables
+from trainer.data import DataOptions, create_data_options, encode_table, open_with_options
 from trainer.fault_training import train_classifier
 from trainer.settings import TrainConfig
 from trainer.tables import TableSource, index_records, read_record_labels
@@ -196,7 +196,7 @@ def read_labelled_records(
     """
     reading = replace(options.reading, kept_columns=options.reading.kept_columns | {label})
     options_of_all = replace(options, label=None, normal=None, reading=reading)
-    tables = open_training_tables(sources, options_of_all, schema.window)
+    tables = open_with_options(sources, options_of_all, schema.window)
     if label not in tables.schema.names:
         raise ConfigError(
             f"{tables.tables[0].name} has no column {label!r} with the names of faults; name it with --label: "

@@ -21,7 +21,7 @@ from deformer_stream.tables.data_files import RemoteFile
 from deformer_stream.tables.labels import encode_labels
 from deformer_stream.tables.parts import encode_values, split_table
 from deformer_stream.tables.table import Table, describe_bad_rows
-from trainer.data import DataOptions, create_data_options, open_training_tables
+from trainer.data import DataOptions, create_data_options, open_with_options
 from trainer.settings import TrainConfig
 from trainer.tables import FEATURE, RECORD, VALUE, InputTables, TableSource, iterate_record_values
 
@@ -66,7 +66,7 @@ def open_tables_with_column(sources: Sequence[TableSource], options: DataOptions
         ConfigError: There is no such column, or it has another meaning.
         InputError: A table cannot be used.
     """
-    tables = open_training_tables(sources, options, options.window)
+    tables = open_with_options(sources, options, options.window)
     if column not in tables.schema.names:
         raise ConfigError(
             f"--per {column}: {tables.tables[0].name} has no such column; "

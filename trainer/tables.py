@@ -361,7 +361,7 @@ def classify_type(arrow_type: pa.DataType) -> ValueForm:
     return "other"
 
 
-def open_tables(
+def open_training_input(
     sources: Sequence[TableSource],
     layout: Layout | None,
     label_column: str | None,
@@ -623,8 +623,8 @@ def _iterate_batches(tables: InputTables, column_names: Sequence[str]) -> Iterat
 def _choose_form(tables: InputTables, table: Table, name: str) -> CellForm | None:
     """Return how the texts of a column are read (see `CellForm`). None to read the column as its type says."""
     if name == tables.time_column:
-        # If the times of readings matter, each text must state its zone, unless the user has set one. `parse_times`
-        # rejects others.
+        # If the times of readings matter, each text must state its zone, unless the user has set one.
+        # `parse_training_times` rejects others.
         has_readings = tables.layout == "long" or tables.window is not None
         is_zone_needed = has_readings and table.options.time_format.timezone is None
         is_number = classify_type(table.schema.field(name).type) == "number"
@@ -656,7 +656,7 @@ def _unify_columns(tables: InputTables, batch: pa.RecordBatch) -> pa.RecordBatch
     return batch
 
 
-def parse_times(values: pa.Array, where: str) -> tuple[NDArray[np.int64], dict[int, RejectionError]]:
+def parse_training_times(values: pa.Array, where: str) -> tuple[NDArray[np.int64], dict[int, RejectionError]]:
     """Convert a column of times to microseconds since 1970.
 
     The same forms are accepted as in event streams: timestamps (UTC if they have no zone), dates, numbers (seconds
@@ -920,7 +920,7 @@ def _parse_row_times(
     if tables.time_column is None:
         return np.full(len(rows.batch), NO_TIME), is_unreadable
     where = rows.describe_column(tables.time_column)
-    times, error_by_row = parse_times(rows.batch.column(tables.time_column), where)
+    times, error_by_row = parse_training_times(rows.batch.column(tables.time_column), where)
     is_unreadable[list(error_by_row)] = True
     if unreadable is not None:
         unreadable.add(rows, where, times, error_by_row)

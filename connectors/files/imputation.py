@@ -26,7 +26,7 @@ from connectors.files.imputed_tables import (
     get_value_type,
     make_nullable,
     make_output_schema,
-    open_tables,
+    open_imputed_tables,
     unify_column_types,
 )
 from connectors.files.sinks import write_rows
@@ -90,7 +90,7 @@ def impute_tables(
         InputError: A table cannot be read or has no feature of the model. Or a column of a table has the name of a
             column that is added, or the tables have different columns.
     """
-    tables = open_tables(sources, "a wide table (one row per record)", table_options, model.schema.names)
+    tables = open_imputed_tables(sources, "a wide table (one row per record)", table_options, model.schema.names)
     continuous_columns = [feature.name for feature in model.schema.features if _is_continuous_reading(feature)]
     for table in tables:
         _check_features(table, model)

@@ -73,7 +73,7 @@ class ImputeOptions:
         return int(seed >> 1)  # 63 bits, so that it fits into a signed integer
 
 
-def open_tables(
+def open_imputed_tables(
     sources: Sequence[str | Path], needed: str, table_options: TableOptions | None, kept_columns: Iterable[str]
 ) -> list[Table]:
     """Open the tables to impute.

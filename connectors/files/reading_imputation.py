@@ -35,7 +35,7 @@ from connectors.files.imputed_tables import (
     copy_column,
     make_nullable,
     make_output_schema,
-    open_tables,
+    open_imputed_tables,
     unify_column_types,
 )
 from connectors.files.sinks import write_rows
@@ -112,7 +112,7 @@ def impute_reading_tables(
         InputError: A table cannot be read, is not long, lacks a column, or has a column that is added; or the tables
             have different columns.
     """
-    tables = open_tables(sources, "a table", table_options, {time_column})
+    tables = open_imputed_tables(sources, "a table", table_options, {time_column})
     for table in tables:
         _check_long_columns(table, model.schema, time_column)
         check_columns(table, tables[0], ["value"], options)

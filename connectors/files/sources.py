@@ -160,7 +160,7 @@ def open_input_files(
     files: Sequence[DataFile] = find_data_files(inputs)
     files = files if choose is None else choose(files)
     prefix_by_file = make_record_prefixes(files)
-    table_by_file = _open_tables(files, reading)
+    table_by_file = _open_table_files(files, reading)
     contents: list[_Content | None] = []
     for path in files:
         table = table_by_file.get(path)
@@ -190,7 +190,7 @@ def open_input_files(
     return opened
 
 
-def _open_tables(files: Sequence[DataFile], options: _Reading) -> dict[DataFile, Table]:
+def _open_table_files(files: Sequence[DataFile], options: _Reading) -> dict[DataFile, Table]:
     """Open the tables among the input files.
 
     Args:
@@ -206,10 +206,10 @@ def _open_tables(files: Sequence[DataFile], options: _Reading) -> dict[DataFile,
     where = options.table_options.where
     tested_columns = () if where is None else where.columns
     kept_columns = options.table_options.kept_columns | options.list_chosen_columns() | frozenset(tested_columns)
-    return open_tables(files, replace(options.table_options, kept_columns=kept_columns))
+    return open_table_files(files, replace(options.table_options, kept_columns=kept_columns))
 
 
-def open_tables(files: Sequence[DataFile], options: TableOptions) -> dict[DataFile, Table]:
+def open_table_files(files: Sequence[DataFile], options: TableOptions) -> dict[DataFile, Table]:
     """Open the tables among the input files.
 
     Args:

@@ -24,7 +24,7 @@ from connectors.files.sources import (
     log_bad_rows,
     log_dialects,
     make_record_prefixes,
-    open_tables,
+    open_table_files,
 )
 from deformer_stream.codec.columns import (
     convert_ids,
@@ -155,7 +155,7 @@ def iterate_events(
     table_options = table_options or TableOptions()
     chosen_columns = {record_column, *(features or ()), *filter(None, (time_column, device_column))}
     kept_columns = table_options.kept_columns | chosen_columns
-    table_by_file = open_tables(files, replace(table_options, kept_columns=kept_columns))
+    table_by_file = open_table_files(files, replace(table_options, kept_columns=kept_columns))
     if table_options.where is not None:  # other files have no rows to send
         files = list(table_by_file)
     if exclude:

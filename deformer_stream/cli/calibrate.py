@@ -157,7 +157,7 @@ def _choose_normal_rows(inputs: Sequence[str], settings: CalibrateSettings, mode
         settings: Options of `calibrate`. If they have a label, they stay as they are.
         models: The model.
     """
-    from connectors.files.sources import open_tables
+    from connectors.files.sources import open_table_files
     from deformer_stream.tables.discovery import JSON_LINES, find_data_files, has_ending
     from deformer_stream.tables.table import TableOptions
 
@@ -165,7 +165,7 @@ def _choose_normal_rows(inputs: Sequence[str], settings: CalibrateSettings, mode
         return settings
     label, normal = models.training_label
     files = [file for file in find_data_files(inputs) if not has_ending(file, JSON_LINES)]
-    tables = open_tables(files, TableOptions.from_settings(settings, {label}))
+    tables = open_table_files(files, TableOptions.from_settings(settings, {label}))
     if not any(label in table.schema.names for table in tables.values()):
         return settings
     return settings.model_copy(update={"label": label, "normal": normal})

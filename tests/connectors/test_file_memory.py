@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from deformer_stream.tables.table import Table
-from trainer.tables import open_tables
+from trainer.tables import open_training_input
 
 COLUMNS = [f"f{i}" for i in range(8)]
 GROUP, GROUPS = 65_536, 20
@@ -41,6 +41,6 @@ def test_replay_keeps_few_row_groups_in_memory(long_table: Path) -> None:
 
 
 def test_training_keeps_few_row_groups_in_memory(long_table: Path) -> None:
-    source = open_tables([long_table], "wide", None, None)
+    source = open_training_input([long_table], "wide", None, None)
     source.feature_columns = COLUMNS
     assert measure_peak_bytes(source.iterate_readings()) < FEW

@@ -18,7 +18,7 @@ from deformer_stream.tables.discovery import find_data_files, is_delta_table
 from deformer_stream.tables.table import Table
 from tests.s3 import BUCKET, run_server, write_object
 from trainer.data import DataOptions, prepare_table
-from trainer.tables import open_tables
+from trainer.tables import open_training_input
 
 
 def write(path: Path) -> None:
@@ -123,5 +123,5 @@ def test_columns_that_were_added_later_are_found_in_an_object_store(
         upload(store, tmp_path / "t")
         tables = Table.open_all(find_data_files([f"s3://{BUCKET}/t"]))
         assert [len(table.schema) for table in sorted(tables, key=lambda table: len(table.schema))] == [1, 2]
-        filled = open_tables([Path(f"s3://{BUCKET}/t")], None, None, None).tables
+        filled = open_training_input([Path(f"s3://{BUCKET}/t")], None, None, None).tables
         assert [len(table.schema) for table in filled] == [2, 2]

@@ -15,7 +15,7 @@ from deformer_stream.model.windows import Window
 from tests.trainer.tables import write
 from trainer.data import DataOptions, PreparedTable, Split, assign_split, prepare_table
 from trainer.feature_kinds import find_quantum
-from trainer.tables import parse_times
+from trainer.tables import parse_training_times
 
 N = 400
 
@@ -357,7 +357,7 @@ def test_times_are_parsed_in_every_supported_format() -> None:
         pa.array([dt.datetime(2020, 3, 9, 10, 34, 33), None], pa.timestamp("ms")),
         pa.array([dt.datetime(2020, 3, 9, 10, 34, 33), None], pa.timestamp("ns", "UTC")),
     ):
-        times, error_by_row = parse_times(values, "t.parquet: column 'time'")
+        times, error_by_row = parse_training_times(values, "t.parquet: column 'time'")
         assert (times.tolist(), error_by_row) == (expected, {})
 
 
@@ -400,7 +400,7 @@ def test_row_of_a_malformed_time_is_counted_from_the_start_of_its_file(tmp_path:
 
 def test_leap_second_in_a_text_is_the_second_after_it_as_in_a_stream() -> None:
     values = pa.array(["2016-12-31T23:59:60Z", "2017-01-01T00:00:00+00:00"])
-    first, second = parse_times(values, "t.parquet: column 'time'")[0].tolist()
+    first, second = parse_training_times(values, "t.parquet: column 'time'")[0].tolist()
     assert first == second
 
 

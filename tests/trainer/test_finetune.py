@@ -25,7 +25,7 @@ from trainer.evaluate import evaluate_held_out
 from trainer.fit import Interrupted
 from trainer.job import TrainingOutput, train
 from trainer.settings import TrainConfig
-from trainer.tables import index_records, open_tables
+from trainer.tables import index_records, open_training_input
 
 SMALL: dict[str, Any] = {"d_model": 16, "layers": 1, "heads": 2, "feedforward": 32, "mixtures": 4, "hidden": (16,)}
 NUMBERS = tuple(Feature(f"x{i}", "continuous") for i in range(3))
@@ -80,7 +80,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def compute_nll(result: TrainingOutput, folder: Path) -> float:
     """Return the mean −ln p of new records of the plant, in the units of the fleet's model."""
     table = write(folder / "held.parquet", plant(np.random.default_rng(2), 500))
-    source = open_tables([table], "wide", None, None)
+    source = open_training_input([table], "wide", None, None)
     source.feature_columns = list(source.schema.names)
     index_records(source)
     (folder / "held").mkdir(exist_ok=True)

@@ -18,7 +18,7 @@ from tests.models import write_model
 from tests.trainer.tables import correlated, mixed, write
 from trainer import preview
 from trainer.data import DataOptions, prepare_table
-from trainer.tables import open_tables
+from trainer.tables import open_training_input
 
 Run = Callable[..., SimpleNamespace]
 
@@ -148,7 +148,7 @@ def test_output_is_needed_without_a_dry_run(tmp_path: Path, deformer_train: Run)
 def test_limit_of_rows_is_exact_over_files(tmp_path: Path, max_rows: int) -> None:
     for i in range(2):
         pq.write_table(pa.table(mixed(np.random.default_rng(i), 100)), tmp_path / f"{i}.parquet")
-    source = open_tables([tmp_path], None, None, None)
+    source = open_training_input([tmp_path], None, None, None)
     source.max_rows = max_rows
     source.feature_columns = ["a"]
     assert sum(len(readings.rows) for readings in source.iterate_readings()) == min(max_rows, 200)

@@ -19,7 +19,7 @@ from deformer_stream.tables.table import Table, TableOptions
 from tests.trainer.tables import mixed, prepared, write
 from trainer.data import DataOptions, PreparedTable, Split, collect_statistics, prepare_table
 from trainer.feature_kinds import MAX_SAMPLE
-from trainer.tables import index_records, open_tables
+from trainer.tables import index_records, open_training_input
 
 N = 300
 
@@ -355,7 +355,7 @@ def test_one_bad_cell_leaves_the_other_times_of_day(tmp_path: Path, num_rows: in
     feature = data.schema.features[code]
     assert (feature.kind, feature.period, feature.context) == ("continuous", 86_400.0, True)
     assert np.flatnonzero(np.isnan(data.values[:, code])).tolist() == [bad_row]
-    tables = open_tables([path], "wide", None, None)
+    tables = open_training_input([path], "wide", None, None)
     tables.feature_columns = ["clock", "x"]
     index_records(tables)
     clock = collect_statistics(tables, np.full(num_rows, int(Split.TRAIN), np.uint8), ())["clock"]
@@ -373,7 +373,7 @@ def test_scale_of_long_records_is_that_of_all_of_them(tmp_path: Path) -> None:
         "value": levels + rng.normal(size=len(levels)),
         "time": pa.array(np.arange(len(levels)) * 1_000_000, pa.timestamp("us", "UTC")),
     }
-    tables = open_tables([write(tmp_path / "t.parquet", columns)], "long", None, None)
+    tables = open_training_input([write(tmp_path / "t.parquet", columns)], "long", None, None)
     index_records(tables)
     split = np.full(num_records, int(Split.TRAIN), np.uint8)
     flow = collect_statistics(tables, split, ())["flow"]
