@@ -10,7 +10,8 @@ A job prepares the table, fits the prior, trains the network, calibrates, evalua
     job_output, working_folder, checkpoint   what a job returns and stores; what an interrupted run needs to continue
     budget, planning, reading_time   the time limit: steps, preset and batch, and the time to read the table
     recipes                    the hyperparameters of model and training
-    tables, data, slot_values, sampling   reading a table; normalised values and the split; readings of one time slot
+    tables, data, sampling     reading a table; normalised values and the split
+    slot_values, repeated_readings   several readings of one time slot: which one counts; how many are left out
     irregular_table            a table of irregular readings
     feature_kinds, identifiers, feature_table, preview   which columns are features, and how this is shown
     outliers                   suspected anomalies in the table (`--contamination`)

@@ -11,7 +11,8 @@ from __future__ import annotations
 import enum
 import hashlib
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -42,20 +43,15 @@ from trainer.feature_kinds import (
     is_measured,
 )
 from trainer.reading_time import MAX_SAMPLE_SHARE, MIN_SAMPLED_RECORDS, ReadingMonitor, ReadingTooSlow
+from trainer.repeated_readings import ReadingIntervals, SlotCounts, describe_repeated_readings, suggest_num_slots
 from trainer.settings import TrainConfig, parse_periods, split_names
-from trainer.slot_values import (
-    ReadingIntervals,
-    SlotAggregator,
-    SlotCounts,
-    check_rule_for_cycles,
-    describe_repeated_readings,
-    suggest_num_slots,
-)
+from trainer.slot_values import FirstReadings, SlotAggregator, check_rule_for_cycles
 from trainer.tables import (
     DEVICE,
     FEATURE,
     RECORD,
     VALUE,
+    EventReadings,
     FeatureReadings,
     InputTables,
     TableSource,
@@ -790,7 +786,7 @@ def collect_statistics(
         if name in excluded_features:
             continue
         column = statistics.setdefault(name, ColumnStatistics(name))
-        if tables.window is not None and readings.times is not None:
+        if tables.window is not None and isinstance(readings, EventReadings):
             tables.interval_by_sensor.setdefault(name, ReadingIntervals()).add(readings.rows, readings.times)
         is_training = split[readings.rows] == Split.TRAIN
         column.add(readings.values, readings.rows, is_training, readings.file_index)
@@ -956,6 +952,15 @@ def create_array_file(path: Path, dtype: DTypeLike, shape: tuple[int, ...]) -> n
     return array
 
 
+@contextmanager
+def temporary_array_file(path: Path, dtype: DTypeLike, shape: tuple[int, ...]) -> Iterator[np.memmap[Any, Any]]:
+    """Return a context in which there is an array file as by `create_array_file`. It is deleted at the end."""
+    try:
+        yield create_array_file(path, dtype, shape)
+    finally:
+        path.unlink(missing_ok=True)
+
+
 def encode_table(
     tables: InputTables,
     schema: Schema,
@@ -1011,91 +1016,53 @@ def _encode_readings_table(
         (values, ranks), both of shape (N, F). `values` are normalised numbers or label codes, NaN if missing. `ranks`
         are the positions of the readings in their record's order of arrival, −1 if missing.
     """
-    num_features = len(schema)
-    shape = (tables.num_records, num_features)
+    shape = (tables.num_records, len(schema))
     values = create_array_file(folder / "values.npy", np.float32, shape)
-    # Temporary matrices from which the arrival ranks are computed: position in the input, and event time.
-    event_indexes = create_array_file(folder / "events.npy", np.int64, shape)
-    times = create_array_file(folder / "times.npy", np.int64, shape)
-    temporary_files = [folder / "events.npy", folder / "times.npy"]
     _fill_in_chunks(values, np.nan)
-    _fill_in_chunks(event_indexes, -1)  # −1: there is no reading yet
-    aggregator = None
-    if any(rule != "first" for rule in schema.per_slot_by_sensor.values()):
-        numbers = create_array_file(folder / "slot_numbers.npy", np.float64, shape)
-        counts = create_array_file(folder / "slot_counts.npy", np.int32, shape)
-        temporary_files += [folder / "slot_numbers.npy", folder / "slot_counts.npy"]
-        sines = None
-        if any(cycle is not None for cycle in schema.slot_mean_cycles):
-            sines = create_array_file(folder / "slot_sines.npy", np.float64, shape)
-            temporary_files.append(folder / "slot_sines.npy")
-        aggregator = SlotAggregator(schema, values, event_indexes, times, numbers, counts, sines)
-    num_repeated = 0
-    for readings in tables.iterate_readings():
-        is_feature = readings.feature_name in schema.slot_layout_by_sensor
-        # These readings have event indexes and time slots; they are checked for the type checker only.
-        if not is_feature or readings.event_indexes is None or readings.time_slots is None:
-            continue
-        # The code (matrix column) of a sensor's feature for time slot k is first_code + k * code_step.
-        first_code, code_step = schema.slot_layout_by_sensor[readings.feature_name]
-        feature_codes = first_code + code_step * readings.time_slots
-        # All features of a sensor are normalised alike, so the first one is used to encode the readings.
-        encoded = encode_readings(schema, first_code, readings)
-        slot_counts.num_readings += len(encoded)
-        rule = schema.per_slot_by_sensor[readings.feature_name]
-        if rule != "first" and aggregator is not None and readings.times is not None:
-            feature, raw = schema.features[first_code], np.full(len(encoded), np.nan)
-            if feature.kind == "continuous":
-                raw, _ = convert_to_numbers(readings.values, feature.period == SECONDS_PER_DAY)
-            slot_counts.num_repeated += aggregator.add(
-                rule, readings.rows, feature_codes, raw, encoded, readings.event_indexes, readings.times
+    with ExitStack() as stack:
+
+        def create_temporary(name: str, dtype: DTypeLike) -> NDArray[Any]:
+            """Create a matrix that is deleted when all readings are written."""
+            return stack.enter_context(temporary_array_file(folder / f"{name}.npy", dtype, shape))
+
+        # Matrices from which the arrival ranks are computed: position in the input, and event time.
+        event_indexes, times = create_temporary("events", np.int64), create_temporary("times", np.int64)
+        _fill_in_chunks(event_indexes, -1)  # −1: there is no reading yet
+        first_readings = FirstReadings(schema, values, event_indexes, times, tables.has_unpivoted_rows)
+        slots_by_sensor: dict[str, FirstReadings | SlotAggregator] = dict.fromkeys(schema.sensor_names, first_readings)
+        aggregator: SlotAggregator | None = None
+        combined_sensors = [name for name, rule in schema.per_slot_by_sensor.items() if rule != "first"]
+        if combined_sensors:
+            has_circular_means = any(cycle is not None for cycle in schema.slot_mean_cycles)
+            aggregator = SlotAggregator(
+                schema,
+                values,
+                event_indexes,
+                times,
+                numbers=create_temporary("slot_numbers", np.float64),
+                counts=create_temporary("slot_counts", np.int32),
+                sines=create_temporary("slot_sines", np.float64) if has_circular_means else None,
             )
-            continue
-        # Keep the first reading of each matrix element in this batch, unless an earlier batch has set the element.
-        if tables.has_unpivoted_rows:  # a cell that stands for "no value" is no reading
-            accepted = np.flatnonzero(~np.isnan(encoded))
-        else:
-            accepted = np.flatnonzero(~_find_rejected_readings(schema, first_code, readings, encoded))
-        flat_indexes = readings.rows[accepted] * num_features + feature_codes[accepted]
-        first_indexes = accepted[np.unique(flat_indexes, return_index=True)[1]]
-        is_element_empty = event_indexes[readings.rows[first_indexes], feature_codes[first_indexes]] < 0
-        kept = first_indexes[is_element_empty]  # indexes of the readings that are kept
-        num_repeated += len(accepted) - len(kept)
-        rows, feature_codes = readings.rows[kept], feature_codes[kept]
-        values[rows, feature_codes] = encoded[kept]
-        event_indexes[rows, feature_codes] = readings.event_indexes[kept]
-        if readings.times is not None:
-            times[rows, feature_codes] = readings.times[kept]
-    slot_counts.num_repeated += num_repeated
-    if num_repeated:
-        tables.skipped_by_reason["repeated events (record and feature)"] = num_repeated
-    if aggregator is not None:
-        aggregator.finish(CHUNK_ROWS)
-    arrival_ranks = _rank_arrivals(values, event_indexes, times, folder, ties)
-    for path in temporary_files:
-        path.unlink()
+            slots_by_sensor |= dict.fromkeys(combined_sensors, aggregator)
+        for readings in tables.iterate_event_readings():
+            slots = slots_by_sensor.get(readings.feature_name)
+            if slots is None:  # it is no feature
+                continue
+            # The code (matrix column) of a sensor's feature for time slot k is first_code + k * code_step.
+            first_code, code_step = schema.slot_layout_by_sensor[readings.feature_name]
+            # All features of a sensor are normalised alike, so the first one is used to encode the readings.
+            encoded = encode_readings(schema, first_code, readings)
+            slots.add(readings, first_code + code_step * readings.time_slots, encoded)
+            slot_counts.num_readings += len(encoded)
+        slot_counts.num_repeated += first_readings.num_repeated
+        if aggregator is not None:
+            aggregator.finish(CHUNK_ROWS)
+            slot_counts.num_repeated += aggregator.num_repeated
+        if first_readings.num_repeated:
+            tables.skipped_by_reason["repeated events (record and feature)"] = first_readings.num_repeated
+        arrival_ranks = _rank_arrivals(values, event_indexes, times, folder, ties)
     values.flush()
     return values, arrival_ranks
-
-
-def _find_rejected_readings(
-    schema: Schema, feature_code: int, readings: FeatureReadings, encoded: NDArray[np.float32]
-) -> NDArray[np.bool_]:
-    """Return for each of M readings of one feature whether a stream rejects it: texts among numbers, infinite numbers.
-
-    A rejected reading does not count as the first reading of its time slot, while a null does.
-
-    Args:
-        schema: The features.
-        feature_code: Index of the feature in the schema.
-        readings: The M readings.
-        encoded: (M,) the normalised readings, NaN if missing.
-    """
-    feature = schema.features[feature_code]
-    if feature.kind == "discrete" or not np.isnan(encoded).any():
-        return np.zeros(len(encoded), bool)
-    numbers, is_bad = convert_to_numbers(readings.values, feature.period == SECONDS_PER_DAY)
-    return is_bad | np.isinf(numbers)
 
 
 def _fill_in_chunks(matrix: NDArray[Any], value: float) -> None:

@@ -180,7 +180,7 @@ def prepare_irregular_table(
     """
     collected = collect_input(sources, options, options.window, monitor, max_rows)
     tables = collected.tables
-    if (tables.layout == "wide" and tables.window is None) or tables.time_column is None:
+    if not tables.has_reading_rows or tables.time_column is None:
         raise ConfigError(
             f"--irregular cannot be used, because {tables.description} does not contain the time of each reading; "
             "give a long table with a column of times (--time-column), or make each window of time a record "
@@ -315,13 +315,10 @@ def _append_readings(tables: InputTables, schema: Schema, folder: Path) -> NDArr
     with map_write_errors(paths["row"]):
         files = {name: path.open("wb") for name, path in paths.items()}
         try:
-            for readings in tables.iterate_readings():
+            for readings in tables.iterate_event_readings():
                 code = schema.code_by_name.get(readings.feature_name)
                 if code is None:
                     num_unknown += len(readings.values) - readings.values.null_count
-                    continue
-                # These readings have times and event indexes; they are checked for the type checker only.
-                if readings.times is None or readings.event_indexes is None:
                     continue
                 values = parse_readings(schema, code, readings)
                 has_value, has_time = ~np.isnan(values), readings.times != NO_TIME

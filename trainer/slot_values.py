@@ -1,104 +1,19 @@
-"""Several readings of a sensor in one time slot: combine them (`--per-slot`), count them, and suggest time slots.
+"""Several readings of a sensor in one time slot: which one is the value of the slot, or how they are combined.
 
 The rules are those of `deformer_stream.model.windows.Window.per_slot`. A window without time slots counts as one slot.
+The classes write to matrices that have one row per record and one column per feature. They may be memory-mapped.
 """
 
 from __future__ import annotations
-
-from collections.abc import Collection
-from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
 from deformer_stream.errors import ConfigError
 from deformer_stream.model.cycles import compute_circular_mean
-from deformer_stream.model.schema import Schema
-from deformer_stream.model.windows import PerSlot, Window
-from deformer_stream.runtime.repeated_readings import MIN_SHARE, RepeatedReadingsReport
+from deformer_stream.model.schema import SECONDS_PER_DAY, Feature, Schema
 from deformer_stream.tables.table import join_names
-
-MAX_INTERVALS = 20_000
-"""Largest number of intervals between the readings of a sensor that are kept, from the start of the table."""
-
-
-@dataclass
-class ReadingIntervals:
-    """The intervals between the readings of one sensor in its records, from which time slots are suggested.
-
-    Attributes:
-        microseconds: The first `MAX_INTERVALS` positive intervals between successive readings of one record.
-    """
-
-    microseconds: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
-
-    def add(self, rows: NDArray[np.int64], times: NDArray[np.int64]) -> None:
-        """Add the intervals between M readings of the sensor.
-
-        Args:
-            rows: (M,) number of the record of each reading.
-            times: (M,) times in microseconds since 1970.
-        """
-        if len(self.microseconds) >= MAX_INTERVALS:
-            return
-        order = np.lexsort((times, rows))
-        intervals = np.diff(times[order])
-        are_usable = (np.diff(rows[order]) == 0) & (intervals > 0)
-        intervals = intervals[are_usable][: MAX_INTERVALS - len(self.microseconds)]
-        self.microseconds = np.concatenate([self.microseconds, intervals])
-
-    @property
-    def typical(self) -> float | None:
-        """The median interval in microseconds, None if there is none."""
-        return float(np.median(self.microseconds)) if len(self.microseconds) else None
-
-
-@dataclass
-class SlotCounts:
-    """How many readings share a time slot with an earlier reading of their sensor.
-
-    Attributes:
-        num_readings: Number of readings of features in normal records.
-        num_repeated: Number of those that are not the first of their sensor in their time slot.
-    """
-
-    num_readings: int = 0
-    num_repeated: int = 0
-
-
-def suggest_num_slots(
-    window: Window, interval_by_sensor: dict[str, ReadingIntervals], once: Collection[str], max_slots: int
-) -> int | None:
-    """Return the number of time slots in which each reading of the fastest sensor has a slot of its own.
-
-    Args:
-        window: The window of time that is one record.
-        interval_by_sensor: The intervals between the readings of each sensor.
-        once: Sensors that report once in a window by the option `--once`.
-        max_slots: Largest number of time slots that can be used.
-
-    Returns:
-        The number. None if it is not larger than the present one, or too large.
-    """
-    typical = [interval.typical for name, interval in interval_by_sensor.items() if name not in once]
-    shortest = min((interval for interval in typical if interval is not None), default=None)
-    if shortest is None:
-        return None
-    num_slots = round(window.width / shortest)
-    return num_slots if window.slots < num_slots <= max_slots else None
-
-
-def describe_repeated_readings(counts: SlotCounts, window: Window, num_slots: int | None) -> str | None:
-    """Return a warning about readings that are left out because their time slot has an earlier one; None without need.
-
-    Args:
-        counts: The numbers of readings.
-        window: The window of time that is one record. It uses the first reading of a time slot.
-        num_slots: The number of time slots to suggest, None if there is no good one.
-    """
-    if not counts.num_repeated or counts.num_repeated < MIN_SHARE * counts.num_readings:
-        return None
-    return RepeatedReadingsReport(counts.num_readings, counts.num_repeated, window, num_slots).describe()
+from trainer.tables import EventReadings, convert_to_numbers
 
 
 def check_rule_for_cycles(schema: Schema) -> None:
@@ -121,10 +36,72 @@ def check_rule_for_cycles(schema: Schema) -> None:
         )
 
 
+class FirstReadings:
+    """Keeps the first reading of each sensor in each time slot, as a stream does.
+
+    Args:
+        schema: The F features.
+        values: (N, F) float32 normalised values or label codes, which are set.
+        event_indexes: (N, F) position in the input of the reading that is kept, −1 if there is none yet.
+        times: (N, F) its time in microseconds since 1970.
+        has_unpivoted_rows: Whether the readings are cells of a wide table. A cell that stands for "no value" is no
+            reading, but a null in a long table is one.
+
+    Attributes:
+        num_repeated: Number of readings whose time slot had another reading before.
+    """
+
+    def __init__(
+        self,
+        schema: Schema,
+        values: NDArray[np.float32],
+        event_indexes: NDArray[np.int64],
+        times: NDArray[np.int64],
+        has_unpivoted_rows: bool,
+    ) -> None:
+        self.schema, self.has_unpivoted_rows = schema, has_unpivoted_rows
+        self.values, self.event_indexes, self.times = values, event_indexes, times
+        self.num_repeated = 0
+
+    def add(self, readings: EventReadings, codes: NDArray[np.int64], encoded: NDArray[np.float32]) -> None:
+        """Add M readings of one sensor, in the order of the input.
+
+        Args:
+            readings: The M readings.
+            codes: (M,) column of each reading in the matrices.
+            encoded: (M,) normalised readings or label codes, NaN if missing or infinite.
+        """
+        is_rejected = np.isnan(encoded) if self.has_unpivoted_rows else self._find_rejected(readings, encoded)
+        accepted = np.flatnonzero(~is_rejected)
+        # Keep the first reading of each matrix element in this batch, unless an earlier batch has set the element.
+        cells = readings.rows[accepted] * self.values.shape[1] + codes[accepted]
+        first_indexes = accepted[np.unique(cells, return_index=True)[1]]
+        is_element_empty = self.event_indexes[readings.rows[first_indexes], codes[first_indexes]] < 0
+        kept = first_indexes[is_element_empty]
+        self.num_repeated += len(accepted) - len(kept)
+        elements = readings.rows[kept], codes[kept]
+        self.values[elements] = encoded[kept]
+        self.event_indexes[elements] = readings.event_indexes[kept]
+        self.times[elements] = readings.times[kept]
+
+    def _find_rejected(self, readings: EventReadings, encoded: NDArray[np.float32]) -> NDArray[np.bool_]:
+        """Return for each of M readings whether a stream rejects it: texts among numbers, infinite numbers.
+
+        A rejected reading does not count as the first reading of its time slot, while a null does.
+
+        Args:
+            readings: The M readings.
+            encoded: (M,) the normalised readings, NaN if missing.
+        """
+        feature = _get_feature(self.schema, readings)
+        if feature.kind == "discrete" or not np.isnan(encoded).any():
+            return np.zeros(len(encoded), bool)
+        numbers, is_bad = convert_to_numbers(readings.values, feature.period == SECONDS_PER_DAY)
+        return is_bad | np.isinf(numbers)
+
+
 class SlotAggregator:
     """Combines the readings of sensors whose rule for a time slot is not "first".
-
-    The matrices have one row per record and one column per feature. They may be memory-mapped.
 
     Args:
         schema: The F features.
@@ -135,6 +112,9 @@ class SlotAggregator:
         counts: (N, F) int32, zeros: numbers of readings.
         sines: (N, F) float64, zeros: sums of sines for circular means. None if the schema has no circular means
             (`Schema.slot_mean_cycles`).
+
+    Attributes:
+        num_repeated: Number of readings whose time slot had another reading before.
     """
 
     def __init__(
@@ -150,34 +130,29 @@ class SlotAggregator:
         self.schema = schema
         self.values, self.event_indexes, self.times = values, event_indexes, times
         self.numbers, self.counts, self.sines = numbers, counts, sines
+        self.num_repeated = 0
 
-    def add(
-        self,
-        rule: PerSlot,
-        rows: NDArray[np.int64],
-        codes: NDArray[np.int64],
-        numbers: NDArray[np.float64],
-        encoded: NDArray[np.float32],
-        event_indexes: NDArray[np.int64],
-        times: NDArray[np.int64],
-    ) -> int:
+    def add(self, readings: EventReadings, codes: NDArray[np.int64], encoded: NDArray[np.float32]) -> None:
         """Add M readings of one sensor, in the order of the input.
 
         Args:
-            rule: The rule of the sensor, one of "last", "mean", "min" and "max".
-            rows: (M,) row of each reading in the matrices.
-            codes: (M,) column of each reading.
-            numbers: (M,) readings in raw units, NaN for labels.
+            readings: The M readings.
+            codes: (M,) column of each reading in the matrices.
             encoded: (M,) normalised readings or label codes, NaN if missing or infinite. Such readings are ignored.
-            event_indexes: (M,) positions of the readings in the input.
-            times: (M,) times in microseconds since 1970.
-
-        Returns:
-            The number of readings whose time slot had another reading before.
         """
+        rule = self.schema.per_slot_by_sensor[readings.feature_name]
+        feature = _get_feature(self.schema, readings)
+        numbers = np.full(len(encoded), np.nan)
+        if feature.kind == "continuous":
+            numbers, _ = convert_to_numbers(readings.values, feature.period == SECONDS_PER_DAY)
         is_usable = np.isfinite(encoded)
-        rows, codes, numbers, encoded = rows[is_usable], codes[is_usable], numbers[is_usable], encoded[is_usable]
-        event_indexes, times = event_indexes[is_usable], times[is_usable]
+        rows, codes, numbers, encoded = (
+            readings.rows[is_usable],
+            codes[is_usable],
+            numbers[is_usable],
+            encoded[is_usable],
+        )
+        event_indexes, times = readings.event_indexes[is_usable], readings.times[is_usable]
         cells = rows * self.values.shape[1] + codes
         counts, combined = self.counts.reshape(-1), self.numbers.reshape(-1)  # views
         distinct_cells = np.unique(cells)
@@ -203,7 +178,7 @@ class SlotAggregator:
         latest = latest[is_later]
         all_events[cells[latest]], all_times[cells[latest]] = event_indexes[latest], times[latest]
         self.values.reshape(-1)[cells[latest]] = encoded[latest]  # final for "last", replaced by `finish` for others
-        return len(cells) - len(new_cells)
+        self.num_repeated += len(cells) - len(new_cells)
 
     def finish(self, chunk_rows: int) -> None:
         """Set the values of sensors whose rule is "mean", "min" or "max", some rows at a time to limit memory.
@@ -237,3 +212,9 @@ class SlotAggregator:
             normalised = self.schema.normalise(codes[columns], combined[rows, columns])
             values[rows, codes[columns]] = normalised.astype(np.float32)
             self.values[chunk] = values
+
+
+def _get_feature(schema: Schema, readings: EventReadings) -> Feature:
+    """Return the feature of readings; with time slots, the first one of their sensor, as all are normalised alike."""
+    first_code, _ = schema.slot_layout_by_sensor[readings.feature_name]
+    return schema.features[first_code]

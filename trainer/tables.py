@@ -3,7 +3,7 @@
 Tables have one of two layouts. In the wide layout a row is a record and a column is a feature. In the long layout a row
 is one reading, with columns for the record, the feature, the value and perhaps the time. If records are windows of
 time, a row of a wide table holds readings of one device at one time. It is read like the same readings in a long table.
-All layouts are converted to the same sequence of `FeatureReadings`, so that other modules need not distinguish them.
+All layouts are converted to sequences of `FeatureReadings`, so that other modules need not distinguish them.
 Only one batch is in memory at a time. For the long layout and for windows, the ids of the records and the record number
 of each row are in memory as well.
 """
@@ -39,7 +39,7 @@ from deformer_stream.tables.labels import encode_labels, match_normal_label, nor
 from deformer_stream.tables.table import CellForm, Table, TableOptions, join_names
 from trainer.identifiers import OrderStatistics
 from trainer.reading_time import ReadingMonitor
-from trainer.slot_values import ReadingIntervals
+from trainer.repeated_readings import ReadingIntervals
 
 ValueForm = Literal["number", "boolean", "text", "clock", "time", "other"]
 """What the values of a column are, according to its Arrow type.
@@ -81,20 +81,29 @@ class FeatureReadings:
         rows: (M,) number (from 0) of the record to which each reading belongs. It is the record's row in the training
             matrix.
         values: M values in the type of the column.
-        times: (M,) times in microseconds since 1970, `NO_TIME` if unknown. None if a row is a record.
-        event_indexes: (M,) position of each reading in the input, over all files. None if a row is a record.
-        time_slots: (M,) index of the time slot (equal part of the record's window of time) of each reading. 0 if
-            records are not windows. None if a row is a record.
         file_index: The number of the file that contains the readings, from 0.
     """
 
     feature_name: str
     rows: NDArray[np.int64]
     values: pa.Array
-    times: NDArray[np.int64] | None = None
-    event_indexes: NDArray[np.int64] | None = None
-    time_slots: NDArray[np.int64] | None = None
-    file_index: int = 0
+    file_index: int
+
+
+@dataclass(frozen=True, slots=True)
+class EventReadings(FeatureReadings):
+    """The M readings of one feature in one batch of a table whose rows are readings and not records.
+
+    Attributes:
+        times: (M,) times in microseconds since 1970, `NO_TIME` if unknown.
+        event_indexes: (M,) position of each reading in the input, over all files.
+        time_slots: (M,) index of the time slot (equal part of the record's window of time) of each reading. 0 if
+            records are not windows.
+    """
+
+    times: NDArray[np.int64]
+    event_indexes: NDArray[np.int64]
+    time_slots: NDArray[np.int64]
 
 
 @dataclass
@@ -293,10 +302,15 @@ class InputTables:
 
     def iterate_readings(self) -> Iterator[FeatureReadings]:
         """Yield the readings of all normal records, batch by batch in the order of the input, grouped by feature."""
+        if self.has_reading_rows:
+            return self.iterate_event_readings()
         self.time_order = OrderStatistics()
-        if self.has_unpivoted_rows:
-            return _iterate_unpivoted_readings(self)
-        return _iterate_wide_readings(self) if self.layout == "wide" else _iterate_long_readings(self)
+        return _iterate_wide_readings(self)
+
+    def iterate_event_readings(self) -> Iterator[EventReadings]:
+        """Yield what `iterate_readings` yields, if rows are readings (`has_reading_rows`)."""
+        self.time_order = OrderStatistics()
+        return _iterate_unpivoted_readings(self) if self.has_unpivoted_rows else _iterate_long_readings(self)
 
     def sample_records(self, num_records: int, seed: int) -> NDArray[np.int64]:
         """Use only a random sample of the normal records from now on. They are numbered anew, in the same order.
@@ -1043,7 +1057,7 @@ def _iterate_wide_readings(tables: InputTables) -> Iterator[FeatureReadings]:
             records = tables.row_by_record[records]
             batch, records = batch.filter(pa.array(records >= 0)), records[records >= 0]
         for name in tables.feature_columns:
-            yield FeatureReadings(name, records, batch.column(name), file_index=rows.file_index)
+            yield FeatureReadings(name, records, batch.column(name), rows.file_index)
 
 
 def _get_records(tables: InputTables, rows: _Rows) -> NDArray[np.int64]:
@@ -1057,7 +1071,7 @@ def _get_records(tables: InputTables, rows: _Rows) -> NDArray[np.int64]:
     return tables.row_by_event[rows.first_index : rows.first_index + len(rows.batch)]
 
 
-def _iterate_unpivoted_readings(tables: InputTables) -> Iterator[FeatureReadings]:
+def _iterate_unpivoted_readings(tables: InputTables) -> Iterator[EventReadings]:
     """Yield the readings of normal records in each batch of a wide table whose records are windows of time.
 
     They are the readings that a long table would contain, row by row, and within a row in the order of the columns.
@@ -1073,26 +1087,26 @@ def _iterate_unpivoted_readings(tables: InputTables) -> Iterator[FeatureReadings
         times, _ = _parse_row_times(tables, rows)
         tables.note_times(times[records >= 0], rows.file_index)
         time_slots = np.zeros_like(times) if tables.window is None else tables.window.time_slot_index(times)
-        readings_by_first_event: dict[int, FeatureReadings] = {}
+        readings_by_first_event: dict[int, EventReadings] = {}
         for column_index, name in enumerate(tables.feature_columns):
             values = rows.batch.column(name)
             selected = np.flatnonzero(_has_value(values) & (records >= 0))
             event_indexes = (rows.first_index + selected) * num_columns + column_index
             if len(selected):
-                readings_by_first_event[int(event_indexes[0])] = FeatureReadings(
+                readings_by_first_event[int(event_indexes[0])] = EventReadings(
                     name,
                     records[selected],
                     values.take(pa.array(selected)),
-                    times[selected],
-                    event_indexes,
-                    time_slots[selected],
                     rows.file_index,
+                    times=times[selected],
+                    event_indexes=event_indexes,
+                    time_slots=time_slots[selected],
                 )
         for first_event in sorted(readings_by_first_event):
             yield readings_by_first_event[first_event]
 
 
-def _iterate_long_readings(tables: InputTables) -> Iterator[FeatureReadings]:
+def _iterate_long_readings(tables: InputTables) -> Iterator[EventReadings]:
     """Yield the readings of normal records in each batch of a long table, grouped by feature.
 
     A reading is also called an event; its index is its position in the input, over all files.
@@ -1116,14 +1130,14 @@ def _iterate_long_readings(tables: InputTables) -> Iterator[FeatureReadings]:
         for code, name in enumerate(_list_texts(encoded)):
             selected = order[bounds[code] : bounds[code + 1]]
             if len(selected):
-                yield FeatureReadings(
+                yield EventReadings(
                     name,
                     records[selected],
                     batch.column(VALUE).take(pa.array(selected)),
-                    times[selected],
-                    event_indexes[selected],
-                    time_slots[selected],
                     rows.file_index,
+                    times=times[selected],
+                    event_indexes=event_indexes[selected],
+                    time_slots=time_slots[selected],
                 )
 
 
