@@ -41,10 +41,11 @@ from deformer_stream.errors import ConfigError
 from deformer_stream.model.deformer import DEformer
 from trainer import gaussian_prior
 from trainer.budget import TimeBudget
-from trainer.data import DataOptions, PreparedTable, Split, prepare_table
+from trainer.data import DataOptions, PreparedTable, Split
 from trainer.evaluate import evaluate_held_out
 from trainer.fit import TrainingRun
 from trainer.gaussian_prior import CrossFittedPriors
+from trainer.prepare import prepare_table
 from trainer.recipes import choose_gaussians, choose_recipe, model_config
 from trainer.settings import TrainConfig
 

@@ -51,12 +51,13 @@ from benchmarks.tables import (
     require_scikit_learn,
     split_table,
 )
-from trainer.data import PreparedTable, Split, encode_table
+from trainer.data import PreparedTable, Split
 from trainer.evaluate import evaluate_held_out
 from trainer.job import TrainingOutput, train
 from trainer.sampling import Noise, create_generator, read_rows
 from trainer.settings import TrainConfig
 from trainer.tables import index_records, open_training_input
+from trainer.value_matrix import encode_table
 
 Floats = NDArray[np.float64]
 

@@ -47,10 +47,11 @@ from deformer_stream.model.alert_distance import AlertDistance
 from deformer_stream.model.alert_prior import AlertPrior, PriorPValues
 from deformer_stream.model.deformer import DEformer, to_tensor
 from deformer_stream.model.schema import Schema
-from trainer.data import Split, assign_split, encode_table
+from trainer.data import Split, assign_split
 from trainer.job import train
 from trainer.settings import TrainConfig
 from trainer.tables import index_records, open_training_input
+from trainer.value_matrix import encode_table
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

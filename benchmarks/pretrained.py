@@ -55,8 +55,9 @@ from benchmarks.tables import (
 from experiments.pretrained.guide import Guide, fit_gaussian
 from experiments.pretrained.network import Context, InContextDensity
 from experiments.pretrained.training import Run, TrainingSettings, build_context, draw_orders
-from trainer.data import PreparedTable, Split, create_data_options, prepare_table
+from trainer.data import PreparedTable, Split, create_data_options
 from trainer.gaussian_prior import extract_mixture, fit_priors
+from trainer.prepare import prepare_table
 from trainer.settings import TrainConfig
 
 Floats = NDArray[np.float64]

@@ -10,10 +10,12 @@ A job prepares the table, fits the prior, trains the network, calibrates, evalua
     job_output, working_folder, checkpoint   what a job returns and stores; what an interrupted run needs to continue
     budget, planning, reading_time   the time limit: steps, preset and batch, and the time to read the table
     recipes                    the hyperparameters of model and training
-    tables, data, sampling     reading a table; normalised values and the split
+    tables, prepare, data, sampling   reading a table; preparing it in three passes; its facts and the split
+    value_matrix, array_files  the matrix of normalised values; arrays on disk
     slot_values, repeated_readings   several readings of one time slot: which one counts; how many are left out
     irregular_table            a table of irregular readings
-    feature_kinds, identifiers, feature_table, preview   which columns are features, and how this is shown
+    feature_choice, feature_kinds, identifiers   which columns are features, and of which kind
+    feature_table, preview     how this is shown
     outliers                   suspected anomalies in the table (`--contamination`)
     gaussian_prior, factor_analysis, gaussian_process   the prior of tables, of wide records and of irregular readings
     fit, batches, examples, distributed   the training loop, its batches and examples, and several processes

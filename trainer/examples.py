@@ -51,7 +51,8 @@ from deformer_stream.model.gaussian_prior import PriorConditional
 from deformer_stream.model.gaussian_process import GaussianProcessPrior
 from deformer_stream.model.process_conditionals import apply_process
 from deformer_stream.ragged import ragged_indices
-from trainer.data import PreparedTable, Split, create_array_file
+from trainer.array_files import create_array_file
+from trainer.data import PreparedTable, Split
 from trainer.evaluate import evaluate_held_out
 from trainer.gaussian_prior import CrossFittedPriors
 from trainer.irregular_table import IrregularTable, iterate_record_chunks

@@ -22,10 +22,12 @@ from deformer_stream.kernels.cpu import CpuKernels
 from deformer_stream.model.schema import Schema
 from deformer_stream.model_store import MAX_NAME_CHARS
 from deformer_stream.tables.labels import normalize_label
-from trainer.data import DataOptions, create_data_options, encode_table, open_with_options
+from trainer.data import DataOptions, create_data_options
 from trainer.fault_training import train_classifier
+from trainer.prepare import open_with_options
 from trainer.settings import TrainConfig
 from trainer.tables import TableSource, index_records, read_record_labels
+from trainer.value_matrix import encode_table
 
 MIN_RECORDS = 2
 """Smallest number of labelled records of a fault: one to learn from, and one to test what was learnt."""

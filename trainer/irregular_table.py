@@ -7,8 +7,8 @@ nulls, values that a stream rejects, readings without a time, readings of sensor
 repetitions of a reading. A repetition has the same record, sensor, time and value: a sender has delivered it twice.
 Each kind is counted.
 
-The tables are read three times, as tables of other records are (`trainer.data`). The third pass appends the readings to
-files. They are then placed by record and sorted in chunks, so tables may be larger than memory.
+The tables are read three times, as tables of other records are (`trainer.prepare`). The third pass appends the readings
+to files. They are then placed by record and sorted in chunks, so tables may be larger than memory.
 """
 
 from __future__ import annotations
@@ -28,18 +28,12 @@ from deformer_stream.model.reading_times import ReadingTimes
 from deformer_stream.model.schema import Schema
 from deformer_stream.model.windows import Window, floor_to_window
 from deformer_stream.ragged import ragged_indices
-from trainer.data import (
-    DataOptions,
-    Split,
-    TrainingTable,
-    check_rows,
-    collect_input,
-    create_array_file,
-    mark_empty_records,
-    parse_readings,
-)
+from trainer.array_files import create_array_file
+from trainer.data import DataOptions, Split, TrainingTable, mark_empty_records
+from trainer.prepare import check_rows, collect_input
 from trainer.reading_time import ReadingMonitor
 from trainer.tables import InputTables, TableSource
+from trainer.value_matrix import parse_readings
 
 CHUNK_READINGS = 2_000_000
 """Readings that are sorted or processed at once, so that a large table need not fit into memory."""
@@ -170,7 +164,7 @@ def prepare_irregular_table(
         sources: Files, folders and patterns of files, and tables in memory.
         options: How to read them.
         folder: An existing folder, in which the files of the readings are created.
-        monitor: Reports the progress, and limits the time for reading, as in `data.prepare_table`.
+        monitor: Reports the progress, and limits the time for reading, as in `prepare.prepare_table`.
         max_rows: Largest number of rows of the input that are read. None to read all rows.
 
     Raises:

@@ -47,7 +47,7 @@ from trainer.calibrate import (
     score_calibration_records,
     split_folds,
 )
-from trainer.data import PreparedTable, Split, create_data_options, prepare_table
+from trainer.data import PreparedTable, Split, create_data_options
 from trainer.distributed import Ranks
 from trainer.evaluate import BATCH_SIZE as EVALUATION_BATCH_SIZE
 from trainer.evaluate import HeldOutLikelihood, compute_independent_nll, evaluate_held_out
@@ -78,6 +78,7 @@ from trainer.planning import (
     is_limit_too_short,
     restore_run,
 )
+from trainer.prepare import prepare_table
 from trainer.reading_time import ReadingMonitor
 from trainer.recipes import SHAPE_HYPERPARAMETERS, choose_exemplars
 from trainer.settings import TrainConfig

@@ -30,7 +30,7 @@ from deformer_stream.model_set import (
 from deformer_stream.model_store import MANIFEST
 from deformer_stream.tables.table import join_names
 from trainer.budget import TimeBudget
-from trainer.data import MIN_RECORDS, DataOptions, count_records
+from trainer.data import MIN_RECORDS, DataOptions
 from trainer.distributed import Ranks
 from trainer.fit import SINGLE_PROCESS, TrainingStatus
 from trainer.irregular_job import train_irregular
@@ -46,6 +46,7 @@ from trainer.per_value_tables import (
     open_tables_with_column,
     split_by_value,
 )
+from trainer.prepare import count_records
 from trainer.recipes import SHAPE_HYPERPARAMETERS
 from trainer.settings import TrainConfig, parse_periods, split_names
 from trainer.tables import InputTables, TableSource, classify_type

@@ -21,7 +21,8 @@ from deformer_stream.tables.data_files import RemoteFile
 from deformer_stream.tables.labels import encode_labels
 from deformer_stream.tables.parts import encode_values, split_table
 from deformer_stream.tables.table import Table, describe_bad_rows
-from trainer.data import DataOptions, create_data_options, open_with_options
+from trainer.data import DataOptions, create_data_options
+from trainer.prepare import open_with_options
 from trainer.settings import TrainConfig
 from trainer.tables import FEATURE, RECORD, VALUE, InputTables, TableSource, iterate_record_values
 

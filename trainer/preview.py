@@ -9,10 +9,11 @@ from tempfile import TemporaryDirectory
 
 from deformer_stream.counts import format_count
 from deformer_stream.model.schema import Schema
-from trainer.data import DataOptions, Split, TrainingTable, create_data_options, prepare_table
+from trainer.data import DataOptions, Split, TrainingTable, create_data_options
 from trainer.feature_table import print_features
 from trainer.irregular_table import prepare_irregular_table
 from trainer.per_value_tables import create_options, open_tables_with_column
+from trainer.prepare import prepare_table
 from trainer.reading_time import ReadingMonitor
 from trainer.settings import TrainConfig
 from trainer.tables import TableSource, TooFewRecordsError

@@ -29,8 +29,9 @@ from tests.engine.random_models import make_model
 from tests.model.slot_models import CONFIG
 from tests.models import TRAINING_SUMMARY, make_calibration
 from tests.series import draw_event_series, draw_frequent_events, make_long_table
-from trainer.data import DataOptions, prepare_table
+from trainer.data import DataOptions
 from trainer.job import train
+from trainer.prepare import prepare_table
 from trainer.settings import TrainConfig
 
 Run = Callable[..., SimpleNamespace]

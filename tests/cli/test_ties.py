@@ -40,7 +40,8 @@ from tests.engine.restarts import assert_same_snapshot
 from tests.models import CONFIG, SCHEMA, draw_rows, make_small_model
 from tests.runtime.group_members import PARTITIONS, Cluster, SavedPartition, run_member
 from trainer.calibrate import calibrate, choose_order
-from trainer.data import DataOptions, prepare_table
+from trainer.data import DataOptions
+from trainer.prepare import prepare_table
 from trainer.sampling import Noise, create_generator, draw_samples, order_readings
 
 Run = Callable[..., SimpleNamespace]

@@ -17,7 +17,8 @@ from deformer_stream.tables import discovery
 from deformer_stream.tables.discovery import find_data_files, is_delta_table
 from deformer_stream.tables.table import Table
 from tests.s3 import BUCKET, run_server, write_object
-from trainer.data import DataOptions, prepare_table
+from trainer.data import DataOptions
+from trainer.prepare import prepare_table
 from trainer.tables import open_training_input
 
 

@@ -11,7 +11,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from trainer.data import DataOptions, PreparedTable, prepare_table
+from trainer.data import DataOptions, PreparedTable
+from trainer.prepare import prepare_table
 
 
 def write(path: Path, columns: dict[str, Any]) -> Path:

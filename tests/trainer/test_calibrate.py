@@ -20,8 +20,9 @@ from deformer_stream.model.deformer import DEformer, ModelConfig
 from tests.engine.max_statistics import compute_max_statistics
 from tests.trainer.tables import mixed, prepared, write
 from trainer.calibrate import calibrate, choose_order, compute_statistics, sample_rows
-from trainer.data import DataOptions, PreparedTable, Split, prepare_table
+from trainer.data import DataOptions, PreparedTable, Split
 from trainer.evaluate import evaluate_held_out
+from trainer.prepare import prepare_table
 from trainer.sampling import gather_values, order_readings
 
 CONFIG = ModelConfig(d_model=16, layers=1, heads=2, feedforward=32, mixtures=4, hidden=(16,))

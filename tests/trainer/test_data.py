@@ -13,8 +13,9 @@ import pytest
 from deformer_stream.errors import ConfigError, InputError
 from deformer_stream.model.windows import Window
 from tests.trainer.tables import write
-from trainer.data import DataOptions, PreparedTable, Split, assign_split, prepare_table
+from trainer.data import DataOptions, PreparedTable, Split, assign_split
 from trainer.feature_kinds import find_quantum
+from trainer.prepare import prepare_table
 from trainer.tables import parse_training_times
 
 N = 400

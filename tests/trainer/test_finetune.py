@@ -20,12 +20,12 @@ from deformer_stream.model.gaussian_prior import GaussianPrior
 from deformer_stream.model.schema import Feature, Schema
 from tests.trainer.tables import write
 from trainer import finetune
-from trainer.data import encode_table
 from trainer.evaluate import evaluate_held_out
 from trainer.fit import Interrupted
 from trainer.job import TrainingOutput, train
 from trainer.settings import TrainConfig
 from trainer.tables import index_records, open_training_input
+from trainer.value_matrix import encode_table
 
 SMALL: dict[str, Any] = {"d_model": 16, "layers": 1, "heads": 2, "feedforward": 32, "mixtures": 4, "hidden": (16,)}
 NUMBERS = tuple(Feature(f"x{i}", "continuous") for i in range(3))

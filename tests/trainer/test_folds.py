@@ -10,8 +10,9 @@ import pytest
 from deformer_stream import model_store
 from tests.trainer.tables import mixed, write
 from trainer.calibrate import split_folds
-from trainer.data import DataOptions, Split, prepare_table
+from trainer.data import DataOptions, Split
 from trainer.job import train
+from trainer.prepare import prepare_table
 from trainer.settings import TrainConfig
 
 SMALL = {"d_model": 16, "layers": 1, "heads": 2, "feedforward": 32, "mixtures": 4, "hidden": (16,), "gaussians": 2}

@@ -10,7 +10,7 @@ import torch
 
 from deformer_stream.errors import Unavailable
 from trainer import checkpoint
-from trainer.data import create_array_file
+from trainer.array_files import create_array_file
 
 
 def test_disk_space_is_allocated_before_an_array_is_written(tmp_path: Path) -> None:

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from tests.trainer.tables import correlated, prepared
-from trainer.data import DataOptions, prepare_table
+from trainer.data import DataOptions
 from trainer.identifiers import OrderStatistics, describe_identifier
+from trainer.prepare import prepare_table
 
 N = 600
 RNG = np.random.default_rng(0)

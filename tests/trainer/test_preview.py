@@ -17,7 +17,8 @@ import pytest
 from tests.models import write_model
 from tests.trainer.tables import correlated, mixed, write
 from trainer import preview
-from trainer.data import DataOptions, prepare_table
+from trainer.data import DataOptions
+from trainer.prepare import prepare_table
 from trainer.tables import open_training_input
 
 Run = Callable[..., SimpleNamespace]

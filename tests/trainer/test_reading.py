@@ -17,8 +17,10 @@ from deformer_stream.errors import ConfigError, InputError
 from deformer_stream.tables.csv_dialect import CsvOptions
 from deformer_stream.tables.table import Table, TableOptions
 from tests.trainer.tables import mixed, prepared, write
-from trainer.data import DataOptions, PreparedTable, Split, collect_statistics, prepare_table
+from trainer.data import DataOptions, PreparedTable, Split
+from trainer.feature_choice import collect_statistics
 from trainer.feature_kinds import MAX_SAMPLE
+from trainer.prepare import prepare_table
 from trainer.tables import index_records, open_training_input
 
 N = 300

@@ -10,9 +10,10 @@ import pyarrow as pa
 import pytest
 
 from tests.trainer.tables import write
-from trainer import data as training_data
+from trainer import prepare as training_preparation
 from trainer.budget import PROGRESS_SECONDS
-from trainer.data import DataOptions, PreparedTable, prepare_table
+from trainer.data import DataOptions, PreparedTable
+from trainer.prepare import prepare_table
 from trainer.reading_time import ReadingMonitor, ReadingTooSlow
 
 
@@ -35,7 +36,7 @@ def prepare(folder: Path, columns: dict[str, Any], monitor: ReadingMonitor, **op
 @pytest.fixture
 def small_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     """Samples may be smaller than in practice, so that the tables can be small."""
-    monkeypatch.setattr(training_data, "MIN_SAMPLED_RECORDS", 100)
+    monkeypatch.setattr(training_preparation, "MIN_SAMPLED_RECORDS", 100)
 
 
 def test_wide_table_is_sampled_if_time_is_short(tmp_path: Path, small_samples: None) -> None:

@@ -15,8 +15,9 @@ import pytest
 from deformer_stream.calibration.conformal import Calibration
 from tests.report.reader import read_html
 from trainer import report
-from trainer.data import DataOptions, PreparedTable, prepare_table
+from trainer.data import DataOptions, PreparedTable
 from trainer.evaluate import HeldOutLikelihood
+from trainer.prepare import prepare_table
 
 pytestmark = pytest.mark.charts
 NUM_RECORDS = 200

@@ -14,7 +14,8 @@ from deformer_stream.model.schema import Schema
 from deformer_stream.model.time_slots import collapse_time_slots
 from deformer_stream.model.windows import PerSlot, Window
 from tests.series import draw_event_series, make_long_table
-from trainer.data import DataOptions, PreparedTable, prepare_table
+from trainer.data import DataOptions, PreparedTable
+from trainer.prepare import prepare_table
 
 SECOND = 1_000_000
 MINUTE = Window(60 * SECOND, 6)

@@ -9,7 +9,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from trainer.data import DataOptions, prepare_table
+from trainer.data import DataOptions
+from trainer.prepare import prepare_table
 
 
 @pytest.fixture

@@ -13,7 +13,8 @@ import pytest
 from deformer_stream.errors import ConfigError, InputError
 from deformer_stream.model.windows import PerSlot, Window
 from trainer import tables
-from trainer.data import DataOptions, PreparedTable, Split, prepare_table
+from trainer.data import DataOptions, PreparedTable, Split
+from trainer.prepare import prepare_table
 
 SECOND = 1_000_000
 MINUTE = Window(60 * SECOND, 6)
