@@ -639,8 +639,7 @@ def _choose_form(tables: InputTables, table: Table, name: str) -> CellForm | Non
     if name == tables.time_column:
         # If the times of readings matter, each text must state its zone, unless the user has set one.
         # `parse_training_times` rejects others.
-        has_readings = tables.layout == "long" or tables.window is not None
-        is_zone_needed = has_readings and table.options.time_format.timezone is None
+        is_zone_needed = tables.has_reading_rows and table.options.time_format.timezone is None
         is_number = classify_type(table.schema.field(name).type) == "number"
         return "text" if is_zone_needed and not is_number else "time"
     if name in (RECORD, FEATURE, tables.device_column) and tables.layout == "long":
