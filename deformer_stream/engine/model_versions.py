@@ -125,16 +125,20 @@ class ModelVersions:
             alphas: The false-alarm rates at which alerts are raised, descending; `NO_ALPHAS` for readings that must not
                 raise an alert.
         """
-        num_readings, num_rebuilt = len(record_index), 0
+        groups, results = list(self.group(records, record_index)), []
+        for version, members in groups:
+            cache = self._cache_by_shape[version.cache_shape]
+            results.append(version.score_readings(records, cache, record_index[members], seq[members], alphas))
+        num_rebuilt = sum(result.num_rebuilt for result in results)
+        self.num_cache_rebuilds += num_rebuilt
+        if len(results) == 1:
+            return results[0]  # the usual case: one version scores all readings
+        num_readings = len(record_index)
         score_rows, num_crossed = np.empty((4, num_readings)), np.zeros(num_readings, np.int64)
         kinds = np.full(num_readings, NO_KIND, np.int8)
-        for version, members in self.group(records, record_index):
-            cache = self._cache_by_shape[version.cache_shape]
-            result = version.score_readings(records, cache, record_index[members], seq[members], alphas)
+        for (_, members), result in zip(groups, results, strict=True):
             score_rows[:, members], num_crossed[members] = result.score_rows, result.num_crossed
             kinds[members] = result.kinds
-            num_rebuilt += result.num_rebuilt
-        self.num_cache_rebuilds += num_rebuilt
         return ScoringResult(score_rows, num_crossed, kinds, num_rebuilt)
 
     # The KV caches

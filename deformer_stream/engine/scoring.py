@@ -172,7 +172,13 @@ class ModelVersion:
         self._exemplars: Exemplars | None = None
         if model.config.exemplars:
             self._exemplars = Exemplars.from_parameters(model.extract_parameters())
-        self.kernels = CpuKernels.for_model(model)
+        self.kernels = kernels = CpuKernels.for_model(model)
+        # Adds readings to the running statistics of their records.
+        self._advance = (
+            advance_running_statistics
+            if kernels is None
+            else partial(kernels.advance, p_value_exponent=P_VALUE_EXPONENT)
+        )
         self._distance = AlertDistance.from_model(model)
         self._measure_distances = get_distance_function(model)
         # Copies of the cached readings before tie groups, so that other orders of a group do not change the cache.
@@ -581,12 +587,8 @@ class ModelVersion:
         prior = None
         if self._alert_prior is not None:
             prior = PriorPValues(np.ascontiguousarray(score_terms[LOG_P_PRIOR]), self._alert_prior)
-        if self.kernels is None:
-            advance = advance_running_statistics
-        else:
-            advance = partial(self.kernels.advance, p_value_exponent=P_VALUE_EXPONENT)
         # Compute rows 0 to 2: log-likelihoods, their running sums, and running anomaly scores.
-        advance(
+        self._advance(
             records.running,
             record_index=record_index,
             boundaries=boundaries,
