@@ -98,12 +98,13 @@ class DeliveryProgress:
     """How far a receiver was notified of the messages of one partition.
 
     For an incident whose last message is before `position`, the state at the receiver is that in `state_by_id`. An
-    incident that is not in it is shown there if it is open, and hidden if it is resolved.
+    incident that is not in it is hidden there if it is resolved or included in a fleet incident, and shown otherwise.
 
     Attributes:
         position: Offset of the first message of which the receiver may not have been notified.
         state_by_id: The exceptions: the states at the receiver of the incidents of which it was not notified yet,
-            or which are silenced, by id.
+            or which are silenced, by id. If there are many, the keys are shortened ids
+            (`notification_backlog.shorten_id`).
         first_position: Offset of the first message after the log was opened for the first time. The receiver is not
             notified of an incident that was resolved before.
     """

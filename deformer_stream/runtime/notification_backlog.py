@@ -38,7 +38,7 @@ from __future__ import annotations
 
 import hashlib
 import heapq
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from deformer_stream.codec.encode_incidents import encode_incident
@@ -46,9 +46,19 @@ from deformer_stream.incidents.events import FeedbackLabel, Incident
 from deformer_stream.incidents.overlay import Overlay
 from deformer_stream.runtime.incident_ports import Action, DeliveryProgress, LoggedIncident, Notification, ReceiverState
 
-MAX_NOTED_INCIDENTS = 80
+MAX_NOTED_INCIDENTS = 300
 """Largest number of incidents that the progress of a partition lists. Kafka stores at most 4,096 bytes with an offset.
 """
+
+MAX_FULL_IDS = 79
+"""Largest number of incidents that the progress lists by their full ids. The ids of more are shortened (`shorten_id`).
+
+Earlier releases list at most one more, and all by their full ids. If they list so many, they may have left others out.
+"""
+
+SHORT_ID_CHARS = 10
+"""Number of characters of a shortened id. That one of a million incidents has the shortened id of a listed one has a
+probability of 1 in 3,600."""
 
 MAX_FINISHED_INCIDENTS = 10_000
 """Largest number of resolved incidents whose ids are kept, so that a further message of them is not sent."""
@@ -120,7 +130,8 @@ class Backlog:
         self._wants_updates, self._progress, self._overlay, self._url = wants_updates, progress, overlay, url
         self._entry_by_id: dict[str, Entry] = {}
         self._owed: dict[str, Entry] = {}
-        self._silenced: dict[str, Entry] = {}  # open in the log, but not shown, and nothing is owed
+        # Nothing is owed, and they are not shown, although `_is_shown_by_default` is true: labels silence them.
+        self._silenced: dict[str, Entry] = {}
         # Two heaps: the entries whose time has not come, by this time, and the others, in the order of sending. An
         # entry that has changed is put in again with a new ticket. Its earlier places are skipped when they are found.
         self._waiting: list[tuple[float, int, Entry]] = []
@@ -149,7 +160,7 @@ class Backlog:
             entry.is_finished = incident.id in self._finished
             if not self._has_started and progress is not None:
                 # The receiver may have been notified of earlier messages, which the broker has since removed.
-                noted = progress.state_by_id.get(incident.id)
+                noted = _find_noted_state(progress, incident.id)
                 _apply_state(entry, noted or ("opening" if incident.revision > 0 else "hidden"))
         entry.incident, entry.partition, entry.offset = incident, message.partition, offset
         if incident.state != "resolved":
@@ -174,7 +185,7 @@ class Backlog:
             entry.is_finished = is_resolved and entry.offset < self._first_positions.get(entry.partition, 0)
             return
         # If more incidents had to be noted than the progress can list, the receiver may have got this one.
-        entry.is_uncertain = entry.is_uncertain or len(progress.state_by_id) >= MAX_NOTED_INCIDENTS
+        entry.is_uncertain = entry.is_uncertain or _is_truncated(progress)
         if is_resolved and not entry.is_shown and entry.offset < progress.first_position:
             entry.is_finished = True
 
@@ -295,24 +306,21 @@ class Backlog:
 
     def _make_partition_progress(self, partition: int, position: int) -> DeliveryProgress:
         """Return the progress of a partition whose last message was added before `position`."""
-        owed = heapq.nsmallest(
-            MAX_NOTED_INCIDENTS + 1,
-            (entry for entry in self._owed.values() if entry.partition == partition),
-            key=lambda entry: entry.owed_offset,
-        )
-        if len(owed) > MAX_NOTED_INCIDENTS:
+        places = [(entry.owed_offset, entry) for entry in self._owed.values() if entry.partition == partition]
+        places += [(entry.offset, entry) for entry in self._silenced.values() if entry.partition == partition]
+        first = heapq.nsmallest(MAX_NOTED_INCIDENTS + 1, places, key=lambda place: place[0])
+        if len(first) > MAX_NOTED_INCIDENTS:
             # The other incidents are read again after a restart. Their notifications then have the same keys.
-            position = owed[MAX_NOTED_INCIDENTS].owed_offset
-        noted = [*owed[:MAX_NOTED_INCIDENTS], *self._list_silenced(partition)][:MAX_NOTED_INCIDENTS]
+            position, _ = first.pop()
+        has_full_ids = len(first) <= MAX_FULL_IDS
         return DeliveryProgress(
             position,
-            {entry.incident.id: _describe_state(entry) for entry in noted},
+            {
+                entry.incident.id if has_full_ids else shorten_id(entry.incident.id): _describe_state(entry)
+                for _, entry in first
+            },
             self._first_positions.get(partition, 0),
         )
-
-    def _list_silenced(self, partition: int) -> Iterator[Entry]:
-        """Return the incidents of a partition that are open in the log, but silenced, so that nothing is owed."""
-        return (entry for entry in self._silenced.values() if entry.partition == partition)
 
     def _refresh(self, entry: Entry, now: float) -> None:
         """Determine which notification of an incident is owed."""
@@ -327,7 +335,7 @@ class Backlog:
             self._owed[identifier] = entry
             return
         self._owed.pop(identifier, None)
-        if not entry.is_shown and entry.incident.state != "resolved":
+        if _is_shown_by_default(entry.incident) and not entry.is_shown:
             self._silenced[identifier] = entry
         if entry.incident.state == "resolved":
             self._entry_by_id.pop(identifier, None)
@@ -359,11 +367,38 @@ def _order(entry: Entry) -> tuple[int, float]:
 def _apply_progress(entry: Entry, progress: DeliveryProgress) -> None:
     """Set the state at the receiver of an incident whose last message is before the position of the progress."""
     incident = entry.incident
-    noted = progress.state_by_id.get(incident.id)
-    is_resolved = incident.state == "resolved"
-    _apply_state(entry, noted or ("hidden" if is_resolved else "shown"))
-    entry.is_finished = is_resolved and noted is None
+    noted = _find_noted_state(progress, incident.id)
+    _apply_state(entry, noted or ("shown" if _is_shown_by_default(incident) else "hidden"))
+    entry.is_finished = incident.state == "resolved" and noted is None
     entry.sent_revision = incident.revision if noted is None else -1
+
+
+def _is_shown_by_default(incident: Incident) -> bool:
+    """Return whether an incident that the progress does not list is shown: if it is open and not part of a fleet one.
+
+    Whether labels silence it makes no difference, because labels can change while no process runs.
+    """
+    return incident.state != "resolved" and incident.parent is None
+
+
+def shorten_id(identifier: str) -> str:
+    """Return a short name of an incident for the progress, if it lists many: `SHORT_ID_CHARS` characters of a hash."""
+    return hashlib.sha256(identifier.encode()).hexdigest()[:SHORT_ID_CHARS]
+
+
+def _find_noted_state(progress: DeliveryProgress, identifier: str) -> ReceiverState | None:
+    """Return the state of an incident in a progress, None if the progress does not list it."""
+    states = progress.state_by_id
+    return states.get(identifier) or (states.get(shorten_id(identifier)) if len(states) > MAX_FULL_IDS else None)
+
+
+def _is_truncated(progress: DeliveryProgress) -> bool:
+    """Return whether there may have been more incidents to list than the progress lists."""
+    num_listed = len(progress.state_by_id)
+    is_full_of_earlier_release = num_listed == MAX_FULL_IDS + 1 and any(
+        len(identifier) != SHORT_ID_CHARS for identifier in progress.state_by_id
+    )
+    return num_listed >= MAX_NOTED_INCIDENTS or is_full_of_earlier_release
 
 
 def _apply_state(entry: Entry, state: ReceiverState) -> None:

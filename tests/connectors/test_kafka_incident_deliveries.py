@@ -29,9 +29,9 @@ from deformer_stream.codec.feedback_messages import make_label
 from deformer_stream.errors import Unavailable
 from deformer_stream.incidents.events import Incident
 from deformer_stream.runtime.incident_metrics import DeliveryMetrics
-from deformer_stream.runtime.incident_ports import DeliveryProgress, LoggedIncident
+from deformer_stream.runtime.incident_ports import DeliveryProgress, LoggedIncident, ReceiverState
 from deformer_stream.runtime.notification import ReceiverWorker
-from deformer_stream.runtime.notification_backlog import MAX_NOTED_INCIDENTS
+from deformer_stream.runtime.notification_backlog import MAX_FULL_IDS, MAX_NOTED_INCIDENTS, shorten_id
 from tests.connectors.kafka_helpers import InterruptedReader, wait_until
 from tests.incidents.delivery import ScriptedReceiver
 from tests.incidents.examples import make_incident
@@ -44,7 +44,7 @@ IDS = st.text("0123456789abcdef", min_size=32, max_size=32)
     st.builds(
         DeliveryProgress,
         st.integers(0, 2**62),
-        st.dictionaries(IDS, KNOWLEDGE, max_size=MAX_NOTED_INCIDENTS),
+        st.dictionaries(IDS, KNOWLEDGE, max_size=MAX_FULL_IDS),
         st.integers(0, 2**62),
     )
 )
@@ -53,8 +53,13 @@ def test_progress_round_trip(progress: DeliveryProgress) -> None:
 
 
 def test_metadata_fits() -> None:
-    noted = {f"{number:032x}": ("hidden", "shown", "opening")[number % 3] for number in range(MAX_NOTED_INCIDENTS)}
-    assert len(encode_progress(DeliveryProgress(2**62, noted, 2**62))) < MAX_METADATA_BYTES  # type: ignore[arg-type]
+    states: tuple[ReceiverState, ...] = ("hidden", "shown", "opening", "resolving")
+    full_ids = [f"{number:032x}" for number in range(MAX_FULL_IDS)]
+    short_ids = [shorten_id(f"{number:032x}") for number in range(MAX_NOTED_INCIDENTS)]
+    for ids in (full_ids, short_ids):
+        noted = {identifier: states[number % 4] for number, identifier in enumerate(ids)}
+        assert len(noted) == len(ids)
+        assert len(encode_progress(DeliveryProgress(2**62, noted, 2**62))) < MAX_METADATA_BYTES
 
 
 @pytest.mark.parametrize("metadata", ["", "{}", "[]", "not JSON", '{"first": -1}', '{"first": 1, "h": [1]}', "\udc80"])

@@ -18,6 +18,7 @@ from deformer_stream.codec.feedback_messages import make_label
 from deformer_stream.errors import ConfigError, Unavailable
 from deformer_stream.incidents.events import FeedbackLabel, Incident
 from deformer_stream.incidents.overlay import Overlay
+from deformer_stream.runtime import notification_backlog
 from deformer_stream.runtime.incident_metrics import DeliveryMetrics, OpenIncidentMetrics
 from deformer_stream.runtime.incident_ports import (
     DeliveryProgress,
@@ -36,7 +37,8 @@ from deformer_stream.runtime.notification import (
     WorkerThread,
     compute_backoff,
 )
-from deformer_stream.runtime.notification_backlog import MAX_NOTED_INCIDENTS, Backlog, Entry
+from deformer_stream.runtime.notification_backlog import MAX_FULL_IDS, MAX_NOTED_INCIDENTS, Backlog, Entry
+from tests.effort import num_examples
 from tests.incidents.delivery import ManualClock, ScriptedBatchReceiver, ScriptedReceiver, Topic, TopicReader
 from tests.incidents.examples import MINUTE, make_fleet_incident, make_incident, make_incidents
 
@@ -506,11 +508,86 @@ def test_progress_is_bounded() -> None:
     delivery = Delivery()
     delivery.run()
     delivery.receiver.is_down = True
-    for number in range(3 * MAX_NOTED_INCIDENTS):
+    for number in range(2 * MAX_NOTED_INCIDENTS):
         delivery.topic.append(make_states(number)[0])
     delivery.run(5.0)
     progress = delivery.topic.progress[0]
     assert len(progress.state_by_id) == MAX_NOTED_INCIDENTS == progress.position
+
+
+@pytest.mark.parametrize("count", [MAX_FULL_IDS, MAX_FULL_IDS + 1, 200])
+def test_incidents_that_are_silenced_are_sent_after_a_restart_if_they_are_not_silenced_any_more(count: int) -> None:
+    delivery = Delivery()
+    delivery.run()
+    silenced = [make_states(number)[0] for number in range(count)]
+    delivery.labels.append(make_label("maintenance", 1, device="pump-1", start=0, end=2**52))
+    delivery.start()
+    for incident in silenced:
+        delivery.topic.append(incident)
+    delivery.run(2.0)
+    delivery.start()
+    delivery.run(2.0)
+    assert delivery.receiver.attempts == []
+    delivery.labels.append(make_label("cleared", 2, device="pump-1", start=0, end=2**52))
+    delivery.start()
+    delivery.run(2.0)
+    assert [(made.action, made.incident.id) for made in delivery.receiver.accepted] == [
+        ("open", incident.id) for incident in silenced
+    ]
+    delivery.start()
+    delivery.run(2.0)
+    assert len(delivery.receiver.accepted) == count
+
+
+def test_members_of_fleet_incidents_need_no_place_in_the_progress() -> None:
+    delivery = Delivery()
+    delivery.run()
+    members = [replace(make_states(number)[0], parent="f" * 32) for number in range(2 * MAX_NOTED_INCIDENTS)]
+    for member in members:
+        delivery.topic.append(member)
+    delivery.run(2.0)
+    assert delivery.topic.progress[0] == DeliveryProgress(len(members), {}, 0)
+    delivery.start()
+    delivery.run(2.0)
+    assert delivery.receiver.attempts == []
+    for member in members:  # while the process runs, and they leave the fleet incident
+        delivery.topic.append(replace(member, parent=None, state="updated", revision=1))
+    delivery.run(2.0)
+    assert [made.incident.id for made in delivery.receiver.accepted] == [member.id for member in members]
+
+
+def test_more_incidents_than_the_progress_can_list_are_not_lost() -> None:
+    delivery = Delivery()
+    delivery.run()
+    delivery.labels.append(make_label("maintenance", 1, device="pump-1", start=0, end=2**52))
+    delivery.start()
+    silenced = [make_states(number)[0] for number in range(MAX_NOTED_INCIDENTS + 40)]
+    for incident in silenced:
+        delivery.topic.append(incident)
+    delivery.run(2.0)
+    assert delivery.topic.progress[0].position == MAX_NOTED_INCIDENTS
+    delivery.labels.append(make_label("cleared", 2, device="pump-1", start=0, end=2**52))
+    delivery.start()
+    delivery.run(2.0)
+    assert [made.incident.id for made in delivery.receiver.accepted] == [incident.id for incident in silenced]
+    assert set(delivery.receiver.list_actions()) == {"open"}
+
+
+@pytest.mark.parametrize("num_listed", [MAX_FULL_IDS, MAX_FULL_IDS + 1])
+def test_progress_of_an_earlier_release_is_read(num_listed: int) -> None:
+    """It lists at most 80 incidents by full ids. If it lists so many, incidents after its position may be shown."""
+    incidents = [make_states(number)[0] for number in range(num_listed + 1)]
+    progress = {0: DeliveryProgress(num_listed, {incident.id: "hidden" for incident in incidents[:-1]}, 0)}
+    label = make_label("false-alarm", 1, incident=incidents[-1].id)
+    backlog = Backlog(False, progress, {0: 0}, Overlay([label]))
+    for offset, incident in enumerate(incidents):
+        backlog.add(LoggedIncident(incident, 0, offset), 0.0)
+    backlog.start(0.0)
+    owed = {entry.incident.id: entry.owed for entry in backlog.list_due(0.0, 1000)}
+    may_be_shown = num_listed > MAX_FULL_IDS
+    assert owed == dict.fromkeys([one.id for one in incidents[:-1]], "open") | (
+        {incidents[-1].id: "resolve"} if may_be_shown else {}
+    )
 
 
 def test_progress_is_stored_only_if_it_has_changed() -> None:
@@ -598,7 +675,7 @@ def test_a_request_is_noted_before_it_is_sent_also_after_a_failure(
 
 STEPS = st.lists(
     st.one_of(
-        st.tuples(st.just("message"), st.integers(0, 3), st.sampled_from(["next", "resolve"])),
+        st.tuples(st.just("message"), st.integers(0, 3), st.sampled_from(["next", "resolve", "join"])),
         st.tuples(st.just("label"), st.integers(0, 3), st.sampled_from(["true", "false-alarm", "cleared"])),
         st.tuples(st.just("run"), st.sampled_from([0.0, 1.0, 5.0]), st.just("")),
         st.tuples(st.just("outcome"), st.sampled_from(["down", "up", "refuse", "accept"]), st.integers(0, 3)),
@@ -622,6 +699,26 @@ SILENCE, RESOLVE = ("label", 0, "false-alarm"), ("message", 0, "resolve")
 def test_whatever_happens_the_receiver_shows_what_is_open_in_the_end(steps: list[tuple[Any, Any, Any]]) -> None:
     """After failures, refusals, labels and kills, the receiver shows exactly the incidents that are open and not
     silenced. The first message of each is its opening, and messages are repeated only with equal keys."""
+    check_steps(steps)
+
+
+@pytest.mark.parametrize("limit", [1, 2])
+@given(STEPS)
+@settings(max_examples=num_examples(400), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_the_same_holds_if_the_progress_can_list_few_incidents(limit: int, steps: list[tuple[Any, Any, Any]]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(notification_backlog, "MAX_NOTED_INCIDENTS", limit)
+        patch.setattr(notification_backlog, "MAX_FULL_IDS", 0)
+        check_steps(steps, is_truncated=True)
+
+
+def check_steps(steps: list[tuple[Any, Any, Any]], is_truncated: bool = False) -> None:
+    """Run a receiver through the steps, and check what it shows in the end.
+
+    Args:
+        steps: The steps.
+        is_truncated: Whether the progress may be too short. It is then unknown whether incidents were sent.
+    """
     delivery = Delivery(ScriptedReceiver(wants_updates=True))
     delivery.run()
     last_by_number: dict[int, Incident] = {}
@@ -638,6 +735,8 @@ def test_whatever_happens_the_receiver_shows_what_is_open_in_the_end(steps: list
             else:
                 state = "resolved" if detail == "resolve" else "updated"
                 message = replace(last, state=state, revision=last.revision + 1)  # type: ignore[arg-type]
+            if detail == "join":  # a fleet incident
+                message = replace(message, parent="f" * 32)
             last_by_number[argument] = message
             delivery.topic.append(message)
         elif kind == "label":
@@ -674,11 +773,14 @@ def test_whatever_happens_the_receiver_shows_what_is_open_in_the_end(steps: list
                     actions.append(notification.action)
                 distinct.append(notification.key)
         is_shown = bool(actions) and [action for action in actions if action != "update"][-1] == "open"
-        assert is_shown == (last.state != "resolved" and overlay.present(last).silenced is None), (number, actions)
+        assert is_shown == (last.state != "resolved" and overlay.present_to_receivers(last).silenced is None), (
+            number,
+            actions,
+        )
         attempts = [made.action for made in delivery.receiver.attempts if made.incident.id == last.id]
         # After compaction, it may be unknown whether the opening of a silenced incident was sent.
-        assert attempts[:1] in ([], ["open"]) or ("kill", True, "") in steps
-        if not delivery.labels:
+        assert attempts[:1] in ([], ["open"]) or ("kill", True, "") in steps or is_truncated
+        if not delivery.labels and not any(detail == "join" for _, _, detail in steps):
             assert actions, "every incident is sent"
 
 
