@@ -17,7 +17,8 @@ from deformer_stream import log, model_store
 from deformer_stream.codec import Codec
 from deformer_stream.engine.engine import Engine
 from deformer_stream.engine.events import ONLY_MODEL
-from deformer_stream.errors import DeformerError
+from deformer_stream.errors import ArtifactError, DeformerError
+from deformer_stream.model_manifest import read_manifest
 from deformer_stream.model_store import Artifact
 
 CHECK_SECONDS = 5.0
@@ -26,6 +27,9 @@ CHECK_SECONDS = 5.0
 DirectoryState = tuple[int, int, int] | None
 """Inode, modification time in nanoseconds and size in bytes of the manifest of a model directory, which change if the
 model is replaced. None if there is no manifest."""
+
+ModelIdentity = tuple[str, object]
+"""The fingerprint of a model, and the entry of its manifest that describes its classifier of faults."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +79,7 @@ class ModelReloader:
         self._reload_requested, self._now, self._check_seconds = reload_requested, now, check_seconds
         self._identity = None if isinstance(artifact, Path) else _identify(artifact)
         # The inode, modification time and size of the manifest of the model in use, to detect that it was replaced.
-        self._loaded_state = None if isinstance(artifact, Path) else _get_directory_state(artifact.directory)
+        self._loaded_state = None if isinstance(artifact, Path) else _find_loaded_state(artifact)
         self._last_check = now()
         self._reader: threading.Thread | None = None  # reads the directory in the background; None if none runs
         self._new_artifact: Artifact | None = None  # the result of this thread
@@ -141,9 +145,27 @@ class ModelReloader:
             self._loaded_state, self._logged_failure = state, None
 
 
-def _identify(artifact: Artifact) -> tuple[str, object]:
-    """Return what identifies a model with its classifier of faults: the fingerprint, and the entry of the manifest."""
+def _identify(artifact: Artifact) -> ModelIdentity:
+    """Return what identifies a model with its classifier of faults."""
     return artifact.fingerprint, artifact.manifest.get("faults")
+
+
+def _read_identity(directory: Path) -> ModelIdentity | None:
+    """Return what identifies the model that a directory holds now, None if its manifest cannot be read."""
+    try:
+        manifest = read_manifest(directory)
+    except ArtifactError:
+        return None
+    return str(manifest.get("fingerprint")), manifest.get("faults")
+
+
+def _find_loaded_state(artifact: Artifact) -> DirectoryState:
+    """Return the state of the directory of a model that was read earlier, None if it holds another one now.
+
+    It may have been replaced since, for example while the other models of a folder were read.
+    """
+    state = _get_directory_state(artifact.directory)
+    return state if _read_identity(artifact.directory) == _identify(artifact) else None
 
 
 class ModelSetReloader:

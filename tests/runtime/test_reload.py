@@ -57,6 +57,17 @@ def test_changed_model_is_returned_once(directory: Path) -> None:
     assert check(reloader) is None
 
 
+def test_model_that_is_replaced_after_it_was_read_is_returned(directory: Path) -> None:
+    """The directory is watched later than it is read, because other models of a folder may be read in between."""
+    artifact = model_store.read(directory)
+    write_model(directory, seed=1)
+    reloader = ModelReloader(artifact, "cpu", threading.Event(), now=FakeClock())
+    new_model = check(reloader)
+    assert new_model is not None
+    assert new_model.fingerprint == model_store.read(directory).fingerprint != artifact.fingerprint
+    assert check(reloader) is None
+
+
 def test_unchanged_directory_is_not_read(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reloader = ModelReloader(model_store.read(directory), "cpu", threading.Event(), now=FakeClock())
     monkeypatch.setattr(model_store, "read", lambda *args: pytest.fail("the directory was read"))
