@@ -77,7 +77,10 @@ class ModelReloader:
         self._directory = artifact if isinstance(artifact, Path) else artifact.directory
         self._device, self._compiled = device, compiled
         self._reload_requested, self._now, self._check_seconds = reload_requested, now, check_seconds
+        # What identifies the model in use, the one before it, and the model that was last read from the directory.
         self._identity = None if isinstance(artifact, Path) else _identify(artifact)
+        self._previous_identity: ModelIdentity | None = None
+        self._last_read_identity = self._identity
         # The inode, modification time and size of the manifest of the model in use, to detect that it was replaced.
         self._loaded_state = None if isinstance(artifact, Path) else _find_loaded_state(artifact)
         self._last_check = now()
@@ -117,10 +120,30 @@ class ModelReloader:
         """Return the model that the background thread has read, or None if it failed or read the model in use."""
         self._reader = None  # so that the next check can start a new thread
         artifact, self._new_artifact = self._new_artifact, None
-        if artifact is None or _identify(artifact) == self._identity:
+        if artifact is None:
             return None
-        self._identity = _identify(artifact)
+        self._last_read_identity = _identify(artifact)
+        if self._last_read_identity == self._identity:
+            return None
+        self._previous_identity, self._identity = self._identity, self._last_read_identity
         return artifact
+
+    def reject(self) -> None:
+        """Record that the model that was returned last is not used.
+
+        It is returned again when the directory is read again.
+        """
+        self._identity = self._previous_identity
+
+    def has_other_model(self) -> bool:
+        """Return whether the directory now holds a model with another fingerprint than the model in use.
+
+        False if its manifest cannot be read now.
+        """
+        on_disk = self._last_read_identity
+        if _get_directory_state(self._directory) != self._loaded_state:
+            on_disk = _read_identity(self._directory)
+        return on_disk is not None and self._identity is not None and on_disk[0] != self._identity[0]
 
     def _read(self, state: DirectoryState) -> None:
         """Read the model directory and keep the model for `take_new_model`. Runs in the background thread.
@@ -174,6 +197,10 @@ class ModelSetReloader:
     The models are read in turn, so that a change of all of them takes no more memory than that of one. A model that is
     added to the folder is new as well. A model that is removed from it stays in use.
 
+    A model is not used while it is the same as another one in use, because the ids of their alerts could be equal. If
+    that one is replaced later, the model is used. Directories can also exchange their models: it is not the same as
+    another one whose directory has changed already.
+
     Args:
         models: Returns the directories of the models by name, as the folder has them now.
         artifact_by_name: The models in use.
@@ -202,6 +229,8 @@ class ModelSetReloader:
         self._last_check = now()
         self._waiting: deque[str] = deque()  # names of the models that are still to be checked in this round
         self._problem = ""  # why the folder could not be read, so that it is logged once
+        # The fingerprints of the models that are not used, because another one in use is the same, by name.
+        self._repeated: dict[str, str] = {}
 
     def _watch(self, name: str, artifact: Artifact | Path) -> None:
         """Begin to watch the directory of a model, which is checked in each round."""
@@ -224,6 +253,9 @@ class ModelSetReloader:
         while self._waiting:
             name = self._waiting[0]
             reloader = self._reloader_by_name[name]
+            repeated = self._repeated.get(name)
+            if repeated is not None and not reloader.is_reading and self._find_same_model(name, repeated) is None:
+                self._requests[name].set()
             found = reloader.take_new_model()
             if reloader.is_reading:
                 return None
@@ -231,18 +263,35 @@ class ModelSetReloader:
             if found is None:
                 continue
             _, artifact = found
-            same = [
-                other for other, fingerprint in self._fingerprint_by_name.items() if fingerprint == artifact.fingerprint
-            ]
-            if same and same != [name]:
-                # The ids of their alerts could be equal.
-                log.get_logger("model").warning(
-                    "model_repeated", name=name, same_as=same[0], path=str(artifact.directory)
-                )
+            same = self._find_same_model(name, artifact.fingerprint)
+            if same is not None:
+                reloader.reject()
+                if self._repeated.get(name) != artifact.fingerprint:
+                    log.get_logger("model").warning(
+                        "model_repeated", name=name, same_as=same, path=str(artifact.directory)
+                    )
+                self._repeated[name] = artifact.fingerprint
                 continue
+            self._repeated.pop(name, None)
             self._fingerprint_by_name[name] = artifact.fingerprint
             return name, artifact
         return None
+
+    def _find_same_model(self, name: str, fingerprint: str) -> str | None:
+        """Return the name of another model that is in use and in its directory, and has a fingerprint; None if none is.
+
+        Args:
+            name: The model that is not meant.
+            fingerprint: The fingerprint.
+        """
+        return next(
+            (
+                other
+                for other, used in self._fingerprint_by_name.items()
+                if other != name and used == fingerprint and not self._reloader_by_name[other].has_other_model()
+            ),
+            None,
+        )
 
     def _add_new_models(self) -> None:
         """Begin to watch the directories of models that were added to the folder."""

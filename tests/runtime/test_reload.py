@@ -164,6 +164,50 @@ def test_changed_and_added_models_of_a_folder_are_returned_once(tmp_path: Path) 
     assert take_all(reloader) == []
 
 
+def test_models_that_are_exchanged_are_all_returned(tmp_path: Path) -> None:
+    """Each of the new models is one that another name still uses. Checks fall between the renames."""
+    for number, name in enumerate("abc"):
+        write_model(tmp_path / name, seed=number)
+    reloader = make_set_reloader(tmp_path)
+    outside = tmp_path.parent / f"{tmp_path.name}-outside"
+    (tmp_path / "a").rename(outside)
+    assert take_all(reloader) == []
+    (tmp_path / "b").rename(tmp_path / "a")
+    with capture_logs() as logs:
+        assert take_all(reloader) == []
+    assert [line["event"] for line in logs if line.get("name") == "a"] == ["model_repeated"]
+    (tmp_path / "c").rename(tmp_path / "b")
+    outside.rename(tmp_path / "c")
+    on_disk = [(name, model_store.read(tmp_path / name).fingerprint) for name in "abc"]
+    with capture_logs() as logs:
+        assert sorted(take_all(reloader)) == on_disk
+        assert take_all(reloader) == []
+    assert logs == []
+
+
+def test_copy_of_a_model_is_used_when_the_original_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number, name in enumerate("ab"):
+        write_model(tmp_path / name, seed=number)
+    reloader = make_set_reloader(tmp_path)
+    shutil.rmtree(tmp_path / "b")
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    shutil.copytree(tmp_path / "a", tmp_path / "c")
+    with capture_logs() as logs:
+        assert take_all(reloader) == []
+    assert [(line["event"], line["name"], line["same_as"]) for line in logs] == [
+        ("model_repeated", "b", "a"),
+        ("model_repeated", "c", "a"),
+    ]
+    with monkeypatch.context() as patch:
+        patch.setattr(model_store, "read", lambda *args: pytest.fail("a directory was read"))
+        assert take_all(reloader) == []
+    copied = model_store.read(tmp_path / "b").fingerprint
+    write_model(tmp_path / "a", seed=7)
+    with capture_logs() as logs:
+        assert sorted(take_all(reloader)) == [("a", model_store.read(tmp_path / "a").fingerprint), ("b", copied)]
+    assert [(line["event"], line["name"], line["same_as"]) for line in logs] == []
+
+
 def test_model_that_cannot_be_read_does_not_stop_the_others(tmp_path: Path) -> None:
     for number, name in enumerate("ab"):
         write_model(tmp_path / name, seed=number)
