@@ -46,6 +46,23 @@ REMEDY = "restore the model directory from a copy, or train again"
 """What a person should do about a damaged model directory; the end of error messages."""
 
 
+DirectoryState = tuple[int, int, int] | None
+"""Inode, modification time in nanoseconds and size in bytes of the manifest of a model directory, which change if the
+model is replaced. None if there is no manifest."""
+
+
+def get_directory_state(directory: Path) -> DirectoryState:
+    """Return (inode, modification time in nanoseconds, size in bytes) of the manifest of a model directory.
+
+    At least one of them changes if the model in the directory is replaced. None if there is no manifest.
+    """
+    try:
+        status = (directory / MANIFEST).stat()
+    except OSError:
+        return None
+    return status.st_ino, status.st_mtime_ns, status.st_size
+
+
 def read_manifest(directory: Path) -> dict[str, Any]:
     """Return the contents of a model directory's manifest.json after checking the format version and the checksum.
 

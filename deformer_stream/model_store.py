@@ -9,10 +9,11 @@ A model directory holds:
     report.html               the training report for people; not needed to score
     incidents.json            the calibration of incidents (`incident_store`); not needed to score
 
-A directory is written under a temporary name and renamed, so that it is never incomplete. The manifest holds its own
-SHA-256 and the size and SHA-256 of the weights. A truncated or altered file is refused with an error that names it.
-Manifests can also be forged with valid checksums. Their contents are therefore checked for consistency, and memory is
-allocated only in proportion to the size of the files. Nothing in a model directory is ever executed.
+A directory is written under a temporary name, and exchanges its name with the old one, so that it is never incomplete
+or missing. If it is replaced while it is read, it is read again. The manifest holds its own SHA-256 and the size and
+SHA-256 of the weights. A truncated or altered file is refused with an error that names it. Manifests can also be forged
+with valid checksums. Their contents are therefore checked for consistency, and memory is allocated only in proportion
+to the size of the files. Nothing in a model directory is ever executed.
 """
 
 from __future__ import annotations
@@ -23,10 +24,11 @@ import math
 import os
 import secrets
 import shutil
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import safetensors.numpy
@@ -37,6 +39,7 @@ from deformer_stream.calibration.conformal import Calibration
 from deformer_stream.calibration.fault_classifier import FaultClassifier
 from deformer_stream.calibration.seen_records import RecordSet, SeenRecords
 from deformer_stream.counts import format_count
+from deformer_stream.durable_file import exchange_paths
 from deformer_stream.engine.fault_inputs import count_inputs
 from deformer_stream.errors import ArtifactError, ConfigError, map_write_errors
 from deformer_stream.extras import is_installed
@@ -57,6 +60,7 @@ from deformer_stream.model_manifest import (
     compute_digest,
     compute_fingerprint,
     determine_version,
+    get_directory_state,
     read_at_most,
     render_manifest,
     shorten,
@@ -68,6 +72,8 @@ if TYPE_CHECKING:
     import torch
 
     from deformer_stream.model.deformer import DEformer
+
+Result = TypeVar("Result")
 
 WEIGHTS, REPORT = "model.safetensors", "report.html"
 SEEN_RECORDS = "seen-records.safetensors"
@@ -85,6 +91,8 @@ MAX_NAME_CHARS = 1024
 
 Input messages with longer names or labels are refused, so a model with such a name could never be used.
 """
+MAX_READS = 5
+"""How often a model directory is read if it is replaced while it is read."""
 _INCONSISTENCY_ERRORS = (
     *(AttributeError, ArithmeticError, LookupError, TypeError, ValueError, RuntimeError, SafetensorError),
 )
@@ -171,8 +179,8 @@ def write(
 ) -> str:
     """Write a model directory and return the fingerprint of the model.
 
-    The files are written to a temporary directory next to the final one and synced to disk; then the directory is
-    renamed. If the path already holds a model, the new one replaces it. If anything fails, the old model stays as it
+    The files are written to a temporary directory next to the final one and synced to disk; then the directory gets its
+    name. If the path already holds a model, the new one replaces it. If anything fails, the old model stays as it
     was.
 
     Args:
@@ -264,13 +272,37 @@ def read_files(directory: Path) -> dict[str, bytes]:
         ArtifactError: A file is missing or cannot be read, or the manifest was altered.
     """
     directory = Path(directory)
-    manifest = read_manifest(directory)
-    contents = {WEIGHTS: read_at_most(directory / WEIGHTS, _get_weights_size(manifest, directory))}
-    contents[MANIFEST] = read_at_most(directory / MANIFEST, MAX_MANIFEST_BYTES)
-    for name in (SEEN_RECORDS, FAULTS, REPORT, INCIDENTS_FILE):
-        if (directory / name).is_file():
-            contents[name] = (directory / name).read_bytes()
-    return contents
+
+    def read_once() -> dict[str, bytes]:
+        """Read the files, which are those of two models if the directory is replaced meanwhile."""
+        manifest = read_manifest(directory)
+        contents = {WEIGHTS: read_at_most(directory / WEIGHTS, _get_weights_size(manifest, directory))}
+        contents[MANIFEST] = read_at_most(directory / MANIFEST, MAX_MANIFEST_BYTES)
+        for name in (SEEN_RECORDS, FAULTS, REPORT, INCIDENTS_FILE):
+            if (directory / name).is_file():
+                contents[name] = read_at_most(directory / name, sys.maxsize)
+        return contents
+
+    return _read_unreplaced(directory, read_once)
+
+
+def _read_unreplaced(directory: Path, read_once: Callable[[], Result]) -> Result:
+    """Return what a function reads from a model directory. It is called again if the directory is replaced meanwhile.
+
+    Raises:
+        ArtifactError: The function has raised it although the directory was not replaced; or it is replaced each time.
+    """
+    for _ in range(MAX_READS):
+        state = get_directory_state(directory)
+        try:
+            result = read_once()
+        except ArtifactError:
+            if get_directory_state(directory) == state:
+                raise
+        else:
+            if get_directory_state(directory) == state:
+                return result
+    raise ArtifactError(f"{directory} was replaced {MAX_READS} times while it was read: read it again later")
 
 
 def _create_manifest(
@@ -508,8 +540,9 @@ def _sync_directory(directory: Path) -> None:
 def _replace_directory(temporary: Path, directory: Path) -> None:
     """Rename a directory to its final name, and remove the directory that had this name before, if any.
 
-    A directory cannot be renamed over another one that holds files. The old directory is therefore renamed first, and
-    renamed back if the renaming of the new one fails.
+    A directory cannot be renamed over another one that holds files, so the two exchange their names. If the system
+    cannot do this, the old directory is renamed first, and renamed back if the renaming of the new one fails. There is
+    then no directory of this name for a moment.
 
     Args:
         temporary: The path of the new directory, in the same parent directory as its final path.
@@ -517,6 +550,14 @@ def _replace_directory(temporary: Path, directory: Path) -> None:
     """
     old = temporary.with_name(temporary.name + OLD_SUFFIX)
     has_old = directory.exists()
+    if has_old and exchange_paths(temporary, directory):
+        try:
+            _sync_directory(directory.parent)
+        except BaseException:
+            exchange_paths(temporary, directory)
+            raise
+        shutil.rmtree(temporary)
+        return
     if has_old:
         directory.rename(old)
     try:
@@ -601,8 +642,13 @@ def read(directory: Path, device: str = "cpu", compiled: bool = True) -> Artifac
             remedy.
         ConfigError: The device is not available.
     """
-    is_on_cpu = _is_cpu(device)
     directory = Path(directory)
+    return _read_unreplaced(directory, lambda: _read_once(directory, device, compiled))
+
+
+def _read_once(directory: Path, device: str, compiled: bool) -> Artifact:
+    """Read a model directory, as `read` does, without considering that it may be replaced meanwhile."""
+    is_on_cpu = _is_cpu(device)
     manifest = read_manifest(directory)
     weights = read_at_most(directory / WEIGHTS, _get_weights_size(manifest, directory))
     parameters, calibration = _parse_model(manifest, weights, directory)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import itertools
 import json
 import os
 from collections.abc import Callable
@@ -515,12 +516,19 @@ def test_command_line_reports_a_damaged_model_in_one_line(directory: Path, cli: 
     assert result.lines[0].startswith(f"deformer-stream: {directory / model_store.WEIGHTS} has 5 bytes")
 
 
-@pytest.mark.parametrize("step", range(6))
+@pytest.mark.parametrize(
+    ("can_exchange", "step"), [(True, step) for step in range(5)] + [(False, step) for step in range(6)]
+)
 @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), KeyboardInterrupt()])
 def test_failed_write_keeps_the_old_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int, error: BaseException
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, can_exchange: bool, step: int, error: BaseException
 ) -> None:
-    """Let one of the steps fail: three files, the directory's entries, renaming the old model, renaming the new one."""
+    """Let one of the steps fail: three files, the directory's entries, and those that give the directory its name.
+
+    These are the entries of its folder after the exchange, or renaming the old model and the new one.
+    """
+    if not can_exchange:
+        monkeypatch.setattr(model_store, "exchange_paths", lambda first, second: False)
     write_model(tmp_path / "model")
     before = {p.name: p.read_bytes() for p in (tmp_path / "model").iterdir()}
     call_indexes = iter(range(100))
@@ -570,6 +578,7 @@ def test_error_names_the_old_model_if_its_replacement_was_killed(
             raise KeyboardInterrupt
         return rename(path, target)
 
+    monkeypatch.setattr(model_store, "exchange_paths", lambda first, second: False)
     monkeypatch.setattr(Path, "rename", rename_old_only)
     with pytest.raises(KeyboardInterrupt):
         write_model(tmp_path / "model", seed=1)
@@ -579,6 +588,54 @@ def test_error_names_the_old_model_if_its_replacement_was_killed(
     old = Path(str(caught.value).split("rename ")[1].split(" to ")[0])
     old.rename(tmp_path / "model")
     model_store.read(tmp_path / "model")
+
+
+def test_directory_exists_while_it_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if the process is killed: two directories exchange their names in one step, and none is renamed."""
+    write_model(tmp_path / "model")
+    monkeypatch.setattr(Path, "rename", lambda path, target: pytest.fail(f"{path} is renamed"))
+    write_model(tmp_path / "model", seed=1)
+    monkeypatch.undo()
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+    same = model_store.read(write_model(tmp_path / "same", seed=1))
+    assert model_store.read(tmp_path / "model").fingerprint == same.fingerprint
+
+
+@pytest.mark.parametrize("can_exchange", [True, False])
+def test_directory_that_is_replaced_while_it_is_read_is_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, can_exchange: bool
+) -> None:
+    directory = write_model(tmp_path / "model")
+    new = write_model(tmp_path / "new", seed=1)
+    expected = {path.name: path.read_bytes() for path in new.iterdir()}
+    if not can_exchange:
+        monkeypatch.setattr(model_store, "exchange_paths", lambda first, second: False)
+    read_at_most, seeds = model_store.read_at_most, iter([2, 1])
+
+    def replace_and_read(path: Path, max_bytes: int) -> bytes:
+        """Read a file of the directory after the manifest was read, and the model was then replaced."""
+        seed = next(seeds, None)
+        if seed is not None:
+            write_model(directory, seed=seed)
+        return read_at_most(path, max_bytes)
+
+    monkeypatch.setattr(model_store, "read_at_most", replace_and_read)
+    assert model_store.read(directory).fingerprint == model_store.read(new).fingerprint
+    write_model(directory)
+    seeds = iter([2, 1])
+    assert model_store.read_files(directory) == expected
+
+
+def test_directory_that_is_replaced_at_each_reading_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory, read_at_most, seeds = write_model(tmp_path / "model"), model_store.read_at_most, itertools.count(1)
+
+    def replace_and_read(path: Path, max_bytes: int) -> bytes:
+        write_model(directory, seed=next(seeds))
+        return read_at_most(path, max_bytes)
+
+    monkeypatch.setattr(model_store, "read_at_most", replace_and_read)
+    with pytest.raises(ArtifactError, match="was replaced 5 times while it was read"):
+        model_store.read(directory)
 
 
 def test_write_replaces_a_model_and_refuses_other_directories(tmp_path: Path) -> None:

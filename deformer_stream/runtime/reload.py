@@ -18,15 +18,11 @@ from deformer_stream.codec import Codec
 from deformer_stream.engine.engine import Engine
 from deformer_stream.engine.events import ONLY_MODEL
 from deformer_stream.errors import ArtifactError, DeformerError
-from deformer_stream.model_manifest import read_manifest
+from deformer_stream.model_manifest import DirectoryState, get_directory_state, read_manifest
 from deformer_stream.model_store import Artifact
 
 CHECK_SECONDS = 5.0
 """How often the model directory is checked for a change, in seconds."""
-
-DirectoryState = tuple[int, int, int] | None
-"""Inode, modification time in nanoseconds and size in bytes of the manifest of a model directory, which change if the
-model is replaced. None if there is no manifest."""
 
 ModelIdentity = tuple[str, object]
 """The fingerprint of a model, and the entry of its manifest that describes its classifier of faults."""
@@ -109,7 +105,7 @@ class ModelReloader:
         if is_requested or self._now() - self._last_check >= self._check_seconds:
             self._last_check = self._now()
             # The inode, modification time and size of the manifest, which change if the model is replaced.
-            state = _get_directory_state(self._directory)
+            state = get_directory_state(self._directory)
             if is_requested or state != self._loaded_state:
                 self._reload_requested.clear()
                 self._reader = threading.Thread(target=self._read, args=(state,), name="model", daemon=True)
@@ -141,7 +137,7 @@ class ModelReloader:
         False if its manifest cannot be read now.
         """
         on_disk = self._last_read_identity
-        if _get_directory_state(self._directory) != self._loaded_state:
+        if get_directory_state(self._directory) != self._loaded_state:
             on_disk = _read_identity(self._directory)
         return on_disk is not None and self._identity is not None and on_disk[0] != self._identity[0]
 
@@ -187,7 +183,7 @@ def _find_loaded_state(artifact: Artifact) -> DirectoryState:
 
     It may have been replaced since, for example while the other models of a folder were read.
     """
-    state = _get_directory_state(artifact.directory)
+    state = get_directory_state(artifact.directory)
     return state if _read_identity(artifact.directory) == _identify(artifact) else None
 
 
@@ -305,15 +301,3 @@ class ModelSetReloader:
         self._problem = ""
         for name in sorted(directory_by_name.keys() - self._reloader_by_name.keys()):
             self._watch(name, directory_by_name[name])
-
-
-def _get_directory_state(directory: Path) -> DirectoryState:
-    """Return (inode, modification time in nanoseconds, size in bytes) of the manifest of a model directory.
-
-    At least one of them changes if the model in the directory is replaced. None if there is no manifest.
-    """
-    try:
-        status = (directory / model_store.MANIFEST).stat()
-    except OSError:
-        return None
-    return status.st_ino, status.st_mtime_ns, status.st_size
