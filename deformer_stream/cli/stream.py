@@ -177,8 +177,9 @@ def _make_pipeline(
 ) -> Pipeline:
     """Return the pipeline of `consume`. The arguments are those of `Pipeline`, which the options complete."""
     from deformer_stream.runtime.pipeline import Pipeline
-    from deformer_stream.runtime.timing import WallClock
+    from deformer_stream.runtime.timing import SystemTimeSink, WallClock
 
+    clock = WallClock()
     is_file = _reads_file(settings)
     # A file is read as fast as possible, so the number of alerts per second says nothing.
     is_unlimited = is_file or settings.max_alert_rate in ("off", 0)
@@ -186,8 +187,8 @@ def _make_pipeline(
         source,
         codec,
         engines,
-        sinks=sinks,
-        clock=WallClock(),
+        sinks=[SystemTimeSink(sink, clock) for sink in sinks],
+        clock=clock,
         metrics=metrics,
         is_finite=is_file,
         max_wait=settings.max_wait,

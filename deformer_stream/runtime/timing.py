@@ -5,32 +5,90 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from deformer_stream.engine.events import NO_TIME
+from deformer_stream.codec.payloads import Payload
+from deformer_stream.engine.events import NO_TIME, Effects
+from deformer_stream.runtime.ports import Sink
 
 Item = TypeVar("Item")
 
+MIN_STEP_MICROS = 1_000_000
+"""Smallest difference from the system clock that is a step, in microseconds."""
+
+
+def read_elapsed_time() -> int:
+    """Return microseconds since an unknown moment: they include times of suspension, if the system can count them.
+
+    Steps of the system clock do not change them.
+    """
+    if hasattr(time, "CLOCK_BOOTTIME"):  # Linux
+        return time.clock_gettime_ns(time.CLOCK_BOOTTIME) // 1000
+    return time.monotonic_ns() // 1000
+
 
 class WallClock:
-    """A clock that shows the system's time, in microseconds since 1970.
+    """A clock of a live stream, in microseconds since 1970: the system's time at its start, and the time since then.
 
-    It never runs backwards. If the system clock is set back, it runs a tenth slower until that clock has caught up. If
-    it stood still, no record would time out until then: for years, if a machine begins with a wrong year.
+    It never runs backwards, and does not follow steps of the system clock. Otherwise a step forward, such as that of a
+    device that learns the time after its start, would time all open records out, and none would time out for long after
+    a step back. `to_system_time` converts its times for people and other processes.
     """
 
     def __init__(self) -> None:
-        self._now, self._monotonic = 0, time.monotonic_ns() // 1000
+        self._offset = time.time_ns() // 1000 - read_elapsed_time()
 
     def at(self, times: NDArray[np.int64]) -> int:
         """Return the present time in microseconds since 1970. The event times of a batch (`times`) are ignored."""
-        monotonic = time.monotonic_ns() // 1000
-        least = self._now + (monotonic - self._monotonic) * 9 // 10
-        self._now, self._monotonic = max(least, time.time_ns() // 1000), monotonic
-        return self._now
+        return self._offset + read_elapsed_time()
+
+    def to_system_time(self, effects: Effects) -> Effects:
+        """Return effects with times of the system clock, microseconds since 1970, in place of times of this clock.
+
+        These are the ends of the statements about suspicious records, and the times of notices that alerts were held
+        back. All others are event times.
+        """
+        if not effects.suspicious_records and not effects.storm_notices:
+            return effects
+        step = time.time_ns() // 1000 - self.at(effects.batch.times)
+        if abs(step) < MIN_STEP_MICROS:
+            return effects
+        return replace(
+            effects,
+            suspicious_records=[
+                record if record.expires is None else replace(record, expires=record.expires + step)
+                for record in effects.suspicious_records
+            ],
+            storm_notices=[replace(notice, time=notice.time + step) for notice in effects.storm_notices],
+        )
+
+
+class SystemTimeSink:
+    """A sink that passes effects on with times of the system clock in place of those of the pipeline's clock.
+
+    Args:
+        sink: The sink that gets them.
+        clock: The clock of the pipeline.
+    """
+
+    def __init__(self, sink: Sink, clock: WallClock) -> None:
+        self._sink, self._clock = sink, clock
+
+    def write(self, effects: Effects, data: Payload | None) -> None:
+        """Pass the effects of one batch on."""
+        self._sink.write(self._clock.to_system_time(effects), data)
+
+    def flush(self) -> None:
+        """Make everything durable that was written."""
+        self._sink.flush()
+
+    def close(self) -> None:
+        """Release the sink's resources."""
+        self._sink.close()
 
 
 class EventClock:
