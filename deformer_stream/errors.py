@@ -16,6 +16,7 @@ never stops the stream.
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -113,6 +114,15 @@ def summarize_error(error: Exception) -> str:
     return lines[0].rstrip(".")
 
 
+_WRITE_REMEDIES = {
+    errno.ENOENT: "check that its folder exists and that no other program renames or deletes files in it",
+    errno.EACCES: "check the permissions of the file and of its folder",
+    errno.EPERM: "check the permissions of the file and of its folder",
+    errno.EROFS: "choose a file system that can be written",
+}
+"""What to do about errors of the operating system that are not those of a full or damaged disk."""
+
+
 @contextmanager
 def map_write_errors(path: Path) -> Iterator[None]:
     """Return a context manager that replaces an `OSError` by `Unavailable`, for code that writes a file.
@@ -131,7 +141,7 @@ def map_write_errors(path: Path) -> Iterator[None]:
     except BrokenPipeError:
         raise  # although it is an OSError
     except OSError as error:
+        remedy = _WRITE_REMEDIES.get(error.errno or 0, "free disk space or repair the disk")
         raise Unavailable(
-            f"{path}: writing failed ({error.strerror or error}); free disk space or repair the disk, then run the "
-            f"command again"
+            f"{path}: writing failed ({error.strerror or error}); {remedy}, then run the command again"
         ) from error

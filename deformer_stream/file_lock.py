@@ -1,36 +1,64 @@
-"""A lock that one process holds at a time, for folders that only one process may use."""
+"""A lock that one process holds at a time, for files and folders that only one process may use or write."""
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 from typing import BinaryIO
+
+_HAS_NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
+"""Errors of file systems without locks, such as network file systems that are mounted without them."""
 
 
 def open_locked(path: Path) -> BinaryIO | None:
     """Open a file and lock it. The lock ends when the file is closed or the process ends, however it ends.
 
-    Systems without such locks, such as Windows, lock nothing.
+    The process that holds the lock may rename or delete the file. Systems without such locks, such as Windows and some
+    network file systems, lock nothing.
 
     Args:
         path: The file. It is created if it does not exist, in a folder that exists.
 
     Returns:
-        The open file; None if another process holds the lock.
+        The open file, at whose end is written; None if another process holds the lock.
 
     Raises:
         OSError: The file cannot be written.
     """
-    file = path.open("ab")
+    while True:
+        file = path.open("ab")
+        try:
+            if not _lock(file):
+                file.close()
+                return None
+            if _has_name(file, path):
+                return file
+        except BaseException:
+            file.close()
+            raise
+        file.close()  # since it was opened, the process that held the lock has renamed or deleted it
+
+
+def _lock(file: BinaryIO) -> bool:
+    """Lock a file, and return whether no other process holds the lock."""
     try:
         import fcntl
     except ImportError:
-        return file
+        return True
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        file.close()
-        return None
-    except BaseException:
-        file.close()
-        raise
-    return file
+        return False
+    except OSError as error:
+        if error.errno not in _HAS_NO_LOCKS:
+            raise
+    return True
+
+
+def _has_name(file: BinaryIO, path: Path) -> bool:
+    """Return whether a path is that of an open file."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False

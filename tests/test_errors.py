@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import os
+from pathlib import Path
+
 import pytest
 
 from deformer_stream import errors
@@ -29,3 +33,20 @@ def test_exit_codes_are_documented(name: str, code: int) -> None:
 
 def test_every_error_is_tested() -> None:
     assert {kind.__name__ for kind in errors.DeformerError.__subclasses__()} == CODES.keys()
+
+
+@pytest.mark.parametrize(
+    ("number", "remedy"),
+    [
+        (errno.ENOSPC, "free disk space or repair the disk"),
+        (errno.EIO, "free disk space or repair the disk"),
+        (errno.ENOENT, "check that its folder exists"),
+        (errno.EACCES, "check the permissions"),
+    ],
+)
+def test_remedy_fits_the_reason_why_writing_failed(number: int, remedy: str) -> None:
+    with (
+        pytest.raises(errors.Unavailable, match=rf"a\.csv: writing failed \({os.strerror(number)}\); {remedy}"),
+        errors.map_write_errors(Path("a.csv")),
+    ):
+        raise OSError(number, os.strerror(number))

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -51,6 +56,39 @@ def test_systems_without_such_locks_lock_nothing(tmp_path: Path, monkeypatch: py
     for lock in locks:
         if lock is not None:
             lock.close()
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK])
+def test_file_systems_without_locks_lock_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    lock = open_locked(tmp_path / "lock")
+    assert lock is not None
+    lock.close()
+
+
+@pytest.mark.parametrize("change", [Path.unlink, lambda path: path.rename(path.with_name("renamed"))])
+def test_file_that_loses_its_name_while_it_is_opened_is_created_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Path], object]
+) -> None:
+    """The process that held the lock has renamed or deleted it, so that a lock of it would protect another file."""
+    path, lock_once = tmp_path / "lock", fcntl.flock
+
+    def change_and_lock(*arguments: Any) -> None:
+        monkeypatch.setattr(fcntl, "flock", lock_once)
+        change(path)
+        lock_once(*arguments)
+
+    monkeypatch.setattr(fcntl, "flock", change_and_lock)
+    lock = open_locked(path)
+    assert lock is not None
+    assert os.path.samestat(os.fstat(lock.fileno()), path.stat())
+    assert open_locked(path) is None
+    lock.close()
 
 
 def test_folder_that_does_not_exist_is_an_error(tmp_path: Path) -> None:
