@@ -59,9 +59,7 @@ def test_systems_without_such_locks_lock_nothing(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK])
-def test_file_systems_without_locks_lock_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
-) -> None:
+def test_file_systems_without_locks_lock_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     def refuse(*_: object) -> None:
         raise OSError(number, os.strerror(number))
 

@@ -9,6 +9,7 @@ modules are:
     shards        parts of the input that hold whole records, for `replay --output-dir` and `calibrate --workers`
     reorder       another order for the readings of logs, for `--order random` and `--order schema`
     sinks         output files of the pipeline
+    partial_file  files that one process writes at a time, and that get their names when they are complete
     table_writers the formats of tables that are written: Parquet and CSV
     terminal      alerts as lines of text for a person
     table_events  conversion of a table to an asynchronous event stream, for `deformer-stream produce`

@@ -3,13 +3,14 @@
 Scores, closed records and explanations are tables: Parquet or CSV files. Alerts and dead letters (rejected events) are
 JSON lines, in a file or on standard output.
 
-A table gets its name in `close`, when it is complete; a run that failed calls `discard` instead, which leaves no file.
-Lines are in their file as soon as `flush` has returned.
+A file gets its name in `close`, when it is complete, so that an earlier one is never replaced by a part of a new one. A
+run that was interrupted calls `keep_partial` instead, and one that failed calls `discard`. Lines that are appended to a
+file, or that others read while they are written, have their name from the beginning. They are in the file as soon as
+`flush` has returned.
 """
 
 from __future__ import annotations
 
-import errno
 import os
 import stat
 import sys
@@ -23,6 +24,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from connectors.files.file_threads import BackgroundWriter
+from connectors.files.partial_file import PartialFile, open_for_one_writer
 from connectors.files.table_writers import check_table_path, open_table
 from deformer_stream.codec import encode_alert, encode_drift, encode_rejected, encode_storm
 from deformer_stream.codec.encode_evidence import encode_evidence_parts
@@ -120,24 +122,26 @@ class TableSink:
         columns: Names and types of the columns.
 
     Raises:
-        ConfigError: The file cannot be created, or its ending is that of another format.
+        ConfigError: The file cannot be created, another process is writing it, or its ending is that of another format.
     """
 
     def __init__(self, path: str | Path, columns: pa.Schema) -> None:
         self._path = Path(path)
         check_table_path(self._path, columns)
-        self._partial_path = self._path.with_name(self._path.name + ".part")
         self._columns = columns
         self._pending: list[pa.RecordBatch] = []
         self._num_pending_rows = 0
         self._is_open = True
         self._background_writer = BackgroundWriter()
         with _map_open_errors(self._path):
-            if self._path.is_dir():  # otherwise only the rename in `close` would fail, after all the work
-                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-            if self._path.exists() and not self._path.is_file():  # the rename would replace a pipe or a device
+            if _is_special(self._path):  # the rename would replace a pipe or a device
                 raise ConfigError(f"{path}: a table cannot be written to a pipe or a device; choose the name of a file")
-            self._writer = open_table(self._partial_path, self._path, columns)
+            self._partial_file = PartialFile(self._path)
+            try:
+                self._writer = open_table(self._partial_file.path, self._path, columns)
+            except BaseException:
+                self._partial_file.delete()
+                raise
 
     def _add(self, batch: pa.RecordBatch) -> None:
         """Append rows; if enough are collected, start to write them as a row group in the background."""
@@ -169,16 +173,36 @@ class TableSink:
         """
         if not self._is_open:
             return
+        self._write_end()
+        with map_write_errors(self._path):
+            self._partial_file.complete()
+        self._is_open = False
+
+    def keep_partial(self) -> Path | None:
+        """Write the remaining rows, and leave the file under its temporary name, because the run was interrupted.
+
+        Returns:
+            The temporary name; None if the file was closed before.
+
+        Raises:
+            Unavailable: Writing failed, for example because the disk is full.
+        """
+        if not self._is_open:
+            return None
+        self._write_end()
+        with map_write_errors(self._path):
+            self._partial_file.keep()
+        self._is_open = False
+        return self._partial_file.path
+
+    def _write_end(self) -> None:
+        """Write the remaining rows and the end of the file."""
         if self._pending:
             self._write_pending()
         self._background_writer.wait()
         self._background_writer.close()
         with map_write_errors(self._path):
             self._writer.close()
-            with self._partial_path.open("rb") as file:
-                os.fsync(file.fileno())  # on the disk before it gets its name, so that the file is never incomplete
-            self._partial_path.replace(self._path)
-        self._is_open = False
 
     def discard(self) -> None:
         """Delete the temporary file, for example after an error. After `close` this does nothing.
@@ -191,7 +215,7 @@ class TableSink:
             self._background_writer.close()
             with suppress(OSError):  # closing writes the end of the file, which fails if the disk is full
                 self._writer.close()
-            self._partial_path.unlink(missing_ok=True)
+            self._partial_file.delete()
 
 
 class ScoresTable(TableSink):
@@ -459,26 +483,46 @@ class LinesSink:
     """A text file of JSON lines, or standard output.
 
     Args:
-        path: The file to write, or "-" for standard output.
+        path: The file to write, or "-" for standard output. Until `close`, a file that is replaced has a temporary
+            name, which ends in ".part". A pipe or a device is written as it is.
         append: Whether to append to an existing file, so that a consumer keeps the lines of its earlier runs. Otherwise
             the file is replaced.
+        is_live: Whether others read the file while it is written, so that it has its name from the beginning.
 
     Raises:
-        ConfigError: The file cannot be opened, or its ending is that of another format.
+        ConfigError: The file cannot be opened, another process is writing it, or its ending is that of another format.
     """
 
-    def __init__(self, path: str | Path, append: bool = False) -> None:
+    def __init__(self, path: str | Path, append: bool = False, is_live: bool = False) -> None:
         self._path = Path(path)
         self._is_standard_output = str(path) == "-"
+        self._partial_file: PartialFile | None = None
         if has_ending(self._path, (*PARQUET, *CSV, ".gz")):
             raise ConfigError(f"{path}: the output is written as JSON lines; choose a name that ends in .jsonl")
         with _map_open_errors(self._path):
+            self._file = self._open(append, is_live)
             is_last_line_cut = append and not self._is_standard_output and _ends_within_line(self._path)
-            self._file: IO[bytes] = (
-                sys.stdout.buffer if self._is_standard_output else self._path.open("ab" if append else "wb")
-            )
         if is_last_line_cut:  # end the line, so that the next one does not continue it
             self.write_lines([b""])
+
+    def _open(self, append: bool, is_live: bool) -> IO[bytes]:
+        """Open the file. The arguments are those of the class.
+
+        Raises:
+            ConfigError: Another process is writing it.
+            OSError: It cannot be opened.
+        """
+        if self._is_standard_output:
+            return sys.stdout.buffer
+        if _is_special(self._path):
+            return self._path.open("ab" if append else "wb")
+        if not append and not is_live:
+            self._partial_file = PartialFile(self._path)
+            return self._partial_file.file
+        file = open_for_one_writer(self._path)
+        if not append:
+            file.truncate(0)
+        return file
 
     def write_lines(self, lines: list[bytes]) -> None:
         """Append lines to the file; the line ends are added here."""
@@ -492,7 +536,7 @@ class LinesSink:
             self._file.flush()
 
     def close(self) -> None:
-        """Force all lines to the disk, so that they survive a power failure, and close the file.
+        """Force all lines to the disk, so that they survive a power failure, close the file, and give it its name.
 
         Standard output is flushed and stays open. A second call does nothing.
         """
@@ -500,14 +544,43 @@ class LinesSink:
             self.flush()
         elif not self._file.closed:
             with map_write_errors(self._path), self._file:
+                if self._partial_file is not None:
+                    self._partial_file.complete()
+                    return
                 self._file.flush()
                 # A pipe or a device, such as /dev/null, has nothing on a disk.
                 if stat.S_ISREG(os.fstat(self._file.fileno()).st_mode):
                     os.fsync(self._file.fileno())
 
+    def keep_partial(self) -> Path | None:
+        """Close the file, but leave it under its temporary name if it has one, because the run was interrupted.
+
+        Returns:
+            The temporary name; None if the file has none, or was closed before.
+
+        Raises:
+            Unavailable: Writing failed, for example because the disk is full.
+        """
+        if self._partial_file is None:
+            self.close()
+            return None
+        if self._file.closed:
+            return None
+        with map_write_errors(self._path):
+            self._partial_file.keep()
+        return self._partial_file.path
+
     def discard(self) -> None:
-        """Close the file, for example after an error. Its lines are kept, because each of them is valid by itself."""
-        self.close()
+        """Close the file, for example after an error. Its lines are kept, because each of them is valid by itself.
+
+        They are kept under the temporary name if the file has one.
+        """
+        self.keep_partial()
+
+
+def _is_special(path: Path) -> bool:
+    """Return whether a path is that of a pipe or a device."""
+    return path.exists() and not path.is_file() and not path.is_dir()
 
 
 def _ends_within_line(path: Path) -> bool:

@@ -174,7 +174,7 @@ def _write_lines(
     from deformer_stream.codec.encode_events import choose_group_size, pack_readings
     from deformer_stream.runtime.timing import limit_rate
 
-    lines, num_sent = LinesSink(path), 0
+    lines, num_sent = LinesSink(path, is_live=True), 0
     # `limit_rate` flushes before it waits, so that a reader of the file receives the lines on time.
     keyed_readings = ((key or None, value) for key, value, _ in limit_rate(events, rate, lines.flush))
     try:

@@ -6,7 +6,9 @@ import io
 import os
 import resource
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import orjson
 import pyarrow as pa
@@ -135,6 +137,96 @@ def test_full_disk_is_reported_and_leaves_no_file(tmp_path: Path, monkeypatch: p
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_file_of_an_interrupted_run_keeps_its_temporary_name(tmp_path: Path) -> None:
+    """The rows and lines so far can be read there, and the next run replaces them."""
+    for name, open_sink in (
+        ("scores.parquet", lambda path: ScoresTable(path, {ONLY_MODEL: SCHEMA})),
+        ("records.csv", RecordsTable),
+        ("alerts.jsonl", AlertLines),
+    ):
+        path = tmp_path / name
+        path.write_text("previous run")
+        interrupted = open_sink(path)
+        interrupted.write(*make_effects(0))
+        partial_path = interrupted.keep_partial()
+        interrupted.discard()
+        interrupted.close()
+        assert interrupted.keep_partial() is None
+        assert partial_path == tmp_path / f"{name}.part"
+        assert path.read_text() == "previous run"
+        so_far = partial_path.read_bytes()
+        complete = open_sink(path)
+        complete.write(*make_effects(0))
+        complete.close()
+        assert complete.keep_partial() is None
+        assert path.read_bytes() == so_far
+        assert not partial_path.exists()
+    standard_output = AlertLines("-")
+    assert standard_output.keep_partial() is None
+
+
+def test_lines_before_an_error_are_kept_under_the_temporary_name(tmp_path: Path) -> None:
+    path = tmp_path / "alerts.jsonl"
+    path.write_text("previous run")
+    failed = AlertLines(path)
+    failed.write(*make_effects(0))
+    failed.discard()
+    assert path.read_text() == "previous run"
+    assert len((tmp_path / "alerts.jsonl.part").read_bytes().splitlines()) == 2
+
+
+def test_a_link_is_kept_and_its_target_is_replaced(tmp_path: Path) -> None:
+    """Two names of the same file are locked as one."""
+    (tmp_path / "folder").mkdir()
+    for name, open_sink in (("records.parquet", RecordsTable), ("alerts.jsonl", AlertLines)):
+        link, target = tmp_path / name, tmp_path / "folder" / name
+        link.symlink_to(target)
+        sink = open_sink(link)
+        with pytest.raises(ConfigError, match="another process is writing it"):
+            open_sink(target)
+        sink.close()
+        assert link.is_symlink()
+        assert target.is_file()
+
+
+@pytest.mark.parametrize(
+    ("name", "open_sink"),
+    [
+        ("scores.parquet", lambda path: ScoresTable(path, {ONLY_MODEL: SCHEMA})),
+        ("records.csv", RecordsTable),
+        ("alerts.jsonl", AlertLines),
+        ("appended.jsonl", lambda path: AlertLines(path, append=True)),
+        ("events.jsonl", lambda path: LinesSink(path, is_live=True)),
+    ],
+)
+def test_one_process_writes_a_file_at_a_time(tmp_path: Path, name: str, open_sink: Callable[[Path], Any]) -> None:
+    """The lock belongs to the open file, so that two sinks of a process exclude each other as those of two do."""
+    path = tmp_path / name
+    first = open_sink(path)
+    with pytest.raises(ConfigError, match=rf"{name}: another process is writing it; wait .* or choose another path$"):
+        open_sink(path)
+    first.close()
+    complete = path.read_bytes()
+    second = open_sink(path)
+    with pytest.raises(ConfigError, match="another process is writing it"):
+        open_sink(path)
+    second.discard()
+    third = open_sink(path)
+    third.close()
+    assert path.read_bytes() == complete
+
+
+def test_lines_that_others_read_are_in_the_file_when_they_are_flushed(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    path.write_text("previous run")
+    sink = LinesSink(path, is_live=True)
+    sink.write_lines([b"{}"])
+    sink.flush()
+    assert path.read_bytes() == b"{}\n"
+    assert sink.keep_partial() is None
+    assert path.read_bytes() == b"{}\n"
 
 
 def test_lines_are_appended_to_a_file(tmp_path: Path) -> None:

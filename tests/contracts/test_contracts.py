@@ -111,14 +111,18 @@ def read_json_lines(path: Path) -> list[Any]:
 
 
 class TestAlertLines(SinkContract):
-    @pytest.fixture
-    def drain(self, tmp_path: Path) -> SinkUnderTest:
-        path = tmp_path / "alerts.jsonl"
+    """A file that is appended to has its name at once, and one that is replaced has it when it is complete."""
+
+    @pytest.fixture(params=["append", "replace"])
+    def drain(self, request: pytest.FixtureRequest, tmp_path: Path) -> SinkUnderTest:
+        path, append = tmp_path / "alerts.jsonl", request.param == "append"
 
         def expected(effects: Effects, data: Payload | None) -> list[Any]:
             return [orjson.loads(encode_alert(alert, data)) for alert in effects.alerts]
 
-        return SinkUnderTest(lambda: AlertLines(path), lambda: read_json_lines(path), expected)
+        return SinkUnderTest(
+            lambda: AlertLines(path, append), lambda: read_json_lines(path), expected, safe_at_flush=append
+        )
 
 
 class TestEvidenceLines(SinkContract):
@@ -129,19 +133,21 @@ class TestEvidenceLines(SinkContract):
         def expected(effects: Effects, data: Payload | None) -> list[Any]:
             return [orjson.loads(encode_evidence(batch)) for batch in make_evidence(effects)[0]]
 
-        return SinkUnderTest(lambda: EvidenceLines(path), lambda: read_json_lines(path), expected)
+        return SinkUnderTest(lambda: EvidenceLines(path), lambda: read_json_lines(path), expected, safe_at_flush=False)
 
 
 class TestRejectedLines(SinkContract):
-    @pytest.fixture
-    def drain(self, tmp_path: Path) -> SinkUnderTest:
-        path = tmp_path / "rejected.jsonl"
+    @pytest.fixture(params=["append", "replace"])
+    def drain(self, request: pytest.FixtureRequest, tmp_path: Path) -> SinkUnderTest:
+        path, append = tmp_path / "rejected.jsonl", request.param == "append"
 
         def expected(effects: Effects, data: Payload | None) -> list[Any]:
             assert data is not None
             return [orjson.loads(encode_rejected(rejected, data)) for rejected in effects.rejections]
 
-        return SinkUnderTest(lambda: RejectedLines(path), lambda: read_json_lines(path), expected)
+        return SinkUnderTest(
+            lambda: RejectedLines(path, append), lambda: read_json_lines(path), expected, safe_at_flush=append
+        )
 
 
 class TestScoresParquet(SinkContract):
