@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     import threading
@@ -31,16 +32,25 @@ if TYPE_CHECKING:
     from deformer_stream.runtime.record_labels import RecordLabels
     from deformer_stream.settings import ReplaySettings
 
-    FileSink = TypeVar(
-        "FileSink",
-        ScoresTable,
-        RecordsTable,
-        ExplanationsTable,
-        AlertLines,
-        RejectedLines,
-        EvidenceLines,
-        SuspiciousRecordLines,
+    FileSink = (
+        ScoresTable
+        | RecordsTable
+        | ExplanationsTable
+        | AlertLines
+        | RejectedLines
+        | EvidenceLines
+        | SuspiciousRecordLines
     )
+
+
+class OutputFile(Protocol):
+    """An output file of a run, which gets its name when it is complete."""
+
+    def close(self) -> None:
+        """Complete the file."""
+
+    def keep_partial(self) -> Path | None:
+        """Leave the file under a temporary name, and return this name; None if it has none."""
 
 
 def open_replay_sinks(
@@ -49,14 +59,14 @@ def open_replay_sinks(
     cleanup: ExitStack,
     has_faults: bool = False,
     labels: RecordLabels | None = None,
-) -> list[Sink]:
+) -> list[FileSink]:
     """Return a sink for each output file of `replay`.
 
     Args:
         settings: Options of `replay`, which name the output files.
         schema_by_model: The schema (features) of each model, by the name of the model.
         cleanup: An exit stack, to which the method `discard` of each sink is added. After an error, it deletes an
-            incomplete Parquet file, or closes a file of JSON lines. If the sink was closed before, it does nothing.
+            incomplete table, or closes a file of JSON lines. If the sink was closed before, it does nothing.
         has_faults: Whether the model has a classifier of faults, whose names become columns of `--records`.
         labels: The labels of the records, which become a column of `--records`; None without labels.
     """
@@ -70,27 +80,55 @@ def open_replay_sinks(
         SuspiciousRecordLines,
     )
 
-    def discard_on_error(sink: FileSink) -> FileSink:
-        """Add the method `discard` of a sink to `cleanup`, and return the sink."""
-        cleanup.callback(sink.discard)
-        return sink
+    sinks: list[FileSink] = []
 
-    sinks: list[Sink] = []
+    def add(sink: FileSink) -> None:
+        """Add a sink to the result, and its method `discard` to `cleanup`."""
+        cleanup.callback(sink.discard)
+        sinks.append(sink)
+
     if settings.output:
-        sinks.append(discard_on_error(ScoresTable(settings.output, schema_by_model)))
+        add(ScoresTable(settings.output, schema_by_model))
     if settings.records:
-        sinks.append(discard_on_error(RecordsTable(settings.records, has_faults, labels)))
+        add(RecordsTable(settings.records, has_faults, labels))
     if settings.alerts:
-        sinks.append(discard_on_error(AlertLines(settings.alerts)))
+        add(AlertLines(settings.alerts))
     if settings.explain:
-        sinks.append(discard_on_error(ExplanationsTable(settings.explain)))
+        add(ExplanationsTable(settings.explain))
     if settings.rejected:
-        sinks.append(discard_on_error(RejectedLines(settings.rejected)))
+        add(RejectedLines(settings.rejected))
     if settings.evidence:
-        sinks.append(discard_on_error(EvidenceLines(settings.evidence)))
+        add(EvidenceLines(settings.evidence))
     if settings.suspicious_records:
-        sinks.append(discard_on_error(SuspiciousRecordLines(settings.suspicious_records)))
+        add(SuspiciousRecordLines(settings.suspicious_records))
     return sinks
+
+
+def close_outputs(files: Sequence[OutputFile], is_interrupted: bool) -> list[Path]:
+    """Complete the output files of a run, or leave them under temporary names if the run was interrupted.
+
+    A file of an earlier run is replaced by a complete one only.
+
+    Args:
+        files: The open files.
+        is_interrupted: Whether the run ended before the end of the input.
+
+    Returns:
+        The temporary names; empty if the files are complete.
+
+    Raises:
+        Unavailable: Writing failed, for example because the disk is full.
+    """
+    if is_interrupted:
+        return [path for file in files if (path := file.keep_partial()) is not None]
+    for file in files:
+        file.close()
+    return []
+
+
+def describe_partial_files(paths: Sequence[Path]) -> str:
+    """Return a line about the files that `close_outputs` has left under temporary names."""
+    return f"interrupted: the results so far are in {', '.join(map(str, paths))}; files of earlier runs are unchanged"
 
 
 def make_record_labels(settings: ReplaySettings) -> RecordLabels | None:

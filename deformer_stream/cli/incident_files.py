@@ -16,6 +16,7 @@ from deformer_stream.cli_utils import INTERRUPTED_EXIT_CODE
 if TYPE_CHECKING:
     import threading
 
+    from connectors.files import IncidentLines
     from deformer_stream.calibration.conformal import Calibration
     from deformer_stream.calibration.incident_segments import SegmentCalibration
     from deformer_stream.incident_store import IncidentCalibration
@@ -41,14 +42,17 @@ def has_evidence(inputs: Sequence[str]) -> bool:
     return bool(evidence)
 
 
-def open_incident_sink(settings: ReplaySettings, cleanup: ExitStack) -> IncidentSink:
-    """Return a sink that makes incidents and writes them to the file of `--incidents`; print how the budget is kept.
+def open_incident_sink(settings: ReplaySettings, cleanup: ExitStack) -> tuple[IncidentSink, IncidentLines]:
+    """Return a sink that makes incidents, and the file of `--incidents` to which it writes.
 
-    Each of several models keeps the budget by itself.
+    How the budget is kept is printed. Each of several models keeps the budget by itself.
 
     Args:
         settings: Options of `replay`.
         cleanup: An exit stack, to which a function is added that closes the file after an error.
+
+    Returns:
+        The sink, and the file. When the sink is closed, it writes its last messages. The file must be closed after it.
 
     Raises:
         ConfigError: The budget cannot be kept, or the file cannot be written.
@@ -65,7 +69,7 @@ def open_incident_sink(settings: ReplaySettings, cleanup: ExitStack) -> Incident
         click.echo(line, err=True)
     lines = IncidentLines(settings.incidents)
     cleanup.callback(lines.discard)
-    return IncidentSink(plan_by_name, lines.add, lines.flush, lines.close)
+    return IncidentSink(plan_by_name, lines.add, lines.flush), lines
 
 
 def replay_evidence(
@@ -88,6 +92,7 @@ def replay_evidence(
         InputError: A line is no evidence.
     """
     from connectors.files import read_evidence
+    from deformer_stream.cli.file_runs import close_outputs, describe_partial_files
     from deformer_stream.errors import ConfigError
     from deformer_stream.incidents.repetitions import leave_out_repetitions
     from deformer_stream.progress import Progress
@@ -102,18 +107,22 @@ def replay_evidence(
     for flag in others:
         click.echo(f"{flag} of the configuration is not written, because {inputs[0]} holds evidence", err=True)
     with ExitStack() as cleanup:
-        sink = open_incident_sink(settings, cleanup)
+        sink, lines = open_incident_sink(settings, cleanup)
         with Progress("replay", None, "records") as progress:
             for batch in leave_out_repetitions(read_evidence(inputs)):
                 if stop.is_set():
                     break
                 sink.write_evidence([batch])
                 progress.advance(len(batch.closed))
+        is_interrupted = stop.is_set()
         sink.close()
-    interrupted = ", interrupted" if stop.is_set() else ""
+        partial_paths = close_outputs([lines], is_interrupted)
+    interrupted = ", interrupted" if is_interrupted else ""
     click.echo(f"{progress.num_done} records{interrupted}", err=True)
     click.echo(summarize_incidents(sink), err=True)
-    return INTERRUPTED_EXIT_CODE if stop.is_set() else 0
+    if partial_paths:
+        click.echo(describe_partial_files(partial_paths), err=True)
+    return INTERRUPTED_EXIT_CODE if is_interrupted else 0
 
 
 def summarize_incidents(sink: IncidentSink) -> str:

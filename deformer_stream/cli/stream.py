@@ -488,6 +488,9 @@ def build_replay() -> click.Command:
         for JSON lines on standard input. With --incidents, INPUT can also be a file that --evidence wrote; its records
         are not scored again.
 
+        An output file gets its name when it is complete. Until then its name ends in .part. Ctrl-C leaves the results
+        so far under that name, and keeps the file of an earlier run.
+
         With --output-dir, the input is divided into shards, which --workers processes score. The same command continues
         a run that was interrupted.
         """
@@ -514,23 +517,35 @@ def build_replay() -> click.Command:
         labels = file_runs.make_record_labels(settings)
         outcome_sink = None if labels is None else label_report.open_outcome_sink(settings, labels)
         with ExitStack() as cleanup:
-            sinks = file_runs.open_replay_sinks(settings, models.schema_by_name, cleanup, models.has_faults, labels)
+            file_sinks = file_runs.open_replay_sinks(
+                settings, models.schema_by_name, cleanup, models.has_faults, labels
+            )
+            sinks: list[Sink] = [*file_sinks]
+            output_files: list[file_runs.OutputFile] = [*file_sinks]
             if outcome_sink is not None:
                 sinks.append(outcome_sink)
-            incident_sink = incident_files.open_incident_sink(settings, cleanup) if settings.incidents else None
-            if incident_sink is not None:
+            incident_sink = None
+            if settings.incidents:
+                incident_sink, incident_lines = incident_files.open_incident_sink(settings, cleanup)
                 sinks.append(incident_sink)
+                output_files.append(incident_lines)
             file_runs.log_columns(source.ignored_columns, source.missing_columns)
             send_drift_notices = settings.drift is not None
             totals = file_runs.run_on_files("replay", source, codec, engines, sinks, stop, send_drift_notices, labels)
-            # Closing a sink completes its output file. After an error, `cleanup` calls `discard` of each sink instead.
-            for connector in (*sinks, source):
-                connector.close()
+            is_interrupted = stop.is_set()
+            for sink in (outcome_sink, incident_sink):
+                if sink is not None:
+                    sink.close()
+            # After an error, `cleanup` calls `discard` of each file instead.
+            partial_paths = file_runs.close_outputs(output_files, is_interrupted)
+            source.close()
         if outcome_sink is not None:
             click.echo(label_report.format_label_report(outcome_sink.outcomes.summarize(), settings.alpha), err=True)
-        click.echo(file_runs.summarize_totals(totals, settings.alpha, stop.is_set()), err=True)
+        click.echo(file_runs.summarize_totals(totals, settings.alpha, is_interrupted), err=True)
         if incident_sink is not None:
             click.echo(incident_files.summarize_incidents(incident_sink), err=True)
-        return INTERRUPTED_EXIT_CODE if stop.is_set() else 0
+        if partial_paths:
+            click.echo(file_runs.describe_partial_files(partial_paths), err=True)
+        return INTERRUPTED_EXIT_CODE if is_interrupted else 0
 
     return replay

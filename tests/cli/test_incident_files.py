@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from connectors.files import IncidentLines
 from deformer_stream import model_store
 from deformer_stream.codec.encode_evidence import decode_evidence, encode_evidence
 from deformer_stream.codec.encode_incidents import decode_incident
 from deformer_stream.incident_store import read_incident_calibration
-from deformer_stream.incidents.events import ClosedRows, EvidenceBatch
+from deformer_stream.incidents.events import ClosedRows, EvidenceBatch, Incident
 from tests.commands import RunCommand, assert_command_failed, make_record_table, read_json_lines
 from tests.incidents.evidence_logs import SECOND, make_log
 
@@ -57,6 +59,34 @@ def test_replay_of_evidence_gives_one_incident_for_each_fault(cli: RunCommand, m
     again = tmp_path / "again.jsonl"
     assert cli("replay", log, "--model", model, "--incidents", again, *options).code == 0
     assert again.read_bytes() == incidents.read_bytes()
+
+
+def test_interrupted_run_keeps_the_incidents_of_an_earlier_one(
+    cli: RunCommand, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batches = list(make_log(get_fingerprint(model), faults={0: [(50, 80)], 1: [(120, 130)]}))
+    log, incidents = write_log(tmp_path / "evidence.jsonl", batches), tmp_path / "incidents.jsonl"
+    words = ("replay", log, "--model", model, "--incidents", incidents, "--records-per-day", "8640", "--fleet", "off")
+    assert cli(*words).code == 0
+    complete, add, added = incidents.read_bytes(), IncidentLines.add, list[Incident]()
+
+    def add_and_interrupt(file: IncidentLines, incident: Incident) -> None:
+        add(file, incident)
+        added.append(incident)
+        if len(added) == 1:  # a second signal ends the process
+            signal.raise_signal(signal.SIGINT)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(IncidentLines, "add", add_and_interrupt)
+        ended = cli(*words)
+    assert ended.code == 130
+    assert ended.lines[-1].startswith(f"interrupted: the results so far are in {incidents}.part;")
+    assert incidents.read_bytes() == complete
+    so_far = (tmp_path / "incidents.jsonl.part").read_bytes()
+    assert 0 < len(so_far) < len(complete)
+    assert cli(*words).code == 0
+    assert incidents.read_bytes() == complete
+    assert not (tmp_path / "incidents.jsonl.part").exists()
 
 
 def test_evidence_that_files_repeat_counts_once(cli: RunCommand, model: Path, tmp_path: Path) -> None:

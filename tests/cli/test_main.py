@@ -9,16 +9,19 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet as pq
 import pytest
 
+from connectors.files import RecordsTable, ScoresTable
 from deformer_stream import model_store
 from deformer_stream.model.schema import Schema
 from tests.commands import RunCommand, assert_command_failed, list_events, read_json_lines
@@ -214,6 +217,74 @@ def test_failed_replay_leaves_no_incomplete_files(cli: RunCommand, model_dir: Pa
         cli("replay", wide, *arguments[:3], tmp_path / "s.parquet", "--records", tmp_path / "no" / "r.parquet"), 2, "no"
     )
     assert sorted(p.name for p in tmp_path.iterdir()) == ["bad.parquet", "scores.parquet", "wide.parquet"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupted_replay_keeps_the_files_of_an_earlier_run(
+    cli: RunCommand, model_dir: Path, lines: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    flags = {
+        "--output": "scores.parquet",
+        "--records": "records.csv",
+        "--alerts": "alerts.jsonl",
+        "--explain": "why.parquet",
+        "--rejected": "rejected.jsonl",
+        "--evidence": "evidence.jsonl",
+        "--incidents": "incidents.jsonl",
+    }
+    monkeypatch.setattr("deformer_stream.cli.input_files.DEFAULT_BATCH_EVENTS", 50)
+    folder = tmp_path / "out"
+    folder.mkdir()
+    arguments = [word for flag, name in flags.items() for word in (flag, folder / name)]
+    arguments = ["replay", lines, "--model", model_dir, "--alpha", "0.3", *arguments, "--records-per-day", "8640"]
+    assert cli(*arguments).code == 0
+    complete = {path.name: path.read_bytes() for path in folder.iterdir()}
+    assert complete.keys() == set(flags.values())
+    write = ScoresTable.write
+
+    def write_and_interrupt(sink: ScoresTable, *given: Any) -> None:
+        write(sink, *given)
+        monkeypatch.setattr(ScoresTable, "write", write)  # a second signal ends the process
+        signal.raise_signal(number)
+
+    monkeypatch.setattr(ScoresTable, "write", write_and_interrupt)
+    ended = cli(*arguments)
+    assert ended.code == 130
+    partial_names = [f"{name}.part" for name in flags.values()]
+    paths = ", ".join(str(folder / name) for name in partial_names)
+    assert ended.lines[-1] == f"interrupted: the results so far are in {paths}; files of earlier runs are unchanged"
+    files = {path.name: path.read_bytes() for path in folder.iterdir()}
+    assert files.keys() == {*complete, *partial_names}
+    assert complete.items() <= files.items()
+    num_rows, num_complete = (pq.read_table(folder / f"scores.parquet{end}").num_rows for end in (".part", ""))
+    assert 0 < num_rows < num_complete
+    so_far = files["alerts.jsonl.part"]
+    assert complete["alerts.jsonl"].startswith(so_far)
+    assert 0 < len(so_far) < len(complete["alerts.jsonl"])
+    assert cli(*arguments).code == 0
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == complete
+
+
+def test_interrupted_replay_without_files_says_so_in_its_summary(
+    cli: RunCommand, model_dir: Path, lines: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stopped = threading.Event()
+    stopped.set()
+    monkeypatch.setattr("deformer_stream.cli.stream.stop_on_signals", lambda: stopped)
+    ended = cli("replay", lines, "--model", model_dir, "--alerts", "-")
+    assert (ended.code, ended.out) == (130, "")
+    assert ended.lines[-1].endswith(", interrupted")
+
+
+def test_second_replay_of_the_same_outputs_ends_at_its_start(
+    cli: RunCommand, model_dir: Path, lines: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "records.parquet"
+    first = RecordsTable(out)
+    words = ["replay", lines, "--model", model_dir, "--records", out]
+    assert_command_failed(cli(*words), 2, f"{out}: another process is writing it", "choose another path")
+    first.close()
+    assert cli(*words).code == 0
 
 
 def test_no_command_overwrites_its_input(
