@@ -71,9 +71,12 @@ def run_init(inputs: tuple[str, ...], settings: InitSettings) -> None:
         Unavailable: The brokers cannot be reached.
     """
     from deformer_stream.errors import ConfigError, map_write_errors
+    from deformer_stream.tables.discovery import check_no_overwrite
 
     if bool(inputs) == bool(settings.topic):
         raise ConfigError("init: give either tables or --topic, such as: deformer-stream init plant.csv")
+    saved_table = _choose_saved_table(inputs, settings)
+    check_no_overwrite(inputs, {"--output": settings.output, "--save": saved_table})
     if settings.output.exists() and not settings.force:
         raise ConfigError(
             f"{settings.output} exists and is not replaced: add --force to replace it, or --output to write another"
@@ -82,7 +85,7 @@ def run_init(inputs: tuple[str, ...], settings: InitSettings) -> None:
     from deformer_stream.cli.init.questions import ask_questions
     from deformer_stream.model.windows import format_duration
 
-    look = _look_at_topic(settings, settings.topic) if settings.topic else _look_at_files(inputs, settings)
+    look = _look_at_topic(settings, settings.topic) if settings.topic else _look_at_files(inputs, saved_table, settings)
     view = look.view
     click.echo(format_view(view))
     asks = sys.stdin.isatty() and not settings.yes
@@ -268,11 +271,33 @@ def _look_at_topic(settings: InitSettings, topic: str) -> _Look:
     return replace(look, stream_options=kafka | dict(look.stream_options))
 
 
-def _look_at_files(inputs: Sequence[str], settings: InitSettings) -> _Look:
+def _choose_saved_table(inputs: Sequence[str], settings: InitSettings) -> Path | None:
+    """Return the table to which readings of a topic or of JSON lines are written; None if none is.
+
+    Args:
+        inputs: Files, folders and patterns; empty if the options name a topic.
+        settings: Options of `init`.
+
+    Raises:
+        InputError: An input does not exist.
+    """
+    from deformer_stream.tables.discovery import JSON_LINES, find_data_files, get_stem, has_ending
+
+    files = find_data_files(inputs) if inputs else []
+    if not files:
+        return settings.save
+    if not all(has_ending(file, JSON_LINES) for file in files):
+        return None
+    name = f"{get_stem(files[0].name)}.parquet" if len(files) == 1 else "readings.parquet"
+    return settings.save or settings.output.with_name(name)
+
+
+def _look_at_files(inputs: Sequence[str], table: Path | None, settings: InitSettings) -> _Look:
     """Return what tables show, or files of JSON lines, whose readings are written to a table.
 
     Args:
         inputs: Files, folders and patterns.
+        table: The table for the readings of JSON lines; None if the inputs are tables.
         settings: Options of `init`.
 
     Raises:
@@ -281,18 +306,15 @@ def _look_at_files(inputs: Sequence[str], settings: InitSettings) -> _Look:
     """
     from deformer_stream.cli.init.table_view import look_at_tables
     from deformer_stream.errors import ConfigError
-    from deformer_stream.tables.discovery import JSON_LINES, check_no_overwrite, find_data_files, get_stem, has_ending
+    from deformer_stream.tables.discovery import find_data_files
     from deformer_stream.tables.table import TableOptions
 
-    files = find_data_files(inputs)
-    if not all(has_ending(file, JSON_LINES) for file in files):
+    if table is None:
         options = TableOptions.from_settings(settings)
         return _Look(look_at_tables(inputs, options, settings.time_column, settings.device_column), tuple(inputs))
     from connectors.files.lines import read_lines
 
-    name = f"{get_stem(files[0].name)}.parquet" if len(files) == 1 else "readings.parquet"
-    table = settings.save or settings.output.with_name(name)
-    check_no_overwrite(inputs, {"--save": table})
+    files = find_data_files(inputs)
     if table.exists() and not settings.force:
         raise ConfigError(f"{table} exists and is not replaced: add --force to replace it, or --save to write another")
     lines = (line for file in files for block in read_lines(file, MAX_LINE_BYTES) for line in block if line.strip())
