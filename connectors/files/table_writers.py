@@ -15,6 +15,17 @@ from deformer_stream.tables.discovery import CSV, JSON_LINES, has_ending
 DELIMITER_BY_ENDING = {".csv": ",", ".tsv": "\t"}
 """The endings of names of files that are written as CSV, with the character between cells."""
 
+OTHER_FORMATS = (
+    *CSV,  # compressed
+    *JSON_LINES,
+    *(".xlsx", ".xls", ".xlsm", ".xlsb", ".ods", ".txt", ".html", ".htm", ".xml", ".md", ".pdf"),
+    *(".feather", ".arrow", ".ipc", ".orc", ".avro", ".h5", ".hdf5", ".npy", ".npz", ".pkl", ".pickle", ".mat"),
+    *(".db", ".sqlite", ".sqlite3", ".duckdb", ".safetensors", ".toml", ".yaml", ".yml"),
+    *(".gz", ".bz2", ".xz", ".zst", ".zip", ".7z", ".tar"),
+)
+"""Endings of the names of files in formats that are not written. A program that opens a file by its ending would not
+find a table there."""
+
 
 class TableWriter(Protocol):
     """An open table file, to which rows are appended."""
@@ -53,7 +64,7 @@ def check_table_path(path: Path, columns: pa.Schema) -> None:
     """Check that a table can be written in the format that the ending of a name states.
 
     Args:
-        path: The name of the file. Unless its ending is that of another format, it is written as Parquet.
+        path: The name of the file. Without an ending, or with an unknown one, it is written as Parquet.
         columns: Names and types of the columns.
 
     Raises:
@@ -66,7 +77,7 @@ def check_table_path(path: Path, columns: pa.Schema) -> None:
                 f"{path}: CSV cannot hold the column {nested[0]!r} of the type {columns.field(nested[0]).type}; choose "
                 "a name that ends in .parquet"
             )
-    elif has_ending(path, CSV + JSON_LINES):
+    elif has_ending(path, OTHER_FORMATS):
         raise ConfigError(
             f"{path}: tables are written as Parquet or CSV; choose a name that ends in .parquet, .csv or .tsv"
         )

@@ -104,7 +104,16 @@ def test_output_that_cannot_be_written_is_reported(tmp_path: Path) -> None:
         ScoresTable(tmp_path / "no" / "scores.parquet", {ONLY_MODEL: SCHEMA})
     with pytest.raises(ConfigError, match="cannot be written"):
         AlertLines(tmp_path)
-    for name in ("scores.csv.gz", "scores.jsonl"):
+    for name in (
+        "scores.csv.gz",
+        "scores.jsonl",
+        "q.xlsx",
+        "Q.XLS",
+        "q.txt",
+        "q.json",
+        "q.parquet.gz",
+        "model.safetensors",
+    ):
         with pytest.raises(ConfigError, match=r"Parquet or CSV.*\.parquet, \.csv or \.tsv$"):
             ScoresTable(tmp_path / name, {ONLY_MODEL: SCHEMA})
     with pytest.raises(ConfigError, match=r"JSON lines.*\.jsonl$"):
@@ -137,6 +146,12 @@ def test_full_disk_is_reported_and_leaves_no_file(tmp_path: Path, monkeypatch: p
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["scores", "scores.pq", "wide.parquet.records", "2026.04.01"])
+def test_table_without_a_known_ending_is_parquet(tmp_path: Path, name: str) -> None:
+    ScoresTable(tmp_path / name, {ONLY_MODEL: SCHEMA}).close()
+    assert pq.read_table(tmp_path / name).num_rows == 0
 
 
 def test_file_of_an_interrupted_run_keeps_its_temporary_name(tmp_path: Path) -> None:
