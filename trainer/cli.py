@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from deformer_stream.cli_utils import HELP, HelpCommand, add_debug_option, is_de
 from deformer_stream.counts import format_count
 from deformer_stream.errors import ConfigError
 from deformer_stream.settings import add_options, load_settings
-from deformer_stream.tables.discovery import CSV, PARQUET, find_data_files
+from deformer_stream.tables.discovery import CSV, PARQUET, check_no_overwrite, find_data_files
 from trainer.settings import TrainConfig, TrainSettings
 
 EXAMPLES = (
@@ -84,6 +85,7 @@ def command(tables: tuple[Path, ...], config: Path | None, **flags: Any) -> int:
 
         print_preview(tables, settings)
         return 0
+    _check_no_overwrite(tables, settings)
     from deformer_stream import log
 
     log.configure(is_debugging())
@@ -140,6 +142,25 @@ def command(tables: tuple[Path, ...], config: Path | None, **flags: Any) -> int:
     return 0
 
 
+def _check_no_overwrite(tables: Sequence[Path], settings: TrainConfig) -> None:
+    """Check that no model directory that is replaced holds a table that is read.
+
+    Args:
+        tables: The tables to train on.
+        settings: The options, which name the directory, or the folder of those of several models.
+
+    Raises:
+        ConfigError: One does.
+    """
+    replaced = [settings.out]
+    if settings.per is not None:
+        replaced = [manifest.parent for manifest in settings.out.glob("*/manifest.json")]
+    for directory in replaced:
+        check_no_overwrite(tables, {"--out": directory})
+        if settings.faults not in (None, "off"):  # it can be one of the tables
+            check_no_overwrite([Path(str(settings.faults))], {"--out": directory})
+
+
 def _learn_faults(flags: dict[str, Any], config: Path | None) -> int:
     """Add the names of faults to the model of `--model`, print what was learnt, and return the exit status.
 
@@ -163,6 +184,7 @@ def _learn_faults(flags: dict[str, Any], config: Path | None) -> int:
         raise ConfigError("--model needs --faults: name the table with the labelled records of known faults")
     faults = Path(str(settings.faults))
     find_data_files([faults], PARQUET + CSV)  # reports a wrong path before PyTorch is imported
+    check_no_overwrite([faults], {"--model": settings.model})
     from deformer_stream import log
 
     log.configure(is_debugging())

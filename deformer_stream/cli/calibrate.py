@@ -63,7 +63,12 @@ def build_calibrate() -> click.Command:
         run that was interrupted.
         """
         settings = load_settings(CalibrateSettings, flags, config, "calibrate")
-        input_files.check_paths([*inputs, *settings.incidents], settings.model)
+        input_files.check_paths(
+            [*inputs, *settings.incidents],
+            settings.model,
+            _get_written_model(settings, has_records=bool(inputs)),
+            other_inputs=() if settings.anomalous is None else (settings.anomalous,),
+        )
         if inputs:
             return _calibrate_on_records(inputs, settings)
         for flag in settings.list_shard_flags():
@@ -73,6 +78,20 @@ def build_calibrate() -> click.Command:
         return incident_files.calibrate_incidents(settings)
 
     return calibrate
+
+
+def _get_written_model(settings: CalibrateSettings, has_records: bool) -> dict[str, Path | None]:
+    """Return the model directory that is replaced, by the option that names it; empty if none is.
+
+    Args:
+        settings: Options of `calibrate`.
+        has_records: Whether records are calibrated. Otherwise one file is added to the directory of the model.
+    """
+    if settings.review is not None:
+        return {}
+    if settings.out is not None:
+        return {"--out": settings.out}
+    return {"--model": settings.model} if has_records else {}
 
 
 def _calibrate_on_records(inputs: Sequence[str], settings: CalibrateSettings) -> int:

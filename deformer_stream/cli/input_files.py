@@ -5,7 +5,7 @@ Heavy packages are imported inside the functions, so that `--help` is printed wi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -28,6 +28,7 @@ def check_paths(
     model: Path | None,
     outputs: Mapping[str, str | Path | None] | None = None,
     models: Path | None = None,
+    other_inputs: Iterable[Path] = (),
 ) -> None:
     """Check that the input files and the model directory exist, before heavy packages are imported.
 
@@ -36,18 +37,19 @@ def check_paths(
     Args:
         inputs: Files, folders and patterns; `-` is standard input.
         model: The model directory, None if the command needs none.
-        outputs: The path of each output file by its flag, such as `--records`. It must not be an input.
+        outputs: The path of each output by its flag, such as `--records`. It must not be an input.
         models: The folder of several models, None if the command has none.
+        other_inputs: Files that are read and are no data files.
 
     Raises:
         InputError: An input does not exist.
         ArtifactError: The model directory does not exist or is not one, or the folder has no models.
-        ConfigError: An output file is also an input or another output.
+        ConfigError: An output is also an input or another output.
     """
     from deformer_stream.errors import ArtifactError
     from deformer_stream.tables.discovery import check_no_overwrite
 
-    check_no_overwrite(inputs, outputs or {})
+    check_no_overwrite(inputs, outputs or {}, other_inputs)
     if model is not None and not (model / "manifest.json").exists():
         from deformer_stream.model_manifest import name_remedy_if_missing
 

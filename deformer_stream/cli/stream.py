@@ -88,7 +88,9 @@ def build_consume() -> click.Command:
         for flag, value in (("--format", settings.format), ("--output-format", settings.output_format)):
             if is_file and value != "json":
                 raise ConfigError(f"{flag} {value} is for a Kafka topic, but --source is a file: leave it out")
-        input_files.check_paths([str(settings.source)] if is_file else [], settings.model, models=settings.models)
+        sources = [str(settings.source)] if is_file else []
+        outputs = {"--alerts": settings.alerts, "--rejected": settings.rejected}
+        input_files.check_paths(sources, settings.model, outputs, settings.models)
         _score_stream(settings, stop, reload_requested)
 
     return consume
@@ -233,7 +235,7 @@ def _connect(
         InputError: The file of `--source` cannot be read.
     """
     from connectors.files import AlertLines, ReadOptions, RejectedLines, TerminalAlerts, open_source
-    from deformer_stream.tables.discovery import CSV, PARQUET, check_no_overwrite, has_ending
+    from deformer_stream.tables.discovery import CSV, PARQUET, has_ending
 
     source: EventSource
     sinks: list[Sink] = []
@@ -246,7 +248,6 @@ def _connect(
                 "--evidence on writes to a Kafka topic, but --source is a file: use deformer-stream replay --evidence "
                 "FILE"
             )
-        check_no_overwrite([str(settings.source)], {"--alerts": settings.alerts, "--rejected": settings.rejected})
         models.check_same_form(settings)
         options = ReadOptions(
             field_names=codecs.get_field_names(settings),

@@ -11,7 +11,7 @@ from __future__ import annotations
 import glob
 import itertools
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path, PurePath, PurePosixPath
 from typing import Any, NoReturn
@@ -324,24 +324,28 @@ def _is_parquet(path: DataFile) -> bool:
         return False
 
 
-def check_no_overwrite(inputs: Sequence[str | Path], outputs: Mapping[str, str | Path | None]) -> None:
-    """Check that no output file is also an input file or another output file, which would then be overwritten.
+def check_no_overwrite(
+    inputs: Sequence[str | Path], outputs: Mapping[str, str | Path | None], other_inputs: Iterable[Path] = ()
+) -> None:
+    """Check that no output is also an input or another output, which would then be overwritten.
 
     Standard input and output ("-") and special files such as /dev/null are not checked, because writing to them
     destroys nothing.
 
     Args:
         inputs: Paths of input files and folders.
-        outputs: For the name of each option, such as "--alerts", the path of its output file; None or "" if the option
-            is not used.
+        outputs: For the name of each option, such as "--alerts", the path of its output; None or "" if the option is
+            not used. An output that is a folder, such as a model directory, is replaced with all files in it.
+        other_inputs: Files that are read and are no data files, such as those of a model. They may be missing.
 
     Raises:
-        ConfigError: An output file is also an input or another output.
-        InputError: An input does not exist.
+        ConfigError: An output is also an input or another output, or a folder that holds an input.
+        InputError: One of `inputs` does not exist.
     """
     input_files_and_folders = [entry for entry in inputs if str(entry) != "-"]
     input_files = find_data_files(input_files_and_folders) if input_files_and_folders else []
-    use_by_path = {path.resolve(): "an input" for path in input_files if isinstance(path, Path)}
+    paths = [*(path for path in input_files if isinstance(path, Path)), *other_inputs]
+    use_by_path = {path.resolve(): "an input" for path in paths}
     for option, output in outputs.items():
         if output is None or str(output) in ("", "-"):
             continue
@@ -349,6 +353,12 @@ def check_no_overwrite(inputs: Sequence[str | Path], outputs: Mapping[str, str |
         if path in use_by_path:
             raise ConfigError(
                 f"{option} {output} would overwrite a file that is also {use_by_path[path]}; choose another path"
+            )
+        replaced = next((known for known in use_by_path if known.is_relative_to(path)), None)
+        if replaced is not None:
+            raise ConfigError(
+                f"{option} {output} would replace the folder of {replaced}, which is also {use_by_path[replaced]}; "
+                "choose another path, or move the file"
             )
         is_special_file = path.exists() and not path.is_file()
         if not is_special_file:

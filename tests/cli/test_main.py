@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -287,19 +288,64 @@ def test_second_replay_of_the_same_outputs_ends_at_its_start(
     assert cli(*words).code == 0
 
 
+REPLACED_INPUTS = {
+    "replay: a table": "deformer-stream replay {wide} --output {wide} --model {model}",
+    "replay: lines": "deformer-stream replay {lines} --alerts {lines} --model {model}",
+    "replay: another output": "deformer-stream replay {wide} --output {folder}/s --records {folder}/s --model {model}",
+    "replay: a folder": "deformer-stream replay {inputs} --records {inputs}/a.parquet --model {model}",
+    "replay: a link": "deformer-stream replay {wide} --records {link} --model {model}",
+    "replay: incidents": "deformer-stream replay {evidence} --incidents {evidence} --model {model}",
+    "consume: lines": "deformer-stream consume --source {lines} --alerts {lines} --model {model}",
+    "consume: another output": "deformer-stream consume --topic t --alerts {lines} --rejected {lines} --model {model}",
+    "produce: lines": "deformer-stream produce {lines} --output {lines}",
+    "produce: a folder": "deformer-stream produce {inputs} --output {inputs}/a.parquet",
+    "impute": "deformer-stream impute {wide} --output {wide} --model {model}",
+    "impute: a folder": "deformer-stream impute {inputs} --output {inputs}/a.parquet --model {model}",
+    "calibrate: a table": "deformer-stream calibrate {wide} --out {wide} --model {model}",
+    "calibrate: evidence": "deformer-stream calibrate --incidents {evidence} --out {evidence} --model {model}",
+    "calibrate: a folder": "deformer-stream calibrate {inputs} --out {inputs} --model {model}",
+    "calibrate: in the model": "deformer-stream calibrate {model}/normal.parquet --model {model}",
+    "calibrate: a list": "deformer-stream calibrate {wide} --anomalous {model}/list.csv --model {model}",
+    "sample: the manifest": "deformer-stream sample --output {model}/manifest.json --model {model}",
+    "sample: the weights": "deformer-stream sample --output {model}/model.safetensors --model {model}",
+    "propose": "deformer-stream propose --log {evidence} --out {evidence} --model {model}",
+    "propose: a folder": "deformer-stream propose --log {evidence} --out {folder} --model {model}",
+    "init: --output": "deformer-stream init {wide} --yes --output {wide} --force",
+    "init: --save": "deformer-stream init {lines} --yes --save {lines} --force",
+    "init: --output of lines": "deformer-stream init {lines} --yes --output {lines} --force",
+    "init: another output": "deformer-stream init {lines} --yes --output {folder}/events.parquet --force",
+    "init: a topic": "deformer-stream init --topic t --yes --output {folder}/s --save {folder}/s --force",
+    "train": "deformer-train {wide} --out {wide}",
+    "train: a folder": "deformer-train {inputs} --out {inputs}",
+    "train: in the model": "deformer-train {model}/normal.parquet --out {model}",
+    "train: faults": "deformer-train --faults {model}/normal.parquet --label state --normal run --model {model}",
+    "train: for each value": "deformer-train {model}/normal.parquet --out {folder} --per state",
+}
+
+
+@pytest.mark.parametrize("command", REPLACED_INPUTS.values(), ids=REPLACED_INPUTS.keys())
 def test_no_command_overwrites_its_input(
-    cli: RunCommand, model_dir: Path, tmp_path: Path, wide: Path, lines: Path
+    cli: RunCommand, model_dir: Path, tmp_path: Path, wide: Path, lines: Path, command: str
 ) -> None:
-    table, log = wide.read_bytes(), lines.read_bytes()
-    for arguments in (
-        ["replay", wide, "--output", wide, "--model", model_dir],
-        ["replay", lines, "--alerts", lines, "--model", model_dir],
-        ["replay", wide, "--output", tmp_path / "s", "--records", tmp_path / "s", "--model", model_dir],
-        ["consume", "--source", lines, "--alerts", lines, "--model", model_dir],
-        ["produce", lines, "--output", lines],
-    ):
-        assert_command_failed(cli(*arguments), 2, "choose another path")
-    assert (wide.read_bytes(), lines.read_bytes()) == (table, log)
+    model, inputs = shutil.copytree(model_dir, tmp_path / "model"), tmp_path / "inputs"
+    inputs.mkdir()
+    for path in (inputs / "a.parquet", model / "normal.parquet"):
+        shutil.copy(wide, path)
+    (model / "list.csv").write_text("record,occurrence,anomalous\nr1,1,yes\n")
+    (tmp_path / "evidence.jsonl").write_text('{"v":1,"closed":{}}\n')
+    (tmp_path / "link.parquet").symlink_to(wide)
+
+    def read_all() -> dict[Path, bytes]:
+        return {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+
+    before = read_all()
+    places = {"wide": wide, "lines": lines, "model": model, "inputs": inputs, "folder": tmp_path}
+    places |= {"evidence": tmp_path / "evidence.jsonl", "link": tmp_path / "link.parquet"}
+    program, *words = command.format(**places).split()
+    ended = cli(*words, program=program)
+    assert (ended.code, len(ended.lines)) == (2, 1), ended.err
+    assert re.search(r"(choose|name) (another|a new)|choose a name that ends in", ended.lines[0])
+    assert read_all() == before
 
 
 def test_replay_reads_standard_input(model_dir: Path, lines: Path) -> None:
