@@ -71,6 +71,8 @@ class ReadOptions:
         field_names: Names of the fields of JSON events and of the columns of long tables.
         record_column: The column of record ids of wide tables. In a table without it, the number of the row is the
             record id ("0", "1", …). If there are several files, it is the name of the file and the number ("file:0").
+            Unless it has the default name, the column must exist, and is no feature even if the model has one of its
+            name.
         time_column: The time column of wide tables. None selects the first column with timestamps.
         device_column: The column of devices of wide tables, if records are time windows. In a table without it, the
             name of the file is the device.
@@ -187,6 +189,13 @@ def open_input_files(
                 "windows in order of arrival; use --order arrival"
             )
     log_dialects(table_by_file.values())
+    if any(isinstance(content, _WideTable) and content.ids_are_feature for content in contents):
+        log.get_logger("files").info(
+            "record_column_is_no_feature",
+            column=options.record_column,
+            message=f"--record-column {options.record_column} is also a feature of the model: its cells are the record "
+            "ids, and records are scored without this feature",
+        )
     return opened
 
 
@@ -294,6 +303,8 @@ class InputFiles:
             if not isinstance(table, _WideTable | _WindowedTable):
                 return ()
             columns.update(table.feature_columns)
+            if isinstance(table, _WideTable) and table.ids_are_feature:  # it was logged
+                columns.add(table.record_column or "")
         has_windows = isinstance(tables[0], _WindowedTable)
         names = self._options.features.by_sensor if has_windows else self._options.features.by_name
         return tuple(name for name in names if name not in columns)
@@ -641,15 +652,17 @@ class _WideTable:
                 readings of the model are irregular, and the table has no record ids or no times.
         """
         columns, feature_by_name = table.schema.names, options.features.by_name
-        feature_columns = [column for column in columns if column in feature_by_name]
+        # A chosen column holds record ids, as in `produce`. The default one does unless the model has it as a feature.
+        chosen_record_column = None if options.record_column == DEFAULT_RECORD_COLUMN else options.record_column
+        feature_columns = [name for name in columns if name in feature_by_name and name != chosen_record_column]
         if not feature_columns:
             raise _make_no_feature_error(table, tuple(feature_by_name))
         table.check_columns(options.time_column, options.record_column)
         table.check_number_columns([name for name in feature_columns if not feature_by_name[name].labels])
         time_column = options.time_column or table.choose_time_column(feature_columns)
         # The default record column is optional; a column that the user chose was checked above.
-        has_record_column = options.record_column in columns and options.record_column not in feature_by_name
-        record_column = options.record_column if has_record_column else None
+        has_default_column = DEFAULT_RECORD_COLUMN in columns and DEFAULT_RECORD_COLUMN not in feature_by_name
+        record_column = chosen_record_column or (DEFAULT_RECORD_COLUMN if has_default_column else None)
         if options.features.is_irregular and (record_column is None or time_column is None):
             raise InputError(
                 f"{table.name}: the model is for irregular readings, so the rows of a record need its id and their "
@@ -698,7 +711,14 @@ class _WideTable:
             first_row = int(rows[0]) if len(rows) else 0
             for name in self.label_columns:
                 batch = batch.append_column(RECORD_LABEL_COLUMN, _format_record_labels(batch.column(name)))
+            if self.ids_are_feature and self.record_column != self.options.model_column:
+                batch = batch.select([name for name in batch.schema.names if name != self.record_column])
             yield WideRows(self.table.name, batch, record_ids, first_row, self.time_column, rows)
+
+    @property
+    def ids_are_feature(self) -> bool:
+        """Whether the model has a feature with the name of the column of record ids, which is not read."""
+        return self.record_column is not None and self.record_column in self.options.features.by_name
 
     def _make_record_ids(self, batch: pa.RecordBatch, rows: NDArray[np.int64]) -> list[str]:
         """Return the record id of each row: the cell of the record column, or a text made of the row number.

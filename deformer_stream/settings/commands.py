@@ -426,7 +426,8 @@ class InputSettings(WindowedTableSettings, ScoringSettings):
     seed: int = Field(0, ge=0, description="Seed of random orders and random choices.")
     record_column: str = Field(
         "record",
-        description="Column of wide tables with the record id. The row number is the id if there is no such column.",
+        description="Column of wide tables with the record id, which is then no feature. Without a column record, the "
+        "row number is the id.",
     )
     time_column: str | None = Field(
         None, description="Column of wide tables with the time. Default: the first column of timestamps."
@@ -727,7 +728,8 @@ class ProduceSettings(TableSettings, KafkaSettings):
     exclude: str = Field("", description="Columns that are not sent, comma-separated.")
     record_column: str = Field(
         "record",
-        description="Column of wide tables with the record id. The row number is the id if there is no such column.",
+        description="Column of wide tables with the record id, which is then no feature. Without a column record, the "
+        "row number is the id.",
     )
     time_column: str | None = Field(
         None, description="Column of tables with the time. Default: the first column of timestamps."

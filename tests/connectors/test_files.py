@@ -6,11 +6,13 @@ import codecs
 import os
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import orjson
 import pyarrow as pa
+import pyarrow.csv as pacsv
 import pyarrow.parquet as pq
 import pytest
 from deltalake import DeltaTable, write_deltalake
@@ -18,8 +20,10 @@ from deltalake import DeltaTable, write_deltalake
 from connectors.files import FileSource, ReadOptions, StandardInput, open_source, sources
 from connectors.files.lines import LineSplitter
 from deformer_stream.codec import Codec, Order, WindowAssigner, encode_rejected
+from deformer_stream.codec.payloads import WideRows
 from deformer_stream.engine.events import NO_TIME
 from deformer_stream.errors import ConfigError, InputError
+from deformer_stream.model.schema import Feature, Schema
 from tests.connectors.data_files import SCHEMA, read_events, write_parquet
 
 
@@ -178,6 +182,36 @@ def test_layout_and_column_names_can_be_chosen(tmp_path: Path) -> None:
 
 
 # --- orders
+
+
+def test_a_chosen_record_column_is_no_feature(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A column of the default name is one, if the model has it, because nobody has chosen it."""
+    entries: list[tuple[str, dict[str, Any]]] = []
+    logger = SimpleNamespace(info=lambda event, **data: entries.append((event, data)))
+    monkeypatch.setattr(sources.log, "get_logger", lambda name: logger)
+    for name in ("t.parquet", "t.csv"):
+        table = pa.table({"a": [1.0, 2.0], "b": [3.0, 4.0], "state": ["on", "off"]})
+        path = tmp_path / name
+        if name == "t.parquet":
+            pq.write_table(table, path)
+        else:
+            pacsv.write_csv(table, path)
+        events, refused, _ = read_events([path], record_column="state", order="schema")
+        observed = [event for event in events if event[2] is not None]
+        assert observed == [("on", "a", 1.0), ("on", "b", 3.0), ("off", "a", 2.0), ("off", "b", 4.0)]
+        assert refused == []
+        ((_, data),) = [entry for entry in entries if entry[0] == "record_column_is_no_feature"]
+        assert data["column"] == "state"
+        entries.clear()
+        assert open_source([path], [SCHEMA], ReadOptions(record_column="state")).missing_columns == ()
+        entries.clear()
+    schema = Schema((Feature("a", "continuous"), Feature("record", "continuous")))
+    path = write_table(tmp_path / "t.parquet", pa.table({"a": [1.0, 2.0], "record": [7.0, 8.0]}))
+    data = open_source([path], [schema]).poll(0.0).data
+    assert isinstance(data, WideRows)
+    assert data.record_ids == ["0", "1"]
+    assert data.table.schema.names == ["a", "record"]
+    assert entries == []
 
 
 def test_events_of_devices_are_assigned_to_windows(tmp_path: Path) -> None:
