@@ -19,6 +19,7 @@ from connectors.files.imputed_tables import (
     ROWS_PER_BATCH,
     BadCells,
     ImputeOptions,
+    LabelSpellings,
     ReportProgress,
     check_columns,
     compute_columns,
@@ -62,7 +63,7 @@ def impute_tables(
 
     A missing value (gap) is filled from the distribution of its feature given the present features of its row. A
     continuous feature gets the estimate of `options.estimate`, a discrete feature its most probable label. Filled
-    values have the type of the column.
+    values have the type of the column. Labels are written as the column writes them, such as True for the label "true".
 
     Each continuous column is followed by COLUMN__low and COLUMN__high, the bounds of the central interval, and by one
     column per quantile, such as COLUMN__q0.05. These columns are null in rows whose reading was present. The unit of a
@@ -103,6 +104,7 @@ def impute_tables(
     output_schema = make_output_schema(fields, continuous_columns, options)
     codec = Codec(model.schema, order="schema")
     has_column = np.isin(np.arange(len(model.schema)), [model.schema.code_by_name[name] for name in feature_columns])
+    labels_by_column = _find_spellings(tables, feature_by_name)
     num_filled = first_row = 0
     bad_cells = BadCells()
     with write_rows(output, output_schema) as sink:
@@ -126,7 +128,8 @@ def impute_tables(
                     arrays.append(copy_column(column.take(rows), output_schema.field(name).type))
                     continue
                 description = f"{table.name}: column {name!r}"
-                filled = fill_gaps(column.take(rows), feature, new_values[:, code], description)
+                labels = labels_by_column.get(name, feature.labels)
+                filled = fill_gaps(column.take(rows), feature, new_values[:, code], description, labels)
                 arrays.append(copy_column(filled, output_schema.field(name).type))
                 if _is_continuous_reading(feature):
                     arrays += [make_nullable(added[:, code]) for added in added_columns]
@@ -155,6 +158,27 @@ def _iterate_batches(
     for table in tables:
         for batch, rows in table.iterate_numbered(columns, ROWS_PER_BATCH, choose_cell_forms(table, feature_by_name)):
             yield table, batch, rows
+
+
+def _find_spellings(tables: Sequence[Table], feature_by_name: dict[str, Feature]) -> dict[str, list[str]]:
+    """Return the labels of each discrete feature whose column holds texts, in the spelling of the column.
+
+    The columns are read once more, because a gap can come before the first cell with its label.
+
+    Args:
+        tables: The tables.
+        feature_by_name: The features of the model by name.
+    """
+    features = [feature for feature in feature_by_name.values() if feature.labels and not feature.context]
+    spellings_by_column = {feature.name: LabelSpellings(feature) for feature in features}
+    for table in tables:
+        names = [name for name in table.schema.names if name in spellings_by_column and table.is_text_column(name)]
+        if not names:
+            continue
+        for batch in table.iterate_batches(names, ROWS_PER_BATCH, dict.fromkeys(names, "mixed")):
+            for name in names:
+                spellings_by_column[name].add(batch.column(name))
+    return {name: spellings.list_labels() for name, spellings in spellings_by_column.items()}
 
 
 def _log_features_without_column(feature_by_name: dict[str, Feature], feature_columns: list[str]) -> None:
@@ -225,7 +249,7 @@ def write_samples(
     with write_rows(output, output_schema) as sink:
         for values in imputation.sample_records(model, count, seed):
             arrays = [
-                _decode_labels(feature, column) if feature.labels else make_nullable(column)
+                _decode_labels(feature.labels, column) if feature.labels else make_nullable(column)
                 for feature, column in zip(features, values.T, strict=True)
             ]
             sink.append(pa.RecordBatch.from_arrays(arrays, schema=output_schema))
@@ -299,7 +323,9 @@ def _get_filled_type(column_type: pa.DataType, feature: Feature) -> pa.DataType:
     return get_value_type(feature) if is_replaced else value_type
 
 
-def fill_gaps(column: pa.Array, feature: Feature, values: Floats, description: str) -> pa.Array:
+def fill_gaps(
+    column: pa.Array, feature: Feature, values: Floats, description: str, labels: Sequence[str] | None = None
+) -> pa.Array:
     """Return a column of a table with its gaps (missing values) filled.
 
     Args:
@@ -307,17 +333,20 @@ def fill_gaps(column: pa.Array, feature: Feature, values: Floats, description: s
         feature: The feature of the column.
         values: (N,) a value for each gap, NaN for all other cells. For a discrete feature it is the index of a label.
         description: Name of the file and of the column for error messages.
+        labels: The labels of a discrete feature in the spelling of the column. None finds it in these cells.
 
     Raises:
         InputError: The column's type cannot hold the values.
     """
+    if labels is None:
+        labels = _find_spelling(column, feature)
     filled_type = _get_filled_type(column.type, feature)
     try:
         if pa.types.is_integer(filled_type) and not feature.labels:
             # An estimate may have a fraction, or lie outside the range of a small integer type.
             limits = np.iinfo(filled_type.to_pandas_dtype())
             values = np.clip(np.round(values), limits.min, limits.max)
-        new_cells = _decode_labels(feature, values) if feature.labels else make_nullable(values)
+        new_cells = _decode_labels(labels, values) if feature.labels else make_nullable(values)
         # Null if the cell is not a gap. With safe=False, a number may be rounded to the precision of the column.
         new_cells = new_cells.cast(filled_type, safe=False)
         old_cells = decode_dictionary(convert_times_of_day(column))
@@ -332,14 +361,23 @@ def fill_gaps(column: pa.Array, feature: Feature, values: Floats, description: s
         ) from error
 
 
-def _decode_labels(feature: Feature, codes: Floats) -> pa.Array:
+def _find_spelling(column: pa.Array, feature: Feature) -> Sequence[str]:
+    """Return the labels of a feature in the spelling of a column, if it holds texts."""
+    if not feature.labels or not is_text(decode_dictionary(column).type):
+        return feature.labels
+    spellings = LabelSpellings(feature)
+    spellings.add(column)
+    return spellings.list_labels()
+
+
+def _decode_labels(labels: Sequence[str], codes: Floats) -> pa.Array:
     """Return the labels of a discrete feature as N texts, null where the code is NaN.
 
     Args:
-        feature: The feature.
-        codes: (N,) indexes into the feature's labels, or NaN.
+        labels: The labels.
+        codes: (N,) indexes into the labels, or NaN.
     """
     is_missing = np.isnan(codes)
     # NaN cannot be converted to an integer, so it is replaced by 0 and masked.
     label_indexes = pa.array(np.where(is_missing, 0, codes).astype(np.int64), mask=is_missing)
-    return pa.array(feature.labels, pa.string()).take(label_indexes)
+    return pa.array(labels, pa.string()).take(label_indexes)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import compress
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -13,9 +15,10 @@ from numpy.typing import NDArray
 
 from connectors.files.sources import choose_cell_forms
 from deformer_stream import log
+from deformer_stream.codec.columns import decode_dictionary, parse_labels, to_python_values
 from deformer_stream.engine.events import Rejection
 from deformer_stream.errors import InputError
-from deformer_stream.model.schema import Feature
+from deformer_stream.model.schema import BOOLEAN_NUMBERS, BOOLEANS, Feature
 from deformer_stream.tables.discovery import JSON_LINES, find_data_files, has_ending
 from deformer_stream.tables.table import CellForm, Table, TableOptions, join_names
 
@@ -187,6 +190,60 @@ def _find_column_types(
 def get_value_type(feature: Feature) -> pa.DataType:
     """Return the Arrow type of a feature's values: text for a discrete feature with labels, else float64."""
     return pa.string() if feature.labels else pa.float64()
+
+
+_SPELLING_STYLES: tuple[Callable[[str], str], ...] = (
+    str,
+    str.upper,
+    str.capitalize,
+    lambda label: dict(zip(BOOLEANS, BOOLEAN_NUMBERS, strict=True)).get(label, label),
+    lambda label: dict(zip(BOOLEAN_NUMBERS, BOOLEANS, strict=True)).get(label, label),
+)
+"""How the texts of a column may differ from the labels of its feature; the first one that fits is used."""
+
+
+class LabelSpellings:
+    """The spelling of the labels of a discrete feature in columns of texts, such as True for the label "true".
+
+    Args:
+        feature: The feature.
+    """
+
+    def __init__(self, feature: Feature) -> None:
+        self._feature = feature
+        self._code_by_label = {label: code for code, label in enumerate(feature.labels)}
+        self._counts: Counter[tuple[int, str]] = Counter()  # by label code and text
+
+    def add(self, column: pa.Array) -> None:
+        """Count the texts of a column that are labels of the feature.
+
+        Args:
+            column: The cells, which are texts.
+        """
+        counts = decode_dictionary(column).drop_null().value_counts()
+        texts = counts.field("values")
+        codes, _ = parse_labels(texts, self._code_by_label, self._feature.name)
+        rows = zip(codes.tolist(), to_python_values(texts), counts.field("counts").to_pylist(), strict=True)
+        for code, text, count in rows:
+            if code < len(self._code_by_label):  # false for NaN, for unseen labels and for rejected cells
+                self._counts[int(code), str(text)] += count
+
+    def list_labels(self) -> list[str]:
+        """Return the text of each label by code: the most frequent one of the columns.
+
+        A label that the columns do not have is spelled in the way of the others, or as in the model.
+        """
+        text_by_code: dict[int, str] = {}
+        for (code, text), _ in self._counts.most_common():
+            text_by_code.setdefault(code, text)
+        labels = self._feature.labels
+        fits = (all(style(labels[code]) == text for code, text in text_by_code.items()) for style in _SPELLING_STYLES)
+        style = next(compress(_SPELLING_STYLES, fits), str)
+        spelled = [style(label) for label in labels]
+        codes, _ = parse_labels(pa.array(spelled, pa.string()), self._code_by_label, self._feature.name)
+        return [
+            text_by_code.get(code, spelled[code] if codes[code] == code else label) for code, label in enumerate(labels)
+        ]
 
 
 def copy_column(column: pa.Array, column_type: pa.DataType) -> pa.Array:

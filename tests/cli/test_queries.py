@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import signal
 from pathlib import Path
@@ -197,6 +198,41 @@ def test_impute_reads_csv(cli: RunCommand, model_dir: Path, tmp_path: Path) -> N
     filled = pq.read_table(tmp_path / "f.parquet")
     assert filled.column("temperature").null_count == filled.column("state").null_count == 0
     assert filled.column("note").to_pylist()[:2] == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("texts", "spellings"),
+    [
+        (["", "True", "False", ""], ("True", "False")),
+        (["", "", "TRUE", ""], ("TRUE", "FALSE")),
+        (["", "true", "False", "False"], ("true", "False")),
+        (["", "1", "0", ""], ("1", "0")),
+        (["", "1", "", ""], ("1", "0")),
+        (["", "true", "false", ""], ("true", "false")),
+        (["", "maybe", "", ""], ("true", "false")),
+    ],
+    ids=str,
+)
+def test_impute_writes_labels_as_the_column_does(
+    cli: RunCommand, model_dir: Path, tmp_path: Path, texts: list[str], spellings: tuple[str, str]
+) -> None:
+    """Also in rows before those from which the spelling is known, and in each format of files."""
+    rows = texts * 5
+    (tmp_path / "t.csv").write_text("valve,pressure\n" + "".join(f"{text},{i}.5\n" for i, text in enumerate(rows)))
+    valve = pa.array([text or None for text in rows])
+    pressure = pa.array([i + 0.5 for i in range(len(rows))])
+    pq.write_table(pa.table({"valve": valve, "pressure": pressure}), tmp_path / "t.parquet")
+    pq.write_table(pa.table({"valve": valve.dictionary_encode(), "pressure": pressure}), tmp_path / "d.parquet")
+    for name in ("t.csv", "t.parquet", "d.parquet"):
+        words = ("impute", tmp_path / name, "--model", model_dir, "--output", tmp_path / "f.csv", "--draws", "8")
+        ended = cli(*words)
+        assert ended.code == 0, ended.err
+        with (tmp_path / "f.csv").open(newline="") as file:
+            found = [row["valve"] for row in csv.DictReader(file)]
+        given = [text for text in rows for _ in range(8)]
+        filled = {cell for text, cell in zip(given, found, strict=True) if not text}
+        assert filled == set(spellings)
+        assert all(cell == text for text, cell in zip(given, found, strict=True) if text)
 
 
 def test_impute_counts_cells_that_are_no_numbers(cli: RunCommand, model_dir: Path, tmp_path: Path) -> None:
