@@ -207,7 +207,7 @@ def build_impute() -> click.Command:
         """
         interrupt_on_termination()
         settings = load_settings(ImputeSettings, flags, config, "impute")
-        check_paths(inputs, settings.model, {"--output": settings.output})
+        check_paths(inputs, settings.model)  # a table may be filled in place
         # These imports take seconds.
         from connectors.files import imputation, reading_imputation
         from connectors.files.imputed_tables import ImputeOptions

@@ -761,7 +761,9 @@ class ImputeSettings(TableSettings, _ModelSettings):
 
     option_groups: ClassVar[OptionGroups] = TABLE_GROUPS
 
-    output: Path = Field(description="Parquet or CSV file for the table with its nulls filled.")
+    output: Path = Field(
+        description="Parquet or CSV file for the table with its nulls filled; it may be the input, which is replaced."
+    )
     time_column: str = Field(
         "time",
         min_length=1,

@@ -299,8 +299,6 @@ REPLACED_INPUTS = {
     "consume: another output": "deformer-stream consume --topic t --alerts {lines} --rejected {lines} --model {model}",
     "produce: lines": "deformer-stream produce {lines} --output {lines}",
     "produce: a folder": "deformer-stream produce {inputs} --output {inputs}/a.parquet",
-    "impute": "deformer-stream impute {wide} --output {wide} --model {model}",
-    "impute: a folder": "deformer-stream impute {inputs} --output {inputs}/a.parquet --model {model}",
     "calibrate: a table": "deformer-stream calibrate {wide} --out {wide} --model {model}",
     "calibrate: evidence": "deformer-stream calibrate --incidents {evidence} --out {evidence} --model {model}",
     "calibrate: a folder": "deformer-stream calibrate {inputs} --out {inputs} --model {model}",

@@ -329,6 +329,11 @@ def test_impute_rejects_impossible_options(cli: RunCommand, model_dir: Path, lin
     )
 
 
+def test_impute_can_replace_its_input(cli: RunCommand, model_dir: Path, wide: Path) -> None:
+    assert cli("impute", wide, "--model", model_dir, "--output", wide).code == 0
+    assert pq.read_table(wide).column("pressure").null_count == 0
+
+
 # sample
 
 
