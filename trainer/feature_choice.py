@@ -130,7 +130,7 @@ def collect_statistics(
 
 
 def choose_kinds(
-    statistics: list[ColumnStatistics], options: DataOptions, is_in_time_order: bool = False
+    statistics: list[ColumnStatistics], options: DataOptions, is_in_time_order: bool = False, remark: str = ""
 ) -> tuple[Schema, list[ExcludedColumn]]:
     """Decide for each column or feature of the input whether it is a measurement, a label or no feature.
 
@@ -138,6 +138,7 @@ def choose_kinds(
         statistics: The statistics of each column (wide layout) or feature (long layout).
         options: The kinds that the user has chosen, and the schema of the old model that is adapted.
         is_in_time_order: Whether the rows of the table are known to be in the order of time.
+        remark: What to check as well if no feature is left.
 
     Returns:
         The schema, in which the features of the old model come first; and the columns that cannot be features, with the
@@ -179,7 +180,7 @@ def choose_kinds(
         reasons = "; ".join(f"{column.name}: {column.reason}" for column in excluded[:5])
         raise InputError(
             f"no feature is left that could be scored ({reasons or 'all features are --context'}); "
-            "give a table with other columns, or name fewer columns in --context and --exclude"
+            f"give a table with other columns, or name fewer columns in --context and --exclude{remark}"
         )
     return Schema(features), excluded
 

@@ -189,7 +189,9 @@ def collect_input(
         )
     num_input_records = tables.num_records
     split, statistics = _collect_within_time(tables, options)  # second pass
-    schema, excluded_by_values = choose_kinds(list(statistics.values()), options, tables.time_order.only_rises)
+    schema, excluded_by_values = choose_kinds(
+        list(statistics.values()), options, tables.time_order.only_rises, tables.tables[0].describe_delimiter()
+    )
     # Statistics of the columns that became features. The names in the input are those of sensors.
     feature_statistics = {name: column for name, column in statistics.items() if name in schema.sensor_names}
     excluded_columns = (*excluded_by_name, *excluded_by_values)

@@ -431,7 +431,7 @@ def open_training_input(
         if column is not None and column not in first.schema.names:
             raise ConfigError(
                 f"{option} {column}: {first.name} has no such column; "
-                f"give one of its columns: {', '.join(first.schema.names)}"
+                f"give one of its columns: {', '.join(first.schema.names)}{first.describe_delimiter()}"
             )
     layout = _check_layout(first, layout, window, time_column, device_column)
     input_tables = InputTables(
@@ -539,13 +539,13 @@ def _check_layout(
         column_list = f"{', '.join(required[:-1])} and {required[-1]}"
         raise InputError(
             f"{table.name}: column {missing[0]!r} is missing, but the long layout needs the columns {column_list}; "
-            "add or rename the column"
+            f"add or rename the column{table.describe_delimiter()}"
         )
     has_time = time_column is not None or _find_time_column(table, is_long=False) is not None
     if layout == "wide" and window is not None and not has_time:
         raise ConfigError(
             f"--window needs the time of each row, but no column of {table.name} contains dates or timestamps; "
-            f"name the column with the time in --time-column: {', '.join(column_names)}"
+            f"name the column with the time in --time-column: {', '.join(column_names)}{table.describe_delimiter()}"
         )
     return layout
 

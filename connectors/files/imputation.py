@@ -273,6 +273,7 @@ def _check_features(table: Table, model: DEformer) -> None:
         raise InputError(
             f"{table.name}: no column is a feature of the model (the columns are {table.format_column_names()}, "
             f"the features are {join_names(model.schema.names)}); choose another model or another table"
+            f"{table.describe_delimiter()}"
         )
     table.check_number_columns([feature.name for feature in features if not feature.labels])
 

@@ -1036,7 +1036,7 @@ def _make_no_feature_error(table: Table, features: Sequence[str]) -> InputError:
     """
     return InputError(
         f"{table.name}: no column is a feature of the model (the columns are {table.format_column_names()}, "
-        f"the features are {join_names(features)}); choose another model or another table"
+        f"the features are {join_names(features)}); choose another model or another table{table.describe_delimiter()}"
     )
 
 

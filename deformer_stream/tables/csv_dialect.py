@@ -33,7 +33,7 @@ SAMPLE_BYTES = 1 << 18
 SAMPLE_LINES = 500
 """Largest number of lines from which the dialect is guessed."""
 
-_DELIMITERS = (",", ";", "\t", "|")  # in the order of preference if nothing else decides
+DELIMITERS = (",", ";", "\t", "|")  # in the order of preference if nothing else decides
 _BYTE_ORDER_MARKS = ((codecs.BOM_UTF8, "utf-8-sig"), (codecs.BOM_UTF16_LE, "utf-16"), (codecs.BOM_UTF16_BE, "utf-16"))
 _MAX_UNIT_CHARACTERS = 20
 _MAX_TITLE_LINES = 50
@@ -260,12 +260,12 @@ def _guess_delimiter(lines: Sequence[str]) -> str:
         first_widths = [len(row) for row in rows[:_MAX_TITLE_LINES]]
         num_before = max((number for number, cells in enumerate(first_widths, 1) if cells == 1), default=0)
         cells = [cell.strip() for row in rows[-_NUM_RATED_ROWS:] if len(row) == width for cell in row]
-        others = set(_DELIMITERS) - {delimiter}
+        others = set(DELIMITERS) - {delimiter}
         num_mixed = sum(not others.isdisjoint(cell) and not _is_value(cell, ",") for cell in cells)
         return True, -num_before, -num_mixed, width, header.count(delimiter)
 
     header = next((line for line in lines if line.strip() and not line.startswith("#")), "")
-    return max(_DELIMITERS, key=rate)  # the first one of several with the same rating
+    return max(DELIMITERS, key=rate)  # the first one of several with the same rating
 
 
 def _count_cells(lines: Sequence[str], delimiter: str) -> list[int]:

@@ -31,7 +31,7 @@ from deformer_stream.errors import ConfigError, InputError, summarize_error
 from deformer_stream.settings.base import Layout
 from deformer_stream.settings.tables import TableSettings
 from deformer_stream.tables import conversion
-from deformer_stream.tables.csv_dialect import CsvDialect, CsvOptions, guess_dialect, read_sample
+from deformer_stream.tables.csv_dialect import DELIMITERS, CsvDialect, CsvOptions, guess_dialect, read_sample
 from deformer_stream.tables.csv_rows import BadRow, BadRowCounter, CsvRows, OnBadRow, find_bad_rows
 from deformer_stream.tables.data_files import DataFile
 from deformer_stream.tables.discovery import CSV, get_stem, has_ending
@@ -455,6 +455,26 @@ class Table:
                 raise InputError(
                     f"{self.name}: there is no {role} column {name!r}; choose one of the columns {columns}"
                 )
+
+    def describe_delimiter(self) -> str:
+        """Return a remark for error messages if the delimiter of a CSV file is probably wrong; otherwise ""."""
+        if self.dialect is None:
+            return ""
+        names = self.dialect.column_names
+        others = [other for other in DELIMITERS if other != self.dialect.delimiter]
+        if len(names) == 1:
+            reason = "the file has one column"
+        elif any(other in name for name in names for other in others):
+            reason = "the names of its columns contain another delimiter"
+        elif (
+            self.options.csv.delimiter is not None
+            and not self.dialect.has_header
+            and self.options.csv.has_header is None
+        ):
+            reason = "no line with the names of the columns was found"
+        else:
+            return ""
+        return f"; check --delimiter, because {reason}"
 
     def format_column_names(self) -> str:
         """Return the names of the first `MAX_LISTED_NAMES` columns as text for an error message."""

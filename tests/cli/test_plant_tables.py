@@ -115,8 +115,13 @@ def test_options_of_csv_files_are_used(cli: RunCommand, model_dir: Path, tmp_pat
     names = "|".join(NAMES[:2])
     (tmp_path / "t.csv").write_text(f"{names}\n20,5|1,1\n20,6|1,2\n")
     assert_command_failed(
-        cli("replay", tmp_path / "t.csv", "--model", model_dir, "--delimiter", ";"), 3, "no column is a feature"
+        cli("replay", tmp_path / "t.csv", "--model", model_dir, "--delimiter", ";"),
+        3,
+        "no column is a feature",
+        "another table; check --delimiter, because the file has one column",
     )
+    words = ["impute", tmp_path / "t.csv", "--model", model_dir, "--delimiter", ";", "--output", tmp_path / "o.parquet"]
+    assert_command_failed(cli(*words), 3, "another table; check --delimiter")
     ended = cli(
         "replay",
         tmp_path / "t.csv",

@@ -47,6 +47,33 @@ def test_dry_run_prints_each_column_with_its_reason_and_writes_nothing(tmp_path:
     assert list(tmp_path.iterdir()) == [table]
 
 
+@pytest.mark.parametrize(
+    ("options", "code"), [((), 3), (("--window", "10s"), 2), (("--layout", "long"), 3), (("--label", "fault"), 2)]
+)
+def test_a_wrong_delimiter_is_named(tmp_path: Path, deformer_train: Run, options: tuple[str, ...], code: int) -> None:
+    lines = [f"p{i};{i},5{i};20{i}" for i in range(60)]
+    (tmp_path / "t.csv").write_text("\n".join(["device;flow;power", *lines]))
+    (tmp_path / "names.csv").write_text("\n".join(["device;flow, m³/h;power", *lines]))
+    for name in ("t.csv", "names.csv"):
+        done = deformer_train(tmp_path / name, "--dry-run", "--delimiter", ",", *options)
+        assert done.code == code
+        assert "; check --delimiter, because the names of its columns contain another delimiter" in done.err
+    done = deformer_train(tmp_path / "t.csv", "--dry-run", "--delimiter", "|", *options)
+    assert done.code == code
+    assert "; check --delimiter, because the file has one column" in done.err
+    done = deformer_train(tmp_path / "t.csv", "--dry-run", "--context", "flow", "--exclude", "device,power")
+    assert done.code == 3
+    assert "--delimiter" not in done.err
+
+
+def test_a_delimiter_without_a_header_is_named(tmp_path: Path, deformer_train: Run) -> None:
+    (tmp_path / "t.csv").write_text("flow;power\n" + "".join(f"{i},5;{i},25\n" for i in range(60)))
+    done = deformer_train(tmp_path / "t.csv", "--dry-run", "--delimiter", ",", "--label", "fault")
+    assert "; check --delimiter, because no line with the names of the columns was found" in done.err
+    done = deformer_train(tmp_path / "t.csv", "--dry-run", "--delimiter", ",", "--label", "fault", "--no-header")
+    assert "--delimiter" not in done.err
+
+
 def test_dry_run_uses_the_first_rows_and_says_how_many(
     tmp_path: Path, deformer_train: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
