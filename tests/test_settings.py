@@ -399,6 +399,9 @@ def test_a_single_share_may_be_a_percentage(clean_environment: pytest.MonkeyPatc
         ("0,01", "it has a decimal comma; write 0.01 or 1%"),
         ("0,5%", "write 0.005 or 0.5%"),
         ("1,5%", "write 0.015 or 1.5%"),
+        ("1,5", "it has a decimal comma; write 0.015 or 1.5%"),
+        ("90", "it should be less than 1; write 0.9 or 90%"),
+        ("2.5", "it should be less than 1; write 0.025 or 2.5%"),
         ("0,05,0,01", "write shares like 0.05,0.01 or 5%,1%"),
         ("1%%", "write a share like 0.01, or a percentage like 1%"),
         ("100%", "it should be less than 1"),
@@ -410,6 +413,19 @@ def test_invalid_shares_are_rejected_with_a_remedy(
     clean_environment: pytest.MonkeyPatch, text: str, remedy: str
 ) -> None:
     assert_one_line_error(ConsumeSettings, {"alpha": text}, "--alpha", remedy)
+
+
+def test_a_percentage_without_its_sign_is_explained(clean_environment: pytest.MonkeyPatch) -> None:
+    for interval in ("90", 90):
+        with pytest.raises(ConfigError, match=r"it should be less than 1; write 0.9 or 90%"):
+            load_settings(ImputeSettings, {**REQUIRED["impute"], "interval": interval}, None, "impute")
+
+
+def test_a_path_that_is_no_text_is_explained(clean_environment: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    config = tmp_path / "config.toml"
+    config.write_text("records = 5\n")
+    with pytest.raises(ConfigError, match=r'--records 5 .*: it should be a path, written as text such as "records'):
+        load_settings(ReplaySettings, dict(REQUIRED["replay"]), config, "replay")
 
 
 def test_a_single_share_with_a_decimal_comma_is_rejected(clean_environment: pytest.MonkeyPatch) -> None:

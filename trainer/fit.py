@@ -31,6 +31,8 @@ from torch.utils._triton import has_triton
 
 from deformer_stream.errors import ConfigError
 from deformer_stream.model.deformer import DEformer
+from deformer_stream.model.windows import format_duration
+from deformer_stream.settings.base import to_flag
 from trainer import checkpoint
 from trainer.batches import BatchSource
 from trainer.budget import Costs, TimeBudget, choose_batch_size
@@ -40,7 +42,7 @@ from trainer.evaluate import BATCH_SIZE
 from trainer.examples import Examples, RecordExamples
 from trainer.gaussian_prior import CrossFittedPriors
 from trainer.sampling import create_generator
-from trainer.settings import Compile, Optimizer, Precision
+from trainer.settings import Compile, Optimizer, Precision, TrainSettings
 
 EVALUATIONS = 30
 """Number of validations in a run that is not stopped early. They are at equal distances."""
@@ -670,9 +672,10 @@ class TrainingRun:
         for name, value in self.identity.items():
             previous_value = state["identity"].get(name)
             if previous_value != value:
+                option, before, now = _describe_change(name, previous_value, value)
                 raise ConfigError(
-                    f"--resume: the interrupted run cannot be continued, because {name} was {previous_value}, "
-                    f"now it is {value}; use the same data and options as before, or delete {self.folder} to train "
+                    f"--resume: the interrupted run cannot be continued, because {option} was {before}, "
+                    f"now it is {now}; use the same data and options as before, or delete {self.folder} to train "
                     "from the beginning"
                 )
         self.step, self.validations_since_best = state["step"], state["since_best"]
@@ -798,3 +801,10 @@ def _deterministic_algorithms(device: torch.device) -> Iterator[None]:
     finally:
         torch.use_deterministic_algorithms(was_enabled)
         settings.fill_uninitialized_memory = filled_memory
+
+
+def _describe_change(name: str, before: Any, now: Any) -> tuple[str, Any, Any]:
+    """Return the name and two values of a setting as users write them: options as flags, and times with their unit."""
+    if name == "max_time":
+        before, now = ("none" if value is None else format_duration(round(1e6 * value)) for value in (before, now))
+    return to_flag(name) if name in TrainSettings.model_fields else name, before, now

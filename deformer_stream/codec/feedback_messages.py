@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import msgspec
 import orjson
@@ -169,6 +169,10 @@ def _parse(payload: bytes) -> _LabelJson:
     try:
         return _DECODER.decode(payload)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        if isinstance(error, msgspec.ValidationError) and str(error).endswith("- at `$.label`"):
+            raise InputError(
+                f"the label is not valid ({quote(str(error), 200)}): write one of {', '.join(get_args(Label))}"
+            ) from None
         raise InputError(f"a field of the label is not valid ({quote(str(error), 200)}): correct it") from None
 
 

@@ -119,7 +119,8 @@ def _refuse_decimal_comma(whole: str, fraction: str, percent_sign: str) -> NoRet
         percent_sign: "%" or "".
     """
     number = Decimal(f"{whole or 0}.{fraction}")
-    percentage, share = (number, number / 100) if percent_sign else (number * 100, number)
+    # 1 or more is no share, so that "1,5" without a percent sign means 1.5%.
+    percentage, share = (number, number / 100) if percent_sign or number >= 1 else (number * 100, number)
     raise ValueError(f"it has a decimal comma; write {share.normalize():f} or {percentage.normalize():f}%")
 
 

@@ -7,6 +7,7 @@ import re
 import tomllib
 import types
 from collections.abc import Callable, Collection, Mapping
+from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -123,8 +124,23 @@ def explain_error(error: Mapping[str, Any]) -> str:
     if error["type"] == "missing":
         return "it is required"
     # Remove the parts of pydantic's message that mean nothing to users.
+    if error["type"] == "path_type":
+        return 'it should be a path, written as text such as "records.parquet"'
     message: str = error["msg"].removeprefix("Value error, ").partition(", unable to parse")[0]
-    return re.sub("^(Input|String) should", "it should", message)
+    return re.sub("^(Input|String) should", "it should", message) + _propose_share(error)
+
+
+def _propose_share(error: Mapping[str, Any]) -> str:
+    """Return how to write a share that was written as a percentage without a percent sign; "" for other errors."""
+    if error["type"] != "less_than" or not 0 < error.get("ctx", {}).get("lt", 0) <= 1:
+        return ""
+    try:
+        percentage = Decimal(str(error["input"]).strip())
+    except InvalidOperation:
+        return ""
+    if not 1 <= percentage < 100:
+        return ""
+    return f"; write {(percentage / 100).normalize():f} or {percentage.normalize():f}%"
 
 
 def get_input_name(cls: type[BaseSettings], field: str) -> str:

@@ -50,6 +50,12 @@ def test_round_trip_of_a_maintenance_window_and_of_a_record() -> None:
         assert decode_label(encode_label(label)) == label
 
 
+def test_a_label_that_does_not_exist_is_answered_with_those_that_do() -> None:
+    payload = encode_label(make_window()).replace(b'"maintenance"', b'"falsealarm"')
+    with pytest.raises(InputError, match=r"'falsealarm'.*write one of true, false-alarm, maintenance, cleared"):
+        decode_label(payload)
+
+
 def test_id_depends_on_all_other_fields_and_on_nothing_else() -> None:
     labels = [
         make_label("true", 5, by="ada", incident=INCIDENT),

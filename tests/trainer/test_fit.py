@@ -137,6 +137,18 @@ def test_resume_rejects_other_data_or_options(data: PreparedTable, tmp_path: Pat
         start(data, tmp_path, learning_rate=1e-2).restore(state)
 
 
+def test_resume_names_options_as_on_the_command_line(data: PreparedTable, tmp_path: Path) -> None:
+    first = start(data, tmp_path, max_time=60.0)
+    with pytest.raises(Interrupted):
+        first.run(stopping_at(first, 2))
+    state = checkpoint.load_state(tmp_path)
+    assert state is not None
+    with pytest.raises(ConfigError, match=r"--max-time was 1m, now it is 30s"):
+        start(data, tmp_path, max_time=30.0).restore(state)
+    with pytest.raises(ConfigError, match=r"--max-time was 1m, now it is none"):
+        start(data, tmp_path, max_time=None).restore(state)
+
+
 def test_damaged_checkpoint_is_rejected_by_name(data: PreparedTable, tmp_path: Path) -> None:
     first = start(data, tmp_path)
     with pytest.raises(Interrupted):
