@@ -16,6 +16,7 @@ A job prepares the table, fits the prior, trains the network, calibrates, evalua
     irregular_table            a table of irregular readings
     feature_choice, feature_kinds, identifiers   which columns are features, and of which kind
     feature_table, preview     how this is shown
+    fill_values                values that are far from all others, such as 99999 for a missing reading
     outliers                   suspected anomalies in the table (`--contamination`)
     gaussian_prior, factor_analysis, gaussian_process   the prior of tables, of wide records and of irregular readings
     fit, batches, examples, distributed   the training loop, its batches and examples, and several processes

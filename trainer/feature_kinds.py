@@ -32,6 +32,7 @@ from deformer_stream.model.schema import (
     format_label,
 )
 from deformer_stream.tables.labels import encode_labels
+from trainer.fill_values import MAX_FAR_SHARE, NumberSample, find_main_part
 from trainer.identifiers import MIN_RISES, OrderStatistics, describe_identifier, describe_trend
 from trainer.tables import ValueForm, classify_type, convert_to_numbers, has_leading_zeros
 
@@ -89,6 +90,14 @@ CLIP_QUANTILES = (0.001, 0.999)
 """Readings are clipped to these quantiles before mean and standard deviation are computed.
 
 Otherwise a few extreme values could make the standard deviation so large that all other values become nearly equal.
+"""
+
+MIN_FAR_RATIO, MAX_SCALE_RATIO = 20.0, 3.0
+"""Values behind a gap of the first number of ranges of all other values are left out of the location and the scale, if
+the scale would otherwise be larger by more than the second number.
+
+They are a small share of the readings (`fill_values.MAX_FAR_SHARE`), such as a fill value that is more frequent than
+`CLIP_QUANTILES` permits.
 """
 
 
@@ -374,6 +383,11 @@ class ColumnStatistics:
             sample = self._by_reading
         return np.sort(sample.numbers)
 
+    @property
+    def number_sample(self) -> NumberSample:
+        """The sample of the numbers, in the form in which fill values are searched."""
+        return NumberSample(self.name, self.sorted_sample, self.num_readings)
+
 
 def has_few_integers(column: ColumnStatistics) -> bool:
     """Return whether the numbers of a column are integers that are so few that they may be labels."""
@@ -563,7 +577,8 @@ def compute_location_and_scale(sample: NDArray[np.float64]) -> tuple[float, floa
     """Return the location and the scale by which a measurement is normalised: (value − location) / scale.
 
     They are the mean and the standard deviation of the readings after clipping to their 0.1% and 99.9% quantiles, which
-    limits the effect of extreme readings. If all readings have the same value x, the scale is the larger of |x| and 1.
+    limits the effect of extreme readings. A small share of readings that are very far from all others, such as fill
+    values, is left out (`MIN_FAR_RATIO`). If all readings have the same value x, the scale is the larger of |x| and 1.
 
     Args:
         sample: At least one reading, in any order.
@@ -571,6 +586,18 @@ def compute_location_and_scale(sample: NDArray[np.float64]) -> tuple[float, floa
     Returns:
         (location, scale) in the unit of the readings. The scale is positive.
     """
+    location, scale = _compute_clipped_moments(sample)
+    ordered = np.sort(sample)
+    main_part = find_main_part(ordered, MAX_FAR_SHARE, MIN_FAR_RATIO)
+    if main_part != slice(0, len(sample)):
+        main_location, main_scale = _compute_clipped_moments(ordered[main_part])
+        if scale > MAX_SCALE_RATIO * main_scale:
+            return main_location, main_scale
+    return location, scale
+
+
+def _compute_clipped_moments(sample: NDArray[np.float64]) -> tuple[float, float]:
+    """Return the location and the scale of readings without regard to values that are far from all others."""
     # If a quantile lies between two readings, it is rounded to the one nearer to the median. So even in a small sample
     # the smallest and the largest reading are clipped to their neighbours.
     low = np.quantile(sample, CLIP_QUANTILES[0], method="higher")

@@ -30,7 +30,7 @@ from deformer_stream.model.windows import Window, floor_to_window
 from deformer_stream.ragged import ragged_indices
 from trainer.array_files import create_array_file
 from trainer.data import DataOptions, Split, TrainingTable, mark_empty_records
-from trainer.prepare import check_rows, collect_input
+from trainer.prepare import check_input, collect_input
 from trainer.reading_time import ReadingMonitor
 from trainer.tables import InputTables, TableSource
 from trainer.value_matrix import parse_readings
@@ -192,7 +192,7 @@ def prepare_irregular_table(
         schema=schema,
         skipped_by_reason=tables.skipped_by_reason,
         fingerprint=_compute_fingerprint(schema, (codes, values, ages, offsets, split)),
-        warnings=tuple(check_rows(tables)),
+        warnings=tuple(check_input(collected)),
         codes=codes,
         values=values,
         ages=ages,

@@ -28,10 +28,11 @@ from trainer.array_files import CHUNK_ROWS
 from trainer.data import MIN_RECORDS, DataOptions, PreparedTable, assign_split, compute_fingerprint, mark_empty_records
 from trainer.feature_choice import choose_columns, choose_kinds, collect_statistics, collect_texts, count_missing
 from trainer.feature_kinds import ColumnStatistics, ExcludedColumn
+from trainer.fill_values import describe_fill_values, find_fill_values
 from trainer.reading_time import MAX_SAMPLE_SHARE, MIN_SAMPLED_RECORDS, ReadingMonitor, ReadingTooSlow
 from trainer.repeated_readings import SlotCounts, describe_repeated_readings, suggest_num_slots
 from trainer.slot_values import check_rule_for_cycles
-from trainer.tables import InputTables, TableSource, TooFewRecordsError, index_records, open_training_input
+from trainer.tables import VALUE, InputTables, TableSource, TooFewRecordsError, index_records, open_training_input
 from trainer.value_matrix import encode_table
 
 
@@ -119,7 +120,7 @@ def prepare_table(
         fingerprint=compute_fingerprint(schema, values, arrival_ranks, split),
         ties=options.ties,
         part_by_record=tables.part_by_record,
-        warnings=(*check_rows(tables), *_check_slots(tables, schema, once, slot_counts)),
+        warnings=(*check_input(collected), *_check_slots(tables, schema, once, slot_counts)),
     )
 
 
@@ -198,12 +199,22 @@ def collect_input(
     return CollectedInput(tables, schema, excluded_columns, split, feature_statistics, num_input_records)
 
 
-def check_rows(tables: InputTables) -> list[tuple[str, str]]:
-    """Return warnings about rows that are left out, or that are not in the order of their times."""
+def check_input(collected: CollectedInput) -> list[tuple[str, str]]:
+    """Return warnings about rows that are left out or not in the order of their times, and about fill values."""
+    tables = collected.tables
+    measured = {feature.name for feature in collected.schema.features if feature.kind == "continuous"}
+    samples = [column.number_sample for name, column in collected.statistics.items() if name in measured]
+    fill_values = describe_fill_values(
+        find_fill_values(samples),
+        tables.layout,
+        has_labels=len(measured) < len(collected.schema),
+        value_type=tables.schema.field(VALUE).type if tables.layout == "long" else None,
+    )
     message_by_code = {
         "malformed_rows": describe_bad_rows(tables.tables),
         "unreadable_times": tables.unreadable_times.describe(),
         "newest_first": _describe_order(tables),
+        "fill_values": fill_values,
     }
     return [(code, message) for code, message in message_by_code.items() if message is not None]
 
