@@ -22,8 +22,9 @@ from click.testing import CliRunner
 from connectors.kafka.ports import KafkaCluster
 from deformer_stream.cli.init import command as init
 from deformer_stream.cli.init.config_file import needs_folds
+from deformer_stream.cli.init.label_columns import choose_normal_value
 from deformer_stream.cli.init.messages import convert_to_table
-from deformer_stream.cli.init.table_view import choose_normal_value, look_at_tables
+from deformer_stream.cli.init.table_view import look_at_tables
 from deformer_stream.errors import InputError
 from deformer_stream.settings import SETTINGS_BY_COMMAND, load_settings
 from deformer_stream.tables.table import TableOptions
@@ -55,6 +56,17 @@ def plant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     )
     table.to_csv("plant.csv", sep=";", decimal=",", index=False)
     return tmp_path / "plant.csv"
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the command take its input for a terminal, so that it asks."""
+
+    class Terminal(click.testing._NamedTextIOWrapper):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setattr(click.testing, "_NamedTextIOWrapper", Terminal)
 
 
 def read_config(path: Path = Path("deformer.toml")) -> dict[str, Any]:
@@ -118,8 +130,8 @@ def test_every_question_has_an_option(cli: RunCommand, plant: Path) -> None:
         "exclude": ["order_no", "changepoint"],
         "max-time": "90s",
     }
-    # 10,000 seconds are 83 windows of two minutes.
-    assert "alpha 0.005 is out of reach: it needs at least 199 normal records, and there are about 83" in result.out
+    # 10,000 seconds are 83 windows of two minutes, of which 90% are normal.
+    assert "alpha 0.005 is out of reach: it needs at least 199 normal records, and there are about 75" in result.out
     assert config["consume"] == {"grace": "2s"}
 
 
@@ -341,9 +353,180 @@ def test_irregular_is_refused_with_options_that_contradict_it(
     assert read_config()["train"]["irregular"] is True
 
 
+def write_batches(result: str = "result", normal: str = "OK", other: str = "Schaum") -> None:
+    """Write 600 batches to `batches.csv`: an id, times, a measurement, a total, a product, and the result."""
+    rng = np.random.default_rng(0)
+    table = pd.DataFrame(
+        {
+            "batch_id": [f"B{i:05d}" for i in range(600)],
+            "started": pd.Timestamp("2026-01-01", tz="UTC") + pd.to_timedelta(np.arange(600), unit="h"),
+            "flow": rng.normal(20, 1, 600).round(3),
+            "energy_total": np.cumsum(rng.uniform(5, 15, 600)).round(2),
+            "product": rng.choice(["A", "B"], 600),
+            result: np.where(np.arange(600) % 20 < 19, normal, other),
+        }
+    )
+    table.to_csv("batches.csv", index=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "normal"),
+    [("result", "OK"), ("Bewertung", "i.O."), ("Prüfergebnis", "gut"), ("Störung", "keine"), ("Fehlercode", "0")],
+)
+def test_a_label_is_recognised_by_name_and_values(cli: RunCommand, plant: Path, name: str, normal: str) -> None:
+    write_batches(name, normal, "7" if normal == "0" else "n.i.O.")
+    result = cli("init", "batches.csv", "--yes")
+    assert result.code == 0, result.err
+    assert f"labels   {name}: {normal} (570 rows)" in result.out
+    train = read_config()["train"]
+    assert (train["label"], train["normal"]) == (name, normal)
+    assert "note: the column" not in result.out
+
+
+@pytest.mark.parametrize(("name", "normal", "other"), [("check", "ok", "Schaum"), ("Ergebnis", "A", "B")])
+def test_a_label_is_not_chosen_on_weak_evidence_but_mentioned(
+    cli: RunCommand, plant: Path, name: str, normal: str, other: str
+) -> None:
+    write_batches(name, normal, other)
+    result = cli("init", "batches.csv", "--yes")
+    assert result.code == 0, result.err
+    assert f"labels?  {name}: {normal} (570 rows), {other} (30 rows)" in result.out
+    note = f"note: the column {name} may say whether a row is normal ({normal} (570 rows), {other} (30 rows)): "
+    assert f"{note}if so, add --label {name} --normal {normal}" in result.out.splitlines()
+    assert "label" not in read_config()["train"]
+    assert "may say" not in cli("init", "batches.csv", "--yes", "--force", "--label", "").out
+
+
+def test_columns_with_few_texts_are_offered_as_labels(
+    plant: Path, monkeypatch: pytest.MonkeyPatch, terminal: None
+) -> None:
+    write_batches("check", "fine", "foam")
+    answers = ["row", "flow", "check", "", "", "", ""]
+    result = CliRunner().invoke(init.build_init(), ["batches.csv"], input="\n".join(answers) + "\n")
+    assert result.exit_code == 0, result.output
+    question = "Column that says whether a row is normal, such as product, check (- for none) [-]"
+    assert question in result.output
+    assert "'flow' is not a choice; answer one of: product, check, -" in result.output
+    assert "Value of check in normal rows [fine]" in result.output
+    train = read_config()["train"]
+    assert (train["label"], train["normal"]) == ("check", "fine")
+
+
+def test_the_value_of_normal_rows_is_checked(cli: RunCommand, plant: Path) -> None:
+    write_batches()
+    ended = cli("init", "batches.csv", "--yes", "--label", "result", "--normal", "ok")
+    message = "--normal ok: no row has result = ok; the column contains OK (570 rows), Schaum (30 rows): give one of"
+    assert (ended.code, len(ended.lines)) == (2, 1)
+    assert message in ended.err
+    ended = cli("init", "plant.csv", "--yes", "--label", "fault", "--normal", "okay")
+    assert ended.code == 2
+    assert "no row has fault = okay; the column contains 0 (900 rows), 1 (100 rows)" in ended.err
+    assert cli("init", "plant.csv", "--yes", "--label", "fault", "--normal", " 0.0").code == 0
+    assert read_config()["train"]["normal"] == "0"
+
+
+def test_values_of_rows_that_were_not_read_are_permitted(
+    cli: RunCommand, plant: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_batches()
+    monkeypatch.setattr("deformer_stream.cli.init.table_view.MAX_ROWS", 200)
+    result = cli("init", "batches.csv", "--yes", "--label", "result", "--normal", "later")
+    assert result.code == 0, result.err
+    assert (
+        "note: none of the first 200 rows has result = later; they have OK (190 rows), Schaum (10 rows)" in result.out
+    )
+    assert read_config()["train"]["normal"] == "later"
+
+
+def test_totals_are_left_out_as_in_training(cli: RunCommand, plant: Path) -> None:
+    write_batches()
+    result = cli("init", "batches.csv", "--yes")
+    line = next(line for line in result.out.splitlines() if line.startswith("energy_total"))
+    assert line.split()[1:3] == ["left", "out"]
+    assert "only rises in the course of time" in line
+    assert Path("deformer.toml").read_text().startswith("# batches.csv: 600 rows, 2 features.")
+    # Without times the rows may be sorted by the column.
+    table = pd.read_csv("batches.csv").drop(columns="started")
+    table.to_csv("batches.csv", index=False)
+    result = cli("init", "batches.csv", "--yes", "--force")
+    assert next(line for line in result.out.splitlines() if line.startswith("energy_total")).split()[1] == "continuous"
+
+
+def test_a_column_of_ids_names_the_records(cli: RunCommand, plant: Path, model_dir: Path) -> None:
+    write_batches()
+    assert cli("init", "batches.csv", "--yes").code == 0
+    assert read_config()["record-column"] == "batch_id"
+    table = pd.read_csv("batches.csv")
+    table.rename(columns={"flow": "x", "batch_id": "order"}).to_csv("batches.csv", index=False)
+    assert cli("init", "batches.csv", "--yes", "--force").code == 0
+    assert read_config()["record-column"] == "order"
+    for other in (
+        table.assign(lot_no=table["batch_id"]),  # two columns of ids
+        table.assign(batch_id=table["batch_id"].where(table.index != 5)),  # a row without id
+        table.assign(batch_id=table["batch_id"].where(table.index != 5, "B00001")),  # a repeated id
+        table.rename(columns={"batch_id": "row_id"}),
+        table.rename(columns={"batch_id": "remark"}),
+    ):
+        other.to_csv("batches.csv", index=False)
+        assert cli("init", "batches.csv", "--yes", "--force").code == 0
+        assert "record-column" not in read_config()
+    table.to_csv("batches.csv", index=False)
+    window = ["--record", "window", "--window", "2h", "--slots", "1"]
+    assert cli("init", "batches.csv", "--yes", "--force", *window).code == 0
+    assert "record-column" not in read_config()
+
+
+def write_local_readings() -> None:
+    """Write readings with the quality of each one, and times without a zone, to `log.csv`."""
+    n = 800
+    rng = np.random.default_rng(0)
+    table = pd.DataFrame(
+        {
+            "device": "pump-7",
+            "feature": np.tile(["flow", "power"], n // 2),
+            "value": rng.normal(20, 1, n).round(3),
+            "time": pd.date_range("2026-01-01", periods=n // 2, freq="s").repeat(2).strftime("%d.%m.%Y %H:%M:%S"),
+            "Quality": np.where(np.arange(n) % 50 == 0, "Bad", "Good"),
+        }
+    )
+    table.loc[table["Quality"] == "Bad", "value"] = 99999
+    table.to_csv("log.csv", index=False)
+
+
+def test_times_without_a_zone_quality_and_fill_values_are_mentioned(
+    cli: RunCommand, plant: Path, terminal: None
+) -> None:
+    write_local_readings()
+    result = CliRunner().invoke(init.build_init(), ["log.csv", "--yes"])
+    assert result.exit_code == 0, result.output
+    lines = result.output.splitlines()
+    assert "note: the times have no zone and are taken as UTC; set --timezone, such as Europe/Berlin" in lines
+    quality = "note: the column Quality is not Good for 2.0% of the readings; to leave these readings out, add "
+    assert f"{quality}--where \"Quality = 'Good'\"" in lines
+    assert (
+        "warning  99999 occurs 16 times in sensor flow, far from all other values: is it a fill value?" in result.output
+    )
+    assert read_config()["timezone"] == "UTC"
+    options = ["--force", "--where", "Quality = 'Good'"]
+    result = CliRunner().invoke(init.build_init(), ["log.csv", *options], input="\n" * 12)
+    assert result.exit_code == 0, result.output
+    assert "Time zone of the times, which state none, such as Europe/Berlin (UTC = the hours are those of UTC)" in (
+        result.output
+    )
+    assert "note: the" not in result.output
+    assert "99999" not in result.output
+    assert read_config()["where"] == "Quality = 'Good'"
+    assert "whether a row is normal" not in result.output
+
+
 def test_a_table_of_readings_under_other_names_is_explained(cli: RunCommand, plant: Path) -> None:
     Path("log.csv").write_text("ts,tag,val\n2026-01-01 00:00:00,flow,20.5\n2026-01-01 00:00:01,flow,20.6\n")
-    assert_command_failed(cli("init", "log.csv", "--yes"), 3, "'tag'", "rename its columns (ts, tag, val)")
+    assert_command_failed(
+        cli("init", "log.csv", "--yes"),
+        3,
+        "'tag'",
+        "rename tag to feature, ts to time, val to value; add a column device",
+    )
 
 
 def test_large_files_are_estimated_from_their_beginning(plant: Path) -> None:
@@ -399,6 +582,10 @@ def test_rows_after_a_column_has_changed_its_type_are_counted(plant: Path) -> No
         ("anomaly", ["false", "true"], "false"),
         ("fault", ["bearing", "none"], "none"),
         ("label", ["a", "b"], "b"),
+        ("result", ["i. O.", "n.i.O."], "i. O."),
+        ("Befund", ["x", "o.B."], "o.B."),
+        ("result", ["OK", "ok"], "ok"),
+        ("Fehler", ["Leck", "kein Fehler"], "kein Fehler"),
     ],
 )
 def test_normal_values_are_guessed(column: str, values: list[str], normal: str) -> None:

@@ -82,7 +82,7 @@ def run_init(inputs: tuple[str, ...], settings: InitSettings) -> None:
             f"{settings.output} exists and is not replaced: add --force to replace it, or --output to write another"
         )
     from deformer_stream.cli.init.config_file import describe_reach, format_config, list_next_commands
-    from deformer_stream.cli.init.questions import ask_questions
+    from deformer_stream.cli.init.questions import ask_questions, list_assumptions
     from deformer_stream.model.windows import format_duration
 
     look = _look_at_topic(settings, settings.topic) if settings.topic else _look_at_files(inputs, saved_table, settings)
@@ -103,6 +103,8 @@ def run_init(inputs: tuple[str, ...], settings: InitSettings) -> None:
             "\nnote: alerts and incidents of rows do not name the device; with --record window "
             f"--window {length} --slots 1 each row is a record of its device"
         )
+    for note in list_assumptions(view, settings, answers, asks):
+        click.echo(f"\nnote: {note}")
     if reach := describe_reach(subject, answers):
         click.echo(f"\nwarning: {reach}")
     click.echo(f"\n{settings.output} was written; all commands in its folder read it. Next:\n")
@@ -119,6 +121,7 @@ def run_init(inputs: tuple[str, ...], settings: InitSettings) -> None:
 def format_view(view: TableView) -> str:
     """Return what the first look at the data has shown, as text for the terminal."""
     from deformer_stream.cli.config_report import align_columns
+    from deformer_stream.cli.init.label_columns import describe_values
     from deformer_stream.model.windows import format_rough_duration
 
     about = "" if view.is_exact else "about "
@@ -148,12 +151,17 @@ def format_view(view: TableView) -> str:
         lines.append("warning  most rows are earlier than the row before: sort the table by time before it is scored")
     if view.time_error is not None:
         lines.append(f"warning  not all times in the column {view.time_column} can be read: {view.time_error}")
+    if view.fill_values is not None:
+        lines.append(f"warning  {view.fill_values}")
     if view.device_column is not None:
         shown = ", ".join(view.devices[:5]) + (", …" if len(view.devices) > 5 else "")
         lines.append(f"devices  {len(view.devices)} in the column {view.device_column}: {shown}")
     for column_name, counts in view.label_counts.items():
         shown = ", ".join(f"{value} ({count:,} rows)" for value, count in counts.items())
         lines.append(f"labels   {column_name}: {shown}")
+    for column_name, candidate in view.label_columns.items():
+        if candidate.evidence == "weak":
+            lines.append(f"labels?  {column_name}: {describe_values(candidate.count_by_value)}")
     return "\n".join(lines).rstrip()
 
 
@@ -213,7 +221,8 @@ def _describe_subject(look: _Look, inputs: Sequence[str], settings: InitSettings
         if view.span is not None and not settings.topic:
             num_records = round(num_devices * view.span / answers.window)
     if num_records is not None and answers.label is not None:
-        counts = view.label_counts.get(answers.label, {})
+        column = view.label_columns.get(answers.label)
+        counts = {} if column is None else column.count_by_value
         num_rows = sum(counts.values())
         if num_rows:
             num_records = round(num_records * counts.get(answers.normal or "", 0) / num_rows)
@@ -221,7 +230,9 @@ def _describe_subject(look: _Look, inputs: Sequence[str], settings: InitSettings
     if settings.topic:
         description = f"The topic {settings.topic}, of which {view.num_rows:,} readings were looked at."
     else:
-        description = f"{', '.join(view.inputs)}: {about}{view.num_rows:,} rows, {len(view.feature_names)} features."
+        others = {answers.label, *answers.exclude, view.device_column if answers.record == "window" else None}
+        num_features = len([name for name in view.feature_names if name not in others])
+        description = f"{', '.join(view.inputs)}: {about}{view.num_rows:,} rows, {num_features} features."
     return Subject(
         description,
         look.tables or ("normal.parquet",),
@@ -311,7 +322,9 @@ def _look_at_files(inputs: Sequence[str], table: Path | None, settings: InitSett
 
     if table is None:
         options = TableOptions.from_settings(settings)
-        return _Look(look_at_tables(inputs, options, settings.time_column, settings.device_column), tuple(inputs))
+        return _Look(
+            look_at_tables(inputs, options, settings.time_column, settings.device_column, settings.label), tuple(inputs)
+        )
     from connectors.files.lines import read_lines
 
     files = find_data_files(inputs)

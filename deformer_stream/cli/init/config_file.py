@@ -136,7 +136,13 @@ def format_config(subject: Subject, answers: Answers) -> str:
         lines += ["", "# The unit of times that are written as numbers since 1970."]
         lines.append(_format_entry("time-unit", answers.time_unit))
     if answers.table_options:
-        lines += ["", "# How tables are read.", *_format_entries(answers.table_options)]
+        lines += ["", "# How tables are read."]
+        for name, value in answers.table_options.items():
+            if name == "record_column":
+                lines.append(
+                    "# The column whose values, which must differ from row to row, name the records in alerts."
+                )
+            lines.append(_format_entry(name, value))
     if subject.stream_options:
         lines += [
             "",

@@ -6,6 +6,7 @@ from the user or from a default.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, get_args
 
@@ -13,7 +14,8 @@ import click
 from pydantic import TypeAdapter, ValidationError
 
 from deformer_stream.cli.init.config_file import Answers, RecordKind
-from deformer_stream.cli.init.table_view import TableView, choose_normal_value
+from deformer_stream.cli.init.label_columns import choose_normal_value, describe_values, match_value
+from deformer_stream.cli.init.table_view import TableView
 from deformer_stream.errors import ConfigError
 from deformer_stream.model.windows import PerSlot, Window, format_duration
 from deformer_stream.record_limits import MAX_SLOTS
@@ -35,6 +37,9 @@ PER_SLOT_DEFAULT: PerSlot = "first"
 
 NONE = "-"
 """What a user answers if no column is meant."""
+
+MAX_OFFERED_COLUMNS = 8
+"""Number of columns that are listed as possible labels."""
 
 READINGS_PER_SENSOR = 60
 """Number of readings of a usual sensor up to which the proposed window grows if readings are irregular."""
@@ -80,15 +85,18 @@ def ask_questions(view: TableView, settings: InitSettings, asks: bool) -> Answer
         contamination = 0.0 if label is not None else _ask(question, "0%", _make_parser(MinorityShare), asks)
     exclude = _choose_exclusions(view, settings, label, asks)
     timezone = settings.timezone
-    if timezone is None and view.has_local_times and (record == "window" or view.layout == "long"):
-        timezone = _ask("Time zone of the times", "UTC", check_timezone, asks)
+    if timezone is None and needs_timezone(view, record):
+        question = "Time zone of the times, which state none, such as Europe/Berlin (UTC = the hours are those of UTC)"
+        timezone = _ask(question, "UTC", check_timezone, asks)
     alpha, max_time = settings.alpha, settings.max_time
     if alpha is None:
         alpha = _ask("Largest share of normal records that raise an alert", DEFAULT_ALPHA, _make_parser(Share), asks)
     if max_time is None:
         max_time = _ask("Time limit of the training", DEFAULT_MAX_TIME, _make_parser(Timeout), asks)
-    reading: dict[str, Any] = {name: getattr(settings, name) for name in ("delimiter", "decimal", "encoding")}
+    reading: dict[str, Any] = {name: getattr(settings, name) for name in ("where", "delimiter", "decimal", "encoding")}
     reading |= {"header": settings.header, "no_header": settings.no_header or None, "time_column": view.time_option}
+    if record == "row" and view.id_column not in (None, label):
+        reading["record_column"] = view.id_column
     # The column `device` is used without an option.
     if record == "window" and view.device_column not in (None, "device"):
         reading["device_column"] = view.device_column
@@ -109,6 +117,53 @@ def ask_questions(view: TableView, settings: InitSettings, asks: bool) -> Answer
         time_unit=view.time_unit,
         table_options={name: value for name, value in reading.items() if value is not None},
     )
+
+
+def needs_timezone(view: TableView, record: RecordKind) -> bool:
+    """Return whether the times of readings are texts without a time zone, which training and scoring then need."""
+    return view.has_local_times and (record == "window" or view.layout == "long")
+
+
+def list_assumptions(view: TableView, settings: InitSettings, answers: Answers, asks: bool) -> list[str]:
+    """Return what the user should check in the answers, each as a sentence.
+
+    Args:
+        view: What the input shows.
+        settings: Options of `init`.
+        answers: The answers to the questions.
+        asks: Whether the user was asked.
+    """
+    notes = []
+    if not asks and settings.timezone is None and needs_timezone(view, answers.record):
+        notes.append("the times have no zone and are taken as UTC; set --timezone, such as Europe/Berlin")
+    if not asks and answers.label is None and settings.label is None:
+        for name, column in view.label_columns.items():
+            if column.evidence == "weak":
+                normal = choose_normal_value(name, column.count_by_value)
+                notes.append(
+                    f"the column {name} may say whether a row is normal ({describe_values(column.count_by_value)}): "
+                    f"if so, add --label {shlex.quote(name)} --normal {shlex.quote(normal)}"
+                )
+    if answers.normal is not None and answers.label is not None:
+        chosen = view.label_columns.get(answers.label)
+        if chosen is not None and match_value(answers.normal, chosen.count_by_value) is None:
+            notes.append(
+                f"none of the first {view.num_rows_read:,} rows has {answers.label} = {answers.normal}; they have "
+                f"{describe_values(chosen.count_by_value)}"
+            )
+    if view.quality_column is not None and settings.where is None:
+        name, usual, share = view.quality_column
+        notes.append(
+            f"the column {name} is not {usual} for {share:.1%} of the readings; to leave these readings out, add "
+            f'--where "{format_equality(name, usual)}"'
+        )
+    return notes
+
+
+def format_equality(column: str, text: str) -> str:
+    """Return the condition of `--where` that a column has a text, for a shell between double quotes."""
+    name = column if column.isidentifier() else f'\\"{column}\\"'
+    return f"{name} = '" + text.replace("'", "''") + "'"
 
 
 def _ask(question: str, default: str, parse: Callable[[str], Value], asks: bool) -> Value:
@@ -315,10 +370,12 @@ def _choose_label(view: TableView, settings: InitSettings, asks: bool) -> tuple[
         ConfigError: The chosen column or value does not exist.
     """
     label, normal = settings.label, settings.normal
-    candidates = list(view.label_counts)
+    candidates = list(view.label_columns)
     if label is None and candidates:
-        question = f"Column that says whether a row is normal ({NONE} for none)"
-        label = _ask(question, candidates[0], _make_choice([*candidates, NONE]), asks)
+        default = next(iter(view.label_counts), NONE)
+        listed = ", ".join(candidates[:MAX_OFFERED_COLUMNS])
+        question = f"Column that says whether a row is normal, such as {listed} ({NONE} for none)"
+        label = _ask(question, default, _make_choice([*candidates, NONE]), asks)
     if label in (None, "", NONE):
         if normal is not None:
             raise ConfigError("--normal needs --label, the column that has this value in normal rows; add --label")
@@ -326,13 +383,22 @@ def _choose_label(view: TableView, settings: InitSettings, asks: bool) -> tuple[
     names = [*candidates, *(column.name for column in view.columns)]
     if label not in names:
         raise ConfigError(f"--label {label}: there is no such column; give one of: {', '.join(dict.fromkeys(names))}")
-    counts = view.label_counts.get(label, {})
-    if normal is None and not counts:
+    column = view.label_columns.get(label)
+    if normal is None and column is None:
         raise ConfigError(f"--label {label} needs --normal, the value of this column in normal rows; add --normal")
+    if column is None:  # it has more values than were counted
+        return label, normal
+    counts = column.count_by_value
     if normal is None:
         question = f"Value of {label} in normal rows"
-        normal = _ask(question, choose_normal_value(label, counts), _make_choice(list(counts)), asks)
-    return label, normal
+        return label, _ask(question, choose_normal_value(label, counts), _make_choice(list(counts)), asks)
+    value = match_value(normal, counts)
+    if value is None and view.are_all_rows_read:
+        raise ConfigError(
+            f"--normal {normal}: no row has {label} = {normal}; the column contains {describe_values(counts)}: give "
+            "one of these values to --normal"
+        )
+    return label, value or normal
 
 
 def _choose_exclusions(view: TableView, settings: InitSettings, label: str | None, asks: bool) -> tuple[str, ...]:

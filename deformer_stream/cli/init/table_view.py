@@ -14,12 +14,29 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from deformer_stream.cli.init.column_names import (
+    ANSWER_NAME,
+    DEVICE_NAME,
+    ID_NAME,
+    RECORD_NAME,
+    SENSOR_NAME,
+    TIME_NAME,
+    VALUE_NAME,
+    may_be_label,
+    simplify_name,
+)
+from deformer_stream.cli.init.label_columns import (
+    LabelColumn,
+    find_label_columns,
+    find_quality_column,
+    has_quality_name,
+)
 from deformer_stream.codec.columns import is_numeric, is_present, parse_times, to_float64
 from deformer_stream.codec.time_columns import UTC_MICROSECONDS, has_local_texts
 from deformer_stream.codec.timestamps import TimeUnit, guess_unit
 from deformer_stream.engine.events import NO_TIME
 from deformer_stream.errors import InputError
-from deformer_stream.model.schema import Feature, format_label
+from deformer_stream.model.schema import Feature
 from deformer_stream.model.windows import Window
 from deformer_stream.settings.base import Layout
 from deformer_stream.tables.discovery import CSV, PARQUET, find_files, has_ending
@@ -33,14 +50,15 @@ from deformer_stream.tables.table import (
     map_read_errors,
 )
 from trainer.feature_kinds import ColumnStatistics, infer_feature
-from trainer.identifiers import MIN_SHARE_OF_RISES, MIN_VALUES, find_unix_unit
-from trainer.tables import DEVICE, FEATURE, TIME, VALUE, classify_type
+from trainer.fill_values import describe_fill_values, find_fill_values
+from trainer.identifiers import MIN_RISES, MIN_SHARE_OF_RISES, MIN_VALUES, find_unix_unit
+from trainer.tables import DEVICE, FEATURE, TIME, VALUE, ValueForm, classify_type
 
 MAX_ROWS, MAX_CELLS = 20_000, 1_000_000
 """Largest number of rows, and of cells (rows times columns), that are read."""
 
-MAX_LABELS = 20
-"""Largest number of different values of a column that may say whether a row is normal."""
+MAX_ID_LENGTH = 100
+"""Largest number of characters of an id that names a record."""
 
 MAX_DEVICES = 1000
 """Largest number of devices that are counted."""
@@ -49,39 +67,11 @@ SAMPLE_BYTES = 1 << 20
 """Number of bytes at the beginning of a CSV file from which the number of its rows is estimated."""
 
 
-_LABEL_NAME = re.compile(
-    r"(^|[^a-z])(is_?)?(anomal(y|ies|ous)|faults?|faulty|outliers?|defects?|defective|failures?|attacks?|labels?|"
-    r"normal|healthy|good)([^a-z]|$)"
-)
-"""Names of columns that usually say whether a row is normal."""
-
-_ANSWER_NAME = re.compile(
-    r"(^|[^a-z])(change_?points?|root_?cause|target|fault_?(id|type|number)|split|fold)([^a-z]|$)"
-)
-"""Names of columns that were added by somebody who knows the faults, and that must not become features either."""
-
-_ID_NAME = re.compile(r"(^|[^a-z])(id|uuid|guid|index|serial(_?(no|number))?|row(_?(no|number))?|order_?no)$")
-"""Names of columns that usually identify rows."""
-
-_DEVICE_NAME = re.compile(
-    r"^(device|machine|asset|equipment|unit|pump|motor|vehicle|turbine|line|station)(_?(id|name))?$"
-)
-"""Names of columns that usually contain the device of a row."""
-
-_SENSOR_NAME = re.compile(r"^(tag|tag_?name|sensor|signal|point|variable|parameter|metric|channel)(_?(id|name))?$")
-"""Names of columns that usually contain the sensor of a reading, in a table with one reading per row."""
-
 REGULAR_GAP_RATIO = 1.25
 """Gaps between the readings of a sensor count as regular if they differ from the usual gap by this factor at most."""
 
 MAX_IRREGULAR_SHARE = 0.2
 """Share of the gaps that may be irregular in a table of regular readings, because some readings are missing."""
-
-_NORMAL_VALUES = ("normal", "ok", "good", "healthy", "none", "no", "n", "false", "0")
-"""Labels of normal rows, the most certain first."""
-
-_NORMAL_VALUES_OF_NORMAL = ("true", "yes", "1", "normal", "ok")
-"""Labels of normal rows in a column such as `is_normal`, the most certain first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,8 +154,11 @@ class TableView:
         record_column: The column with the id of the record, None if there is none.
         repeated_in_record: Share of the readings that have an earlier reading of their sensor in their record, from 0
             to 1. 0 if a row is not one reading, or if there is no column with the id of the record.
-        label_counts: By column that may say whether a row is normal, the number of rows by value; the most likely
-            column first.
+        label_columns: The columns that may say whether a row is normal, the most likely one first.
+        quality_column: The column that says whether a reading is valid, its usual value, and the share of readings with
+            another one; None if there is no such column.
+        id_column: The column of a wide table that probably names the record of each row, None if there is none.
+        fill_values: A sentence about values such as 99999 that probably stand for missing readings, None for none.
         suggested_exclusions: Columns that became features and probably should not: ids and answers.
         dialect: How a CSV file is read, as one line; None for other formats.
         reading_times: The times of the readings. None if there are no times.
@@ -190,7 +183,10 @@ class TableView:
     devices: tuple[str, ...] = ()
     record_column: str | None = None
     repeated_in_record: float = 0.0
-    label_counts: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    label_columns: Mapping[str, LabelColumn] = field(default_factory=dict)
+    quality_column: tuple[str, str, float] | None = None
+    id_column: str | None = None
+    fill_values: str | None = None
     suggested_exclusions: tuple[str, ...] = ()
     dialect: str | None = None
     reading_times: ReadingTimes | None = None
@@ -202,12 +198,25 @@ class TableView:
         """The names of the columns or sensors that can be features."""
         return [column.name for column in self.columns if column.kind in ("continuous", "discrete")]
 
+    @property
+    def label_counts(self) -> dict[str, Mapping[str, int]]:
+        """By column that says, with strong evidence, whether a row is normal: the number of rows by value."""
+        return {
+            name: column.count_by_value for name, column in self.label_columns.items() if column.evidence == "strong"
+        }
+
+    @property
+    def are_all_rows_read(self) -> bool:
+        """Whether all rows of all files were looked at."""
+        return self.is_exact and self.num_rows_read == self.num_rows
+
 
 def look_at_tables(
     inputs: Sequence[str],
     options: TableOptions,
     time_column: str | None = None,
     device_column: str | None = None,
+    label: str | None = None,
 ) -> TableView:
     """Look at the first rows of tables.
 
@@ -216,6 +225,7 @@ def look_at_tables(
         options: How they are read.
         time_column: The column with the time, None to find it.
         device_column: The column with the device, None to find it.
+        label: The column that says whether a row is normal, None to find it.
 
     Raises:
         InputError: A file does not exist or cannot be read, a column does not exist, or the table has one reading per
@@ -224,7 +234,7 @@ def look_at_tables(
     files = find_files(inputs, PARQUET + CSV)
     # Only the first file is opened.
     table = Table.open_all(files[:1], options)[0]
-    return look_at_table(table, tuple(inputs), files, time_column, device_column)
+    return look_at_table(table, tuple(inputs), files, time_column, device_column, label)
 
 
 def look_at_table(
@@ -233,6 +243,7 @@ def look_at_table(
     files: Sequence[Path] = (),
     time_column: str | None = None,
     device_column: str | None = None,
+    label: str | None = None,
 ) -> TableView:
     """Look at the first rows of a table.
 
@@ -242,6 +253,7 @@ def look_at_table(
         files: All files; empty for a table in memory.
         time_column: The column with the time, None to find it.
         device_column: The column with the device, None to find it.
+        label: The column that says whether a row is normal, None to find it.
 
     Raises:
         InputError: The table cannot be read or has no rows, a column does not exist, or the table has one reading per
@@ -264,7 +276,7 @@ def look_at_table(
         forms[time_column] = "time"
     for name in table.schema.names:  # a text such as "none" among codes is a label, and no missing number
         if (
-            _may_be_label(name)
+            (may_be_label(name) or name == label)
             and table.is_text_column(name)
             and classify_type(table.schema.field(name).type) == "number"
         ):
@@ -284,8 +296,11 @@ def look_at_table(
     if span is not None:
         span *= num_rows / batch.num_rows  # as if the rate stays the same in the other rows
     statistics = _collect_statistics(batch, is_long, {time_column, devices_of_rows[0] if is_long else None})
-    views, features = _describe_columns(table, batch, statistics, time_column, is_long)
-    label_counts = _find_labels(batch, time_column, is_long)
+    is_in_time_order = int((steps > 0).sum()) >= MIN_RISES and bool((steps >= 0).all())
+    views, features = _describe_columns(table, batch, statistics, time_column, is_long, is_in_time_order)
+    not_labels = {time_column, *((FEATURE, VALUE, DEVICE, DEFAULT_RECORD_COLUMN) if is_long else ())}
+    measured = {view.name for view in views if view.kind == "continuous"}
+    samples = [column.number_sample for name, column in statistics.items() if name in measured]
     sensors = [name for name in features if is_long or name != devices_of_rows[0]]
     return TableView(
         inputs=tuple(inputs),
@@ -305,38 +320,20 @@ def look_at_table(
         devices=tuple(sorted({device for device in devices_of_rows[1] or [] if device is not None})[:MAX_DEVICES]),
         record_column=DEFAULT_RECORD_COLUMN if DEFAULT_RECORD_COLUMN in table.schema.names else None,
         repeated_in_record=_compute_repeated_in_record(batch) if is_long else 0.0,
-        label_counts=label_counts,
+        label_columns=find_label_columns(batch, not_labels, is_long, label),
+        quality_column=find_quality_column(batch) if is_long else None,
+        id_column=None if is_long or len(files) > 1 else _find_id_column(batch, features),
+        fill_values=describe_fill_values(find_fill_values(samples), layout, has_labels=len(measured) < len(features)),
         suggested_exclusions=tuple(
             name
             for name in features
-            if not is_long and (_ID_NAME.search(_simplify(name)) or _ANSWER_NAME.search(_simplify(name)))
+            if not is_long and (ID_NAME.search(simplify_name(name)) or ANSWER_NAME.search(simplify_name(name)))
         ),
         dialect=table.describe_dialect(),
         reading_times=None if times is None else _collect_reading_times(batch, times, owners, sensors),
         is_newest_first=int((steps < 0).sum()) > int((steps > 0).sum()),
         time_error=str(time_errors[min(time_errors)]) if time_errors else None,
     )
-
-
-def choose_normal_value(column: str, count_by_value: Mapping[str, int]) -> str:
-    """Return the value that a label column probably has in normal rows.
-
-    Args:
-        column: Name of the column.
-        count_by_value: Number of rows by value, at least one.
-    """
-    means_normal = re.search(r"normal|healthy|good|(^|_)ok", _simplify(column)) is not None
-    known = _NORMAL_VALUES_OF_NORMAL if means_normal else _NORMAL_VALUES
-    by_simple_text = {value.lower(): value for value in count_by_value}
-    return next(
-        (by_simple_text[value] for value in known if value in by_simple_text),
-        max(count_by_value, key=lambda value: count_by_value[value]),
-    )
-
-
-def _simplify(name: str) -> str:
-    """Return a column's name in lower case, with underscores between the words of a name such as `isFault`."""
-    return re.sub(r"[^a-z0-9]+", "_", re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower())
 
 
 def _choose_layout(table: Table) -> Layout:
@@ -348,13 +345,71 @@ def _choose_layout(table: Table) -> Layout:
     names = table.schema.names
     if FEATURE in names and VALUE in names:
         return "long"
-    sensor_column = next((name for name in names if _SENSOR_NAME.match(_simplify(name))), None)
+    sensor_column = next((name for name in names if SENSOR_NAME.match(simplify_name(name))), None)
     if sensor_column is not None and table.schema.field(sensor_column).type == pa.string() and len(names) <= 6:
         raise InputError(
             f"{table.name}: this looks like a table with one reading per row, whose sensor is in the column "
-            f"{sensor_column!r}; rename its columns ({', '.join(names)}) to device, feature, value and time"
+            f"{sensor_column!r}; {_describe_renaming(table, sensor_column)}"
         )
     return "wide"
+
+
+def _describe_renaming(table: Table, sensor_column: str) -> str:
+    """Return which columns of a table of readings must be renamed for training, and what to do about the others.
+
+    Args:
+        table: The table.
+        sensor_column: The column with the sensor.
+    """
+    role_by_column = {sensor_column: FEATURE}
+    form_by_column = {column.name: classify_type(column.type) for column in table.schema}
+    others = [name for name in table.schema.names if name != sensor_column and not has_quality_name(name)]
+    patterns: tuple[tuple[str, re.Pattern[str], ValueForm | None], ...] = (
+        (TIME, TIME_NAME, "time"),
+        (VALUE, VALUE_NAME, "number"),
+        (DEVICE, DEVICE_NAME, None),
+    )
+    for role, pattern, form in patterns:  # by its name or, if no name fits, by the type of its cells
+        named = [name for name in others if pattern.match(simplify_name(name))]
+        typed = [name for name in others if form_by_column[name] == form]
+        if chosen := (named or typed)[:1]:
+            role_by_column[chosen[0]] = role
+            others.remove(chosen[0])
+    renamed = [f"{name} to {role}" for name, role in role_by_column.items() if name != role]
+    missing = [role for role in (VALUE, TIME) if role not in role_by_column.values()]
+    text = f"rename {', '.join(renamed)}"
+    if missing:
+        text += "".join(f", and the column with the {role} to {role}" for role in missing)
+    if DEVICE not in role_by_column.values():
+        text += "; add a column device (if the sensors' names contain it, divide them)"
+    quality = next((name for name in table.schema.names if has_quality_name(name)), None)
+    if quality is not None:
+        text += f"; keep {quality}, and choose the valid readings with an option such as --where \"{quality} = 'Good'\""
+    return text
+
+
+def _find_id_column(batch: pa.RecordBatch, features: Sequence[str]) -> str | None:
+    """Return the column that names the record of each row, None if there is none or if several may do so.
+
+    Its name is that of an id, it is no feature, and its values are short texts or integers that are all different.
+
+    Args:
+        batch: The first rows.
+        features: The columns that became features.
+    """
+    if DEFAULT_RECORD_COLUMN in batch.schema.names:
+        return None
+    found = []
+    for name in batch.schema.names:
+        column = batch.column(name)
+        if name in features or not RECORD_NAME.match(simplify_name(name)) or column.null_count:
+            continue
+        is_short = pa.types.is_integer(column.type)
+        if pa.types.is_string(column.type):
+            is_short = all(0 < len(text) <= MAX_ID_LENGTH for text in column.to_pylist())
+        if is_short and len(column) >= MIN_VALUES and len(column.unique()) == len(column):
+            found.append(name)
+    return found[0] if len(found) == 1 else None
 
 
 def _find_date_column(table: Table) -> str | None:
@@ -461,7 +516,7 @@ def _find_devices(
         device_column = DEVICE
     if device_column is None and not is_long:
         for name in names:
-            if _DEVICE_NAME.match(_simplify(name)) and classify_type(batch.schema.field(name).type) == "text":
+            if DEVICE_NAME.match(simplify_name(name)) and classify_type(batch.schema.field(name).type) == "text":
                 num_values = len(batch.column(name).unique())
                 if num_values <= min(MAX_DEVICES, batch.num_rows / 10):
                     device_column = name
@@ -576,6 +631,7 @@ def _describe_columns(
     statistics: Mapping[str, ColumnStatistics],
     time_column: str | None,
     is_long: bool,
+    is_in_time_order: bool,
 ) -> tuple[list[ColumnView], list[str]]:
     """Return a description of each column, and the names of those that became features.
 
@@ -585,6 +641,7 @@ def _describe_columns(
         statistics: The statistics of each column or sensor.
         time_column: The column with the time, None if there is none.
         is_long: Whether a row is one reading.
+        is_in_time_order: Whether the rows are in the order of time, as training decides it.
     """
     views = [ColumnView(name, "left out", "index of the data frame") for name in table.index_columns]
     features: list[str] = []
@@ -600,7 +657,9 @@ def _describe_columns(
         if not is_long and name == DEFAULT_RECORD_COLUMN:
             views.append(ColumnView(name, "left out", "the record's id"))
             continue
-        feature = infer_feature(column_statistics, None, False, others=statistics.values())
+        feature = infer_feature(
+            column_statistics, None, False, is_in_time_order=is_in_time_order, others=statistics.values()
+        )
         if isinstance(feature, Feature):
             features.append(name)
             views.append(ColumnView(name, feature.kind, feature.reason, _describe_values(feature), unit))
@@ -614,32 +673,3 @@ def _describe_values(feature: Feature) -> str:
     if feature.kind == "continuous":
         return f"{feature.low:g} to {feature.high:g}"
     return ", ".join(feature.labels[:5]) + (", …" if len(feature.labels) > 5 else "")
-
-
-def _may_be_label(name: str) -> bool:
-    """Return whether a column, by its name, may say whether a row is normal."""
-    return _LABEL_NAME.search(_simplify(name).replace("_", " ")) is not None
-
-
-def _find_labels(batch: pa.RecordBatch, time_column: str | None, is_long: bool) -> dict[str, dict[str, int]]:
-    """Return the columns that may say whether a row is normal, with the number of rows by value.
-
-    Args:
-        batch: The first rows.
-        time_column: The column with the time, which is no label.
-        is_long: Whether a row is one reading; its value and its sensor are no labels.
-    """
-    not_labels = {time_column, *((FEATURE, VALUE, DEVICE, DEFAULT_RECORD_COLUMN) if is_long else ())}
-    found: dict[str, dict[str, int]] = {}
-    for name in batch.schema.names:
-        if name in not_labels or not _may_be_label(name):
-            continue
-        column = batch.column(name)
-        if classify_type(column.type) not in ("number", "boolean", "text") or len(column.unique()) > MAX_LABELS:
-            continue
-        indexes, labels = encode_labels(column)
-        counts = {format_label(label): int((indexes == index).sum()) for index, label in enumerate(labels)}
-        if counts := {label: count for label, count in counts.items() if count}:
-            found[name] = counts
-    # A column with more than one value is more likely to be the label.
-    return dict(sorted(found.items(), key=lambda item: len(item[1]) < 2))
