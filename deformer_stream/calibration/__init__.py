@@ -14,6 +14,7 @@ All of them compare new records with stored normal ones, the calibration records
 
     incident_budget      the number of false incidents that a user accepts, and the rule that keeps it
     incident_segments    the segment rule
+    observed_time        the time by which numbers of false incidents are divided
     incident_evidence, conditional_e_values   the rule by e-values
     false_alarm_patterns, share_vectors       kinds of false incidents that people have labelled
     fault_classifier     names of known faults

@@ -146,7 +146,7 @@ def make_document(proposal: Proposal, base: Mapping[str, Any], made: int, today:
             "to": format_rfc3339(log.end),
             "records": log.num_records,
             "devices": log.num_devices,
-            "device_hours": log.device_hours,
+            "device_hours": round(log.device_hours, 2),
             "records_of_other_models": log.num_other_model,
         },
         "labels": {"number": proposal.num_labels, "of_unknown_incidents": proposal.num_unknown_labels},

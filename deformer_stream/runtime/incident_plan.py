@@ -48,6 +48,7 @@ class DetectionPlan:
         model: Fingerprint of the model, whose scores the patterns hold.
         device_by: The separator that `options.get_device` uses, None for the default ones.
         model_name: Name of the model among several ones, `ONLY_MODEL` if there is one model.
+        window: Width of a window in microseconds if records are windows, else None. It does not change incidents.
     """
 
     plan: BudgetPlan
@@ -56,6 +57,7 @@ class DetectionPlan:
     model: str = ""
     device_by: str | None = None
     model_name: str = ONLY_MODEL
+    window: int | None = None
 
     @cached_property
     def identity(self) -> str:
@@ -242,5 +244,10 @@ def plan_detection(
         get_device=make_get_device(settings.device_by),
     )
     return DetectionPlan(
-        plan, options, calibration.patterns if calibration is not None and is_own else (), model, settings.device_by
+        plan,
+        options,
+        calibration.patterns if calibration is not None and is_own else (),
+        model,
+        settings.device_by,
+        window=window,
     )

@@ -389,6 +389,21 @@ def test_the_span_bounds_what_is_compared(
         propose(fleet.read, detection, labels, ProposalOptions(since=START + 400 * DAY))
 
 
+def test_rates_count_windows_of_eight_hours_as_eight_hours(detection: DetectionPlan) -> None:
+    """12 false incidents of 5 devices in 122 days are 0.59 in 30 days of a device, whatever the length of windows."""
+    episodes = [Episode(number % 5, 3 * (5 + 9 * number), 12, 9.0, FALSE_SHARES) for number in range(12)]
+    fleet = Fleet(num_devices=5, num_days=122, per_day=3, episodes=episodes)
+    proposal = propose(fleet.read, detection, [], ProposalOptions())
+    rate = proposal.rate_today
+    assert proposal.log.device_hours == 5 * 122 * 24
+    assert rate.count >= 10
+    assert rate.per_period == pytest.approx(rate.count / (5 * 122 / 30))
+    weekly = Fleet(num_devices=2, num_days=70, per_day=1)
+    weekly.batches = weekly.batches[::7]
+    windows = propose(weekly.read, replace(detection, window=7 * DAY), [], ProposalOptions())
+    assert windows.log.device_hours == 2 * 70 * 24
+
+
 def test_records_of_other_models_and_unknown_incidents_are_stated(
     detection: DetectionPlan, fleet: Fleet, labels: list[FeedbackLabel]
 ) -> None:

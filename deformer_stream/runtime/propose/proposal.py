@@ -102,7 +102,7 @@ class LogSummary:
         end: Time of the last record.
         num_records: Number of records.
         num_devices: Number of devices.
-        device_hours: Number of hours in which a device has records, summed over the devices.
+        device_hours: Hours for which a device was observed (`ObservedTime`), summed over the devices.
         num_alerts_today: Number of records with an alert.
         num_alerts_removed: Number of these records that have no alert under the candidate.
         num_alerts_new: Number of records that have an alert under the candidate only.
@@ -113,7 +113,7 @@ class LogSummary:
     end: int = 0
     num_records: int = 0
     num_devices: int = 0
-    device_hours: int = 0
+    device_hours: float = 0.0
     num_alerts_today: int = 0
     num_alerts_removed: int = 0
     num_alerts_new: int = 0

@@ -7,6 +7,7 @@ import math
 import numpy as np
 
 from deformer_stream.calibration.incident_segments import MICROS_PER_HOUR
+from deformer_stream.calibration.observed_time import MAX_GAP, ObservedTime
 from deformer_stream.errors import InputError
 from deformer_stream.incidents.events import Incident
 from deformer_stream.runtime.incident_difference import IncidentSpans
@@ -34,8 +35,8 @@ def survey_log(
     today_tracker = detection.make_tracker() if detection.patterns else unpatterned_tracker
     base_by_id: dict[str, Incident] = {}
     today_by_id: dict[str, Incident] = {} if detection.patterns else base_by_id
-    start, end, num_records, num_alerts, device_hours, num_other = None, None, 0, 0, 0, 0
-    last_hour_by_device: dict[str, int] = {}
+    start, end, num_records, num_alerts, num_other = None, None, 0, 0, 0
+    observed = ObservedTime(max(MAX_GAP, detection.window or 0))
     for batch in log.read():
         if not log.has_scored(batch):
             num_other += len(batch.closed)
@@ -52,11 +53,7 @@ def survey_log(
         num_records += len(times)
         num_alerts += int(batch.closed.is_alerted[is_in_span].sum())
         for index in np.flatnonzero(is_in_span).tolist():
-            device = log.get_device(batch.closed.record_ids[index])
-            hour = int(batch.closed.times[index]) // MICROS_PER_HOUR
-            if hour > last_hour_by_device.get(device, hour - 1):
-                device_hours += 1
-                last_hour_by_device[device] = hour
+            observed.add(log.get_device(batch.closed.record_ids[index]), int(batch.closed.times[index]))
     base_by_id.update((incident.id, incident) for incident in unpatterned_tracker.finish())
     if today_tracker is not unpatterned_tracker:
         today_by_id.update((incident.id, incident) for incident in today_tracker.finish())
@@ -70,8 +67,8 @@ def survey_log(
         start,
         end,
         num_records,
-        num_devices=len(last_hour_by_device),
-        device_hours=device_hours,
+        num_devices=observed.num_devices,
+        device_hours=observed.micros / MICROS_PER_HOUR,
         num_alerts_today=num_alerts,
         num_other_model=num_other,
     )
