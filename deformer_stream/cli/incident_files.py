@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from deformer_stream.calibration.conformal import Calibration
     from deformer_stream.calibration.incident_segments import SegmentCalibration
     from deformer_stream.incident_store import IncidentCalibration
+    from deformer_stream.runtime.incident_plan import DetectionPlan
     from deformer_stream.runtime.incident_sink import IncidentSink
     from deformer_stream.settings import CalibrateSettings, ReplaySettings
 
@@ -42,7 +43,9 @@ def has_evidence(inputs: Sequence[str]) -> bool:
     return bool(evidence)
 
 
-def open_incident_sink(settings: ReplaySettings, cleanup: ExitStack) -> tuple[IncidentSink, IncidentLines]:
+def open_incident_sink(
+    settings: ReplaySettings, cleanup: ExitStack, evidence: Sequence[str] = ()
+) -> tuple[IncidentSink, IncidentLines]:
     """Return a sink that makes incidents, and the file of `--incidents` to which it writes.
 
     How the budget is kept is printed. Each of several models keeps the budget by itself.
@@ -50,12 +53,14 @@ def open_incident_sink(settings: ReplaySettings, cleanup: ExitStack) -> tuple[In
     Args:
         settings: Options of `replay`.
         cleanup: An exit stack, to which a function is added that closes the file after an error.
+        evidence: The files of evidence of which incidents are made; empty if events are scored.
 
     Returns:
         The sink, and the file. When the sink is closed, it writes its last messages. The file must be closed after it.
 
     Raises:
         ConfigError: The budget cannot be kept, or the file cannot be written.
+        InputError: The evidence was written by other models only. No file is then written.
     """
     from connectors.files import IncidentLines
     from deformer_stream.errors import ConfigError
@@ -65,11 +70,44 @@ def open_incident_sink(settings: ReplaySettings, cleanup: ExitStack) -> tuple[In
     if settings.incidents is None:
         raise ConfigError("the input is evidence, of which incidents are made: name their file with --incidents")
     plan_by_name = PlanLoader(settings, settings.model, settings.models).load_all()
+    if evidence:
+        _check_models(evidence, plan_by_name)
     for line in describe_plans(plan_by_name):
         click.echo(line, err=True)
     lines = IncidentLines(settings.incidents)
     cleanup.callback(lines.discard)
     return IncidentSink(plan_by_name, lines.add, lines.flush), lines
+
+
+def _check_models(evidence: Sequence[str], plan_by_name: Mapping[str, DetectionPlan]) -> None:
+    """Check that one of the models has written some of the evidence.
+
+    A log may begin with the evidence of an earlier model, which is handled as `deformer-stream incidents` handles it.
+
+    Args:
+        evidence: The files of evidence.
+        plan_by_name: The plan of each model by its name, that of the only one under the name `ONLY_MODEL`.
+
+    Raises:
+        InputError: There is evidence, but only of other models.
+    """
+    from connectors.files import read_evidence
+    from deformer_stream.errors import InputError
+    from deformer_stream.runtime.tracker_set import find_model_name
+
+    models = None
+    for batch in read_evidence(evidence):
+        name = find_model_name(plan_by_name, batch)
+        plan = None if name is None else plan_by_name.get(name)
+        if plan is None or plan.model == batch.model:
+            return  # the sink refuses the evidence of a model without a plan
+        models = models or (batch.model, plan.model)
+    if models is not None:
+        raise InputError(
+            f"the evidence was written by the model {models[0]}, but the model directory has {models[1]}, whose "
+            "segments and patterns do not apply to it: give the model directory that has scored the records, or run "
+            "`deformer-stream replay --evidence` again with this model"
+        )
 
 
 def replay_evidence(
@@ -89,7 +127,7 @@ def replay_evidence(
 
     Raises:
         ConfigError: An output is requested that needs events, or --incidents is missing.
-        InputError: A line is no evidence.
+        InputError: A line is no evidence, or the evidence was written by other models only.
     """
     from connectors.files import read_evidence
     from deformer_stream.cli.file_runs import close_outputs, describe_partial_files
@@ -107,7 +145,7 @@ def replay_evidence(
     for flag in others:
         click.echo(f"{flag} of the configuration is not written, because {inputs[0]} holds evidence", err=True)
     with ExitStack() as cleanup:
-        sink, lines = open_incident_sink(settings, cleanup)
+        sink, lines = open_incident_sink(settings, cleanup, inputs)
         with Progress("replay", None, "records") as progress:
             for batch in leave_out_repetitions(read_evidence(inputs)):
                 if stop.is_set():
@@ -134,6 +172,11 @@ def summarize_incidents(sink: IncidentSink) -> str:
         text += (
             f"; {format_count(sink.num_late, 'record')} closed too late to be handled in order of time: set "
             "--record-timeout as in consume"
+        )
+    if sink.num_other_model:
+        text += (
+            f"; {format_count(sink.num_other_model, 'record')} were scored by another model than that of the model "
+            "directory, so its segments and patterns do not apply to them"
         )
     return text
 

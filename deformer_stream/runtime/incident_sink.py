@@ -27,6 +27,7 @@ class IncidentSink:
 
     Attributes:
         num_opened: Number of incidents of devices that have opened.
+        num_other_model: Number of records that another model has scored than that of their plan.
     """
 
     def __init__(
@@ -38,7 +39,7 @@ class IncidentSink:
     ) -> None:
         self._plan_by_name, self._trackers = plan_by_name, TrackerSet(plan_by_name)
         self._add, self._flush, self._close = add, flush, close
-        self.num_opened = 0
+        self.num_opened = self.num_other_model = 0
         self._is_open = True
 
     @property
@@ -76,11 +77,15 @@ class IncidentSink:
             InputError: There are several models, and none of them has written a batch.
         """
         for batch in batches:
-            if find_model_name(self._plan_by_name, batch) not in self._plan_by_name:
+            name = find_model_name(self._plan_by_name, batch)
+            plan = None if name is None else self._plan_by_name.get(name)
+            if plan is None:
                 raise InputError(
                     f"the evidence was written by the model {batch.model_name or batch.model!r:.80}, which is none of "
                     "--models: give the folder of models that has scored the records"
                 )
+            if plan.model != batch.model:
+                self.num_other_model += len(batch.closed)
             self._pass_on(self._trackers.handle(batch))
 
     def flush(self) -> None:

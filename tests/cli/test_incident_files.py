@@ -249,6 +249,22 @@ def test_evidence_of_another_model_is_refused(cli: RunCommand, model: Path, tmp_
     assert_command_failed(missing, 3, "no such file")
 
 
+def test_replay_refuses_evidence_of_another_model(cli: RunCommand, model: Path, tmp_path: Path) -> None:
+    """A log with records of another model as well, such as one from before a change of the model, is no error."""
+    other = list(make_log("another", 2, 48, DAY_INTERVAL))
+    log, incidents = write_log(tmp_path / "other.jsonl", other), tmp_path / "incidents.jsonl"
+    command = ("replay", log, "--model", model, "--incidents", incidents, "--records-per-day", "24")
+    assert_command_failed(cli(*command), 3, "another", get_fingerprint(model), "give the model directory")
+    assert not incidents.exists()
+    own = list(make_log(get_fingerprint(model), 2, 48, DAY_INTERVAL, seed=1))
+    write_log(log, [*other, *own])
+    result = cli(*command)
+    assert result.code == 0, result.err
+    assert "96 records were scored by another model" in result.lines[-1]
+    write_log(log, own)
+    assert "another model" not in cli(*command).lines[-1]
+
+
 def test_new_calibration_ranks_the_evidence_again(cli: RunCommand, model: Path, tmp_path: Path) -> None:
     """Records and segments are calibrated by one command. The evidence was scored under the calibration before."""
     old = get_fingerprint(model)

@@ -123,6 +123,7 @@ def test_every_option_that_is_mentioned_exists() -> None:
     known |= {"--from-literal", "--set", "--image", "--overrides", "--replicas", "--for"}  # of helm and kubectl
     known |= {"--timeout", "--selector"}  # of kubectl wait
     known |= {"--readings", "--members"}  # of benchmarks.capacity
+    known |= {"--reset-offsets", "--to-datetime"}  # of kafka-consumer-groups
     pages = [ROOT / "README.md", *(page for page in PAGES if {"how-to", "tutorial.md"} & set(page.parts))]
     for page in pages:
         for option in re.findall(r"(?<![\w-])--[a-z][\w-]+", page.read_text()):
