@@ -253,18 +253,22 @@ def format_alphas(alphas: Sequence[float]) -> str:
     return ", ".join(f"{alpha:g}" for alpha in alphas)
 
 
-def summarize_totals(totals: Totals, alphas: Sequence[float], is_interrupted: bool) -> str:
+def summarize_totals(
+    totals: Totals, alphas: Sequence[float], is_interrupted: bool, more_warnings: Sequence[str] = ()
+) -> str:
     """Return the last line that `replay` prints: numbers of events, records and alerts.
 
     Args:
         totals: The numbers. Those of rejected readings are given by reason.
         alphas: False-alarm rates at which alerts were raised.
         is_interrupted: Whether a signal ended the run before the end of the input.
+        more_warnings: What is wrong with the input besides what the numbers show, as clauses.
     """
     reasons = ", ".join(f"{count} {reason}" for reason, count in totals.rejected.most_common())
     warnings = totals.describe_warnings()
     if not is_interrupted and not totals.events and not totals.rejected:
         warnings.append("the input has no readings")
+    warnings += more_warnings
     return (
         f"{totals.events} events accepted, {totals.rejected.total()} refused{f' ({reasons})' if reasons else ''}, "
         f"{totals.closed} records, {totals.alerts} alerts at alpha {format_alphas(alphas)}"

@@ -13,12 +13,16 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from connectors.files import FileSource, InputFiles, StandardInput
     from deformer_stream.cli.served_models import ServedModels
+    from deformer_stream.errors import InputError
     from deformer_stream.runtime.label_outcomes import LabelOutcome, LabelOutcomeSink, LabelReport
     from deformer_stream.runtime.record_labels import RecordLabels
     from deformer_stream.settings import ReplaySettings
 
 MAX_LABELS = 20
 """Largest number of labels of faults that the table lists."""
+
+MAX_NAMED_LABELS = 10
+"""Largest number of labels that are named if none of them is the normal one."""
 
 
 def adopt_training_label(settings: ReplaySettings, models: ServedModels) -> ReplaySettings:
@@ -101,6 +105,39 @@ def read_outcomes(paths: Iterable[Path], alphas: Sequence[float], normal_label: 
             columns["alert_alpha"].fill_null(NO_ALERT).to_numpy(),
         )
     return outcomes.summarize()
+
+
+def check_normal_label(
+    report: LabelReport, settings: ReplaySettings, given: ReplaySettings
+) -> tuple[list[str], InputError | None]:
+    """Check that a record has the normal label. A label in another spelling is that of a fault.
+
+    Args:
+        report: What became of the records of each label.
+        settings: Options of `replay`, perhaps with the label of the training.
+        given: The options without the label of the training.
+
+    Returns:
+        Warnings for the last line of the command; and the error with which it ends, None without one. There is an error
+        if the options state the normal label, and a warning if it is that of the training.
+    """
+    from deformer_stream.codec.alert_text import make_printable
+    from deformer_stream.counts import format_count
+    from deformer_stream.errors import InputError
+
+    if report.normal.num_records or not report.num_labelled:
+        return [], None
+    found = [
+        f"{make_printable(outcome.label)} ({format_count(outcome.num_records, 'record')})"
+        for outcome in report.faults[:MAX_NAMED_LABELS]
+    ]
+    more = ", …" if len(report.faults) > MAX_NAMED_LABELS else ""
+    message = (
+        f"no record has {settings.label} = {settings.normal}, so the {format_count(report.num_labelled, 'record')} "
+        "with labels count as faults and are not compared with alpha; the labels are "
+        f"{', '.join(found)}{more}: give one of these values to --normal, or add normal records"
+    )
+    return ([message], None) if given.label_of_records is None else ([], InputError(message))
 
 
 def format_label_report(report: LabelReport, alphas: Sequence[float]) -> str:

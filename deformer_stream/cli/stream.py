@@ -540,13 +540,21 @@ def build_replay() -> click.Command:
             # After an error, `cleanup` calls `discard` of each file instead.
             partial_paths = file_runs.close_outputs(output_files, is_interrupted)
             source.close()
+        warnings: list[str] = []
+        error: InputError | None = None
         if outcome_sink is not None:
-            click.echo(label_report.format_label_report(outcome_sink.outcomes.summarize(), settings.alpha), err=True)
-        click.echo(file_runs.summarize_totals(totals, settings.alpha, is_interrupted), err=True)
+            report = outcome_sink.outcomes.summarize()
+            click.echo(label_report.format_label_report(report, settings.alpha), err=True)
+            warnings, error = label_report.check_normal_label(report, settings, given)
+        click.echo(file_runs.summarize_totals(totals, settings.alpha, is_interrupted, warnings), err=True)
         if incident_sink is not None:
             click.echo(incident_files.summarize_incidents(incident_sink), err=True)
         if partial_paths:
             click.echo(file_runs.describe_partial_files(partial_paths), err=True)
-        return INTERRUPTED_EXIT_CODE if is_interrupted else 0
+        if is_interrupted:
+            return INTERRUPTED_EXIT_CODE
+        if error is not None:
+            raise error
+        return 0
 
     return replay

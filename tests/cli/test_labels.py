@@ -54,7 +54,7 @@ def read_report(lines: list[str]) -> dict[str, tuple[int, list[int]]]:
         cells = [cell.strip() for cell in line.split("  ") if cell.strip()]
         if len(cells) != 5:
             break
-        found[cells[0]] = int(cells[1]), [int(cell.split(" ")[0]) for cell in cells[2:4]]
+        found[cells[0]] = int(cells[1]), [int(cell.split(" ")[0]) for cell in cells[2:4] if cell != "-"]
     return found
 
 
@@ -258,3 +258,30 @@ def test_shards_report_labels_without_an_output_of_records(
     words = ("replay", tmp_path / "plain.parquet", "--model", model_dir, "--output-dir", tmp_path / "others")
     assert_command_failed(cli(*words, *LABEL), 3, "no table of the input has a column 'fault'")
     assert cli(*words).code == 0  # the folder does not hold a run with other options
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_a_normal_label_that_no_record_has_is_an_error(
+    cli: RunCommand, model_dir: Path, table: pa.Table, tmp_path: Path
+) -> None:
+    """Outputs are complete. If the label is that of the training, it is a warning."""
+    pq.write_table(label(table), tmp_path / "labelled.parquet")
+    records, other = tmp_path / "records.parquet", ("--label", "fault", "--normal", "None")
+    words = ("replay", tmp_path / "labelled.parquet", *OPTIONS)
+    found = "the labels are none (46 records), leak (27 records), wear (1 record)"
+    result = cli(*words, *other, "--model", model_dir, "--records", records)
+    assert result.code == 3
+    assert "no record has fault = None, so the 74 records with labels count as faults" in result.lines[-1]
+    assert found in result.lines[-1]
+    assert len(pq.read_table(records)) == len(table)
+    assert read_report(result.lines)["None"] == (0, [])
+    shards = ("--output-dir", tmp_path / "shards", "--shards", 2)
+    result = cli(*words, *other, "--model", model_dir, *shards)
+    assert result.code == 3
+    assert found in result.lines[-1]
+    assert (tmp_path / "shards" / "summary.json").exists()
+    copy_model_with_label(model_dir, tmp_path / "m", "fault", "None")
+    for options in ((), ("--output-dir", tmp_path / "more", "--shards", 2)):
+        result = cli(*words, "--model", tmp_path / "m", *options)
+        assert result.code == 0, result.err
+        assert found in result.lines[-1]

@@ -19,7 +19,7 @@ from deformer_stream.cli.shards import run as shard_run
 from deformer_stream.cli.shards.tasks import load_job_models, prepare_scoring
 from deformer_stream.cli_utils import INTERRUPTED_EXIT_CODE
 from deformer_stream.durable_file import replace_file
-from deformer_stream.errors import ConfigError
+from deformer_stream.errors import ConfigError, InputError
 from deformer_stream.runtime.shard_job import DEFAULT_OUTPUTS, SUMMARY, AnyShardJob, choose_outputs, lock_folder
 
 if TYPE_CHECKING:
@@ -51,6 +51,7 @@ def replay_in_shards(
 
     Raises:
         ConfigError: The folder is in use, or holds shards of another run, or the options do not fit a run in shards.
+        InputError: The options state a normal label that no record has. The outputs are complete nevertheless.
     """
     start = time.monotonic()
     settings = choose_outputs(settings)
@@ -76,12 +77,17 @@ def replay_in_shards(
             return INTERRUPTED_EXIT_CODE
         # At last, so that a folder with a summary has everything.
         replace_file(folder / SUMMARY, (json.dumps(summary, indent=1) + "\n").encode())
+        warnings: list[str] = []
+        error: InputError | None = None
         if settings.label_of_records is not None and settings.records is not None:
             paths = [job.get_shard_folder(shard) / settings.records for shard in range(job.plan.num_shards)]
             report = label_report.read_outcomes(paths, settings.alpha, settings.label_of_records[1])
             click.echo(label_report.format_label_report(report, settings.alpha), err=True)
+            warnings, error = label_report.check_normal_label(report, settings, given)
         seconds = time.monotonic() - start
-        click.echo(_describe_summary(summary, num_scored / seconds if num_scored else None), err=True)
+        click.echo(_describe_summary(summary, num_scored / seconds if num_scored else None, warnings), err=True)
+    if error is not None:
+        raise error
     return 0
 
 
@@ -121,12 +127,13 @@ def _summarize(job: AnyShardJob, alphas: Sequence[float]) -> dict[str, Any]:
     }
 
 
-def _describe_summary(summary: dict[str, Any], rate: float | None) -> str:
+def _describe_summary(summary: dict[str, Any], rate: float | None, more_warnings: Sequence[str]) -> str:
     """Return the last line that the command prints.
 
     Args:
         summary: The totals.
         rate: Readings per second of this run; None if it has scored none.
+        more_warnings: What is wrong with the input besides what the totals show, as clauses.
     """
     rejected = Counter(summary["rejected"])
     reasons = ", ".join(f"{count} {reason}" for reason, count in rejected.most_common())
@@ -138,6 +145,7 @@ def _describe_summary(summary: dict[str, Any], rate: float | None) -> str:
         + (f", {summary['combined']} readings combined with others of their time slot" if summary["combined"] else "")
         + (f", {rate:,.0f} events per second in this run" if rate is not None else "")
         + (f"; {shard_run.describe_warnings(warnings, SUMMARY)}" if warnings else "")
+        + "".join(f"; {warning}" for warning in more_warnings)
     )
 
 
