@@ -172,8 +172,8 @@ class DocumentReader:
         if text is None:
             raise RejectionError(
                 RejectionReason.MISSING_FIELD,
-                f"the field {field_name!r} is missing, and the message has no key that could replace it; send one "
-                "of them",
+                f"the field {field_name!r} is missing, and no message key replaces it (lines of files have none); send "
+                f"{self._describe_form(field_name)}{self._describe_flat_features(document)}",
             )
         if text == "":
             raise RejectionError(
@@ -193,6 +193,41 @@ class DocumentReader:
                 "shorter text",
             )
         return text
+
+    def _describe_form(self, id_field: str) -> str:
+        """Return an example of a document with several readings, and the fields of one with a single reading.
+
+        Args:
+            id_field: The name of the field with the record id or the device name.
+        """
+        names = self._field_names
+        time = f', "{names.time}": …' if id_field == names.device else ""
+        return (
+            f'{{"{id_field}": …{time}, "{names.values}": {{"NAME": VALUE}}}}, or {names.feature} and {names.value} in '
+            f"place of {names.values}"
+        )
+
+    def _describe_flat_features(self, document: Mapping[str, object]) -> str:
+        """Return a clause that fields of a document are features, which belong into the field of values.
+
+        Args:
+            document: The fields of the message.
+
+        Returns:
+            The clause, after a semicolon; empty if no field is a feature, or if the document has readings elsewhere.
+        """
+        names = self._field_names
+        if document.get(names.values) is not None or document.get(names.feature) is not None:
+            return ""
+        features = [
+            name for name in document if name in self._schema.code_by_name or name in self._schema.slot_layout_by_sensor
+        ]
+        if not features:
+            return ""
+        such = f"the field {quote(features[0], 30)} is a feature: it belongs"
+        if len(features) > 1:
+            such = f"{len(features)} fields, such as {quote(features[0], 30)}, are features: they belong"
+        return f"; {such} into {names.values!r}"
 
     def _read_time(self, document: Mapping[str, object], broker_time: int) -> int:
         """Return the time that a parsed message states, or the broker's timestamp if it states none.
@@ -240,7 +275,8 @@ class DocumentReader:
             if feature is None:
                 raise RejectionError(
                     RejectionReason.MISSING_FIELD,
-                    f"the fields {names.feature!r} and {names.values!r} are both missing; send one of them",
+                    f"the fields {names.feature!r} and {names.values!r} are both missing; send one of them"
+                    f"{self._describe_flat_features(document)}",
                 )
             if names.value not in document:
                 raise RejectionError(

@@ -188,6 +188,18 @@ REJECTED: list[tuple[Any, RejectionReason, str]] = [
     (SURROGATE, RejectionReason.NOT_JSON, "surrogate"),
     (SURROGATE.replace(b"on", b"\\udfff"), RejectionReason.NOT_JSON, "surrogate"),
     ({}, RejectionReason.MISSING_FIELD, "'record' is missing"),
+    ({}, RejectionReason.MISSING_FIELD, 'send {"record": …, "values": {"NAME": VALUE}}, or feature and value'),
+    ({"Pressure": 1.0}, RejectionReason.MISSING_FIELD, "; the field 'Pressure' is a feature: it belongs into 'values'"),
+    (
+        {"Pressure": 1.0, "x": 1, "state": "on"},
+        RejectionReason.MISSING_FIELD,
+        "'record' is missing, and no message key replaces it (lines of files have none)",
+    ),
+    (
+        {"record": "r", "Pressure": 1.0, "x": 1, "state": "on"},
+        RejectionReason.MISSING_FIELD,
+        "are both missing; send one of them; 2 fields, such as 'Pressure', are features: they belong into 'values'",
+    ),
     (make_reading(1.0, record=""), RejectionReason.MISSING_FIELD, "'record' is empty"),
     ({"record": "r", "value": 1.0}, RejectionReason.MISSING_FIELD, "'feature' and 'values' are both missing"),
     ({"record": "r", "feature": "Pressure"}, RejectionReason.MISSING_FIELD, "'value' is missing"),
