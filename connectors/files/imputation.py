@@ -269,6 +269,13 @@ def _check_features(table: Table, model: DEformer) -> None:
     """
     columns = set(table.schema.names)
     features = [feature for feature in model.schema.features if feature.name in columns]
+    if not features and model.schema.window is not None:
+        raise InputError(
+            f"{table.name}: no column is a feature of the model, whose records are windows (the columns are "
+            f"{table.format_column_names()}, the features are {join_names(model.schema.names)}); make a wide table "
+            "with a row for each window and a column for each feature, or train a model with --irregular, which "
+            "imputes readings at their times"
+        )
     if not features:
         raise InputError(
             f"{table.name}: no column is a feature of the model (the columns are {table.format_column_names()}, "

@@ -24,6 +24,7 @@ from deformer_stream.model.deformer import DEformer
 from deformer_stream.model.schema import Schema
 from deformer_stream.model.windows import PerSlot, Window
 from tests.codec.json_examples import make_messages
+from tests.commands import assert_command_failed
 from tests.effort import num_examples
 from tests.engine.random_models import make_model
 from tests.model.slot_models import CONFIG
@@ -73,6 +74,15 @@ def test_anomaly_of_time_only_is_detected_and_explained(cli: Run, trained: Path,
     pq.write_table(make_long_table(draw_event_series(100, seed=2)), tmp_path / "normal.parquet")
     calm = alerts_of(cli, tmp_path / "n.jsonl", "replay", tmp_path / "normal.parquet", "--model", trained)
     assert len(calm) < 20
+
+
+def test_impute_refuses_readings_with_times_and_names_the_table_that_it_needs(
+    cli: Run, trained: Path, tmp_path: Path
+) -> None:
+    pq.write_table(make_long_table(draw_event_series(2, seed=2)), tmp_path / "long.parquet")
+    refused = cli("impute", tmp_path / "long.parquet", "--model", trained, "--output", tmp_path / "filled.parquet")
+    assert_command_failed(refused, 3, "whose records are windows", "a row for each window", "--irregular", "+0s")
+    assert not (tmp_path / "filled.parquet").exists()
 
 
 def test_live_scores_equal_those_of_a_replay(cli: Run, trained: Path, odd: Path, tmp_path: Path) -> None:
