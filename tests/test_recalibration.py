@@ -152,6 +152,16 @@ def test_only_rows_with_the_normal_label_of_the_training_are_used(
     assert_command_failed(cli(*words, "--label", "fault"), 2, "--label and --normal belong together")
 
 
+def test_the_option_of_a_missing_column_is_named(cli: Run, model_dir: Path, lines: Path, tmp_path: Path) -> None:
+    path = write_wide_table(tmp_path / "new.parquet", 99, 3)
+    words = ("calibrate", path, "--model", model_dir, "--out", tmp_path / "out", "--label", "fault", "--normal", "ok")
+    assert_command_failed(cli(*words), 2, "--label: ", "has no column 'fault'; choose one of its columns")
+    assert_command_failed(cli(*words, "--where", "pressure > 0"), 2, "--label: ", "has no column 'fault'")
+    assert_command_failed(cli(*words, "--where", "quality = 'good'"), 2, "--where: ", "has no column 'quality'")
+    assert_command_failed(cli(*words, "--where", "fault = 'x'"), 2, "--where: ", "has no column 'fault'")
+    assert_command_failed(cli("calibrate", lines, *words[2:]), 3, "--label chooses rows of tables, not of JSON lines")
+
+
 def test_the_label_can_be_the_index_of_a_data_frame(cli: Run, model_dir: Path, tmp_path: Path) -> None:
     copy_model_with_label(model_dir, tmp_path / "m", "fault", "0")
     frame = pd.DataFrame(draw_rows(SCHEMA, 90, 22, missing_share=0.0)).assign(fault=[0, 0, 1] * 30)

@@ -235,7 +235,8 @@ def open_table_files(files: Sequence[DataFile], options: TableOptions) -> dict[D
     paths = [path for path in files if not has_ending(path, JSON_LINES)]
     if options.where is not None and len(paths) < len(files):
         lines = next(path for path in files if has_ending(path, JSON_LINES))
-        raise InputError(f"{lines}: --where chooses rows of tables, not of JSON lines; leave it out, or name tables")
+        flag = options.where.get_flag(options.where.columns[0])
+        raise InputError(f"{lines}: {flag} chooses rows of tables, not of JSON lines; leave it out, or name tables")
     return {table.path: table for table in Table.open_all(paths, options) if table.path is not None}
 
 

@@ -115,11 +115,17 @@ class RowFilter:
     Attributes:
         text: The condition as the user wrote it.
         columns: The names of its columns.
+        label_column: The column that `select_label` has added to the condition; None if it is not added.
     """
 
     text: str
     columns: tuple[str, ...]
     _root: _Node
+    label_column: str | None = None
+
+    def get_flag(self, column: str) -> str:
+        """Return the option that names a column of the condition, for error messages."""
+        return "--label" if column == self.label_column else "--where"
 
     def bind(
         self, type_by_column: Mapping[str, pa.DataType], time_format: TimeFormat = DEFAULT_TIME_FORMAT
@@ -134,7 +140,11 @@ class RowFilter:
             ConfigError: A column cannot be compared with its constant.
         """
         leaves = list(_iterate_leaves(self._root))
-        known = {name: _get_kind(name, type_by_column[name], leaves) for name in self.columns if name in type_by_column}
+        known = {
+            name: _get_kind(name, type_by_column[name], leaves, self.get_flag(name))
+            for name in self.columns
+            if name in type_by_column
+        }
         constants: dict[_Comparison, Constant] = {}
         for leaf in leaves:
             if isinstance(leaf, _Comparison) and leaf.column in known:
@@ -297,13 +307,14 @@ def _iterate_leaves(node: _Node) -> Iterable[_Leaf]:
         yield node
 
 
-def _get_kind(name: str, column_type: pa.DataType, leaves: Iterable[_Leaf]) -> _Kind:
+def _get_kind(name: str, column_type: pa.DataType, leaves: Iterable[_Leaf], flag: str) -> _Kind:
     """Return what the values of a column are compared as.
 
     Args:
         name: The column.
         column_type: Its type. A column without any value, whose type is not known, is as its first constant.
         leaves: The comparisons of the condition.
+        flag: The option that names the column.
 
     Raises:
         ConfigError: They cannot be compared.
@@ -323,7 +334,7 @@ def _get_kind(name: str, column_type: pa.DataType, leaves: Iterable[_Leaf]) -> _
     numeric = (pa.types.is_integer, pa.types.is_floating, pa.types.is_decimal)
     if any(is_type(column_type) for is_type in numeric):
         return "number"
-    raise ConfigError(f"--where: column {name!r} of type {column_type} cannot be compared; choose another column")
+    raise ConfigError(f"{flag}: column {name!r} of type {column_type} cannot be compared; choose another column")
 
 
 def _convert_constant(leaf: _Comparison, kind: _Kind, time_format: TimeFormat) -> Constant:
@@ -400,9 +411,12 @@ def select_label(column: str, label: str, where: RowFilter | None = None) -> Row
     """
     leaf = _HasLabel(column, label)
     if where is None:
-        return RowFilter(f"{column} = {label}", (column,), leaf)
+        return RowFilter(f"{column} = {label}", (column,), leaf, column)
     columns = tuple(dict.fromkeys((*where.columns, column)))
-    return RowFilter(f"({where.text}) AND {column} = {label}", columns, _Combination(True, (where._root, leaf)))
+    root = _Combination(True, (where._root, leaf))
+    # A column of both options is named by the condition, which the user has written.
+    label_column = None if column in where.columns else column
+    return RowFilter(f"({where.text}) AND {column} = {label}", columns, root, label_column)
 
 
 def _make_error(part: object) -> ConfigError:

@@ -693,7 +693,7 @@ class Table:
         for name in where.columns:
             if name not in self.schema.names and name not in absent:
                 raise ConfigError(
-                    f"--where: {self.name} has no column {name!r}; choose one of its columns: "
+                    f"{where.get_flag(name)}: {self.name} has no column {name!r}; choose one of its columns: "
                     f"{self.format_column_names()}"
                 )
         type_by_column = dict(zip(self.schema.names, self.schema.types, strict=True))
