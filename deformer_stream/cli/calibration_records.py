@@ -46,7 +46,7 @@ def score_records(
     engines = models.make_engines()
     codec, source = input_files.open_inputs(inputs, models, settings)
     collector = RecordCollector(loaded, settings)
-    totals = file_runs.run_on_files("calibrate", source, codec, engines, collector.sinks, stop)
+    totals, _ = file_runs.run_on_files("calibrate", source, codec, engines, collector.sinks, stop)
     source.close()
     if stop.is_set():
         return None

@@ -10,6 +10,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from deformer_stream.errors import InputError
+
 if TYPE_CHECKING:
     import threading
 
@@ -173,8 +175,8 @@ def run_on_files(
     stop: threading.Event,
     send_drift_notices: bool = False,
     labels: RecordLabels | None = None,
-) -> Totals:
-    """Process input files from the beginning to the end, and return the numbers of events, records and alerts.
+) -> tuple[Totals, int]:
+    """Process input files from the beginning to the end.
 
     A progress bar is shown. Time-outs follow the event times in the files, not the clock of this machine.
 
@@ -187,12 +189,15 @@ def run_on_files(
         stop: An event that a signal handler sets; the run then ends early.
         send_drift_notices: Whether sinks receive notices that records no longer resemble the calibration records.
         labels: Receives the labels of rows; None without labels.
+
+    Returns:
+        The numbers of events, records and alerts; and the number of rows and lines that were read.
     """
     from deformer_stream.progress import Progress
     from deformer_stream.runtime.timing import EventClock
 
     with Progress(title, source.num_rows, "rows") as progress:
-        return run_pipeline(
+        totals = run_pipeline(
             source,
             codec,
             engines,
@@ -203,6 +208,7 @@ def run_on_files(
             send_drift_notices=send_drift_notices,
             labels=labels,
         )
+    return totals, progress.num_done
 
 
 def run_pipeline(
@@ -253,22 +259,36 @@ def format_alphas(alphas: Sequence[float]) -> str:
     return ", ".join(f"{alpha:g}" for alpha in alphas)
 
 
-def summarize_totals(
-    totals: Totals, alphas: Sequence[float], is_interrupted: bool, more_warnings: Sequence[str] = ()
-) -> str:
+def choose_exit_code(num_events: int, num_rejected: int) -> int:
+    """Return the exit code of a complete run: that of invalid input if it has readings, and all were refused.
+
+    Args:
+        num_events: Number of accepted readings.
+        num_rejected: Number of rejected readings.
+    """
+    return InputError.exit_code if num_rejected and not num_events else 0
+
+
+def describe_empty_input(where: str | None, num_rows: int) -> str:
+    """Return why no reading was read.
+
+    Args:
+        where: The condition that chooses rows (`--where`), None if there is none.
+        num_rows: Number of rows and lines that were read.
+    """
+    return "no row fulfils --where" if where is not None and not num_rows else "the input has no readings"
+
+
+def summarize_totals(totals: Totals, alphas: Sequence[float], is_interrupted: bool, warnings: Sequence[str]) -> str:
     """Return the last line that `replay` prints: numbers of events, records and alerts.
 
     Args:
         totals: The numbers. Those of rejected readings are given by reason.
         alphas: False-alarm rates at which alerts were raised.
         is_interrupted: Whether a signal ended the run before the end of the input.
-        more_warnings: What is wrong with the input besides what the numbers show, as clauses.
+        warnings: What is wrong with the input, as clauses.
     """
     reasons = ", ".join(f"{count} {reason}" for reason, count in totals.rejected.most_common())
-    warnings = totals.describe_warnings()
-    if not is_interrupted and not totals.events and not totals.rejected:
-        warnings.append("the input has no readings")
-    warnings += more_warnings
     return (
         f"{totals.events} events accepted, {totals.rejected.total()} refused{f' ({reasons})' if reasons else ''}, "
         f"{totals.closed} records, {totals.alerts} alerts at alpha {format_alphas(alphas)}"

@@ -532,7 +532,9 @@ def build_replay() -> click.Command:
                 output_files.append(incident_lines)
             file_runs.log_columns(source.ignored_columns, source.missing_columns)
             send_drift_notices = settings.drift is not None
-            totals = file_runs.run_on_files("replay", source, codec, engines, sinks, stop, send_drift_notices, labels)
+            totals, num_rows = file_runs.run_on_files(
+                "replay", source, codec, engines, sinks, stop, send_drift_notices, labels
+            )
             is_interrupted = stop.is_set()
             for sink in (outcome_sink, incident_sink):
                 if sink is not None:
@@ -540,12 +542,15 @@ def build_replay() -> click.Command:
             # After an error, `cleanup` calls `discard` of each file instead.
             partial_paths = file_runs.close_outputs(output_files, is_interrupted)
             source.close()
-        warnings: list[str] = []
+        warnings = totals.describe_warnings()
+        if not (totals.events or totals.rejected or is_interrupted):
+            warnings.append(file_runs.describe_empty_input(settings.where, num_rows))
         error: InputError | None = None
         if outcome_sink is not None:
             report = outcome_sink.outcomes.summarize()
             click.echo(label_report.format_label_report(report, settings.alpha), err=True)
-            warnings, error = label_report.check_normal_label(report, settings, given)
+            label_warnings, error = label_report.check_normal_label(report, settings, given)
+            warnings += label_warnings
         click.echo(file_runs.summarize_totals(totals, settings.alpha, is_interrupted, warnings), err=True)
         if incident_sink is not None:
             click.echo(incident_files.summarize_incidents(incident_sink), err=True)
@@ -555,6 +560,6 @@ def build_replay() -> click.Command:
             return INTERRUPTED_EXIT_CODE
         if error is not None:
             raise error
-        return 0
+        return file_runs.choose_exit_code(totals.events, totals.rejected.total())
 
     return replay

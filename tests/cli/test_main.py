@@ -88,7 +88,10 @@ def test_the_last_line_of_replay_shows_why_readings_were_refused(
         event["time"] = "2024-02-01 00:00:00"
     path = tmp_path / "events.jsonl"
     path.write_text("".join(json.dumps(event) + "\n" for event in events))
-    last = cli("replay", path, "--model", model_dir).lines[-1]
+    result = cli("replay", path, "--model", model_dir, "--rejected", tmp_path / "rejected.jsonl")
+    last = result.lines[-1]
+    assert result.code == 3, "all readings were refused"
+    assert len(read_json_lines(tmp_path / "rejected.jsonl")) == len(events)
     assert last.startswith(f"0 events accepted, {len(events)} refused ({len(events)} wrong_type)")
     assert "no reading was accepted; first wrong_type: the time '2024-02-01 00:00:00' has no UTC offset" in last
     path.write_text(json.dumps(events))
@@ -98,9 +101,26 @@ def test_the_last_line_of_replay_shows_why_readings_were_refused(
     for event in events:
         del event["time"]
     path.write_text("".join(json.dumps(event) + "\n" for event in events))
-    assert cli("replay", path, "--model", model_dir).lines[-1].count("missing_field") == 1, (
-        "one of many needs no example"
-    )
+    result = cli("replay", path, "--model", model_dir)
+    assert result.code == 0
+    assert result.lines[-1].count("missing_field") == 1, "one of many needs no example"
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_lines_of_rows_as_objects_are_refused_with_the_form_that_they_need(
+    cli: RunCommand, model_dir: Path, table: pa.Table, tmp_path: Path
+) -> None:
+    path = tmp_path / "rows.jsonl"
+    rows = table.drop_columns(["record", "at"]).to_pylist()
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    result = cli("replay", path, "--model", model_dir)
+    assert result.code == 3
+    assert f"0 events accepted, {len(rows)} refused ({len(rows)} missing_field)" in result.lines[-1]
+    assert 'send {"record": …, "values": {"NAME": VALUE}}' in result.lines[-1]
+    assert f"such as {SCHEMA.names[0]!r}, are features: they belong into 'values'" in result.lines[-1]
+    result = cli("replay", path, "--model", model_dir, "--output-dir", tmp_path / "shards", "--shards", 2)
+    assert result.code == 3
+    assert (tmp_path / "shards" / "summary.json").exists()
 
 
 def test_replay_gives_same_scores_for_wide_tables_long_tables_and_lines(

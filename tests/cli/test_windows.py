@@ -60,16 +60,20 @@ def lines(tmp_path: Path) -> Path:
 def replayed(
     cli: Run, model_dir: Path, tmp_path: Path
 ) -> Callable[..., tuple[list[dict[str, Any]], list[tuple[str, int]], list[tuple[int, str]]]]:
-    """Return a function that replays lines, and returns scores, numbers of events by record, and rejections by line."""
+    """Return a function that replays lines, and returns scores, numbers of events by record, and rejections by line.
+
+    It asserts that the exit code is 3 if no reading was accepted, otherwise 0.
+    """
 
     def run(source: Path, *words: str) -> tuple[Any, Any, Any]:
         scores, records, rejected = (tmp_path / name for name in ("s.parquet", "r.parquet", "rejected.jsonl"))
         outputs = ("--output", scores, "--records", records, "--rejected", rejected)
         ended = cli("replay", source, "--model", model_dir, *outputs, *words)
-        assert (ended.code, ended.out) == (0, ""), ended.err
+        score_rows = pq.read_table(scores).to_pylist()
+        assert (ended.code, ended.out) == (0 if score_rows else 3, ""), ended.err
         letters = [json.loads(line) for line in rejected.read_text().splitlines()]
         return (
-            pq.read_table(scores).to_pylist(),
+            score_rows,
             [(row["record"], row["events"]) for row in pq.read_table(records).to_pylist()],
             [(letter["source"]["offset"], letter["reason"]) for letter in letters],
         )
@@ -159,3 +163,7 @@ def test_replay_says_that_there_are_no_readings(cli: Run, model_dir: Path, tmp_p
     ended = cli("replay", tmp_path / "header.csv", "--model", model_dir)
     assert ended.code == 0
     assert ended.err.rstrip().endswith("the input has no readings")
+    (tmp_path / "rows.csv").write_text("temperature,pressure,quality\n20.5,1.0,bad\n20.5,1.0,poor\n")
+    ended = cli("replay", tmp_path / "rows.csv", "--model", model_dir, "--where", "quality = 'good'")
+    assert ended.code == 0
+    assert ended.err.rstrip().endswith("no row fulfils --where")

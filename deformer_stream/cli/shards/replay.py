@@ -13,7 +13,7 @@ import click
 
 from deformer_stream import __version__
 from deformer_stream.cli import incident_files, label_report
-from deformer_stream.cli.file_runs import format_alphas, log_columns
+from deformer_stream.cli.file_runs import choose_exit_code, describe_empty_input, format_alphas, log_columns
 from deformer_stream.cli.input_files import open_inputs_for_shards
 from deformer_stream.cli.shards import run as shard_run
 from deformer_stream.cli.shards.tasks import load_job_models, prepare_scoring
@@ -77,18 +77,21 @@ def replay_in_shards(
             return INTERRUPTED_EXIT_CODE
         # At last, so that a folder with a summary has everything.
         replace_file(folder / SUMMARY, (json.dumps(summary, indent=1) + "\n").encode())
-        warnings: list[str] = []
+        warnings = []
+        if not (summary["readings"] or summary["rejected"]):
+            warnings.append(describe_empty_input(settings.where, summary["rows"]))
         error: InputError | None = None
         if settings.label_of_records is not None and settings.records is not None:
             paths = [job.get_shard_folder(shard) / settings.records for shard in range(job.plan.num_shards)]
             report = label_report.read_outcomes(paths, settings.alpha, settings.label_of_records[1])
             click.echo(label_report.format_label_report(report, settings.alpha), err=True)
-            warnings, error = label_report.check_normal_label(report, settings, given)
+            label_warnings, error = label_report.check_normal_label(report, settings, given)
+            warnings += label_warnings
         seconds = time.monotonic() - start
         click.echo(_describe_summary(summary, num_scored / seconds if num_scored else None, warnings), err=True)
     if error is not None:
         raise error
-    return 0
+    return choose_exit_code(summary["readings"], sum(summary["rejected"].values()))
 
 
 def _add_labels(settings: ReplaySettings, models: ServedModels) -> ReplaySettings:
