@@ -24,8 +24,10 @@ from numpy.typing import NDArray
 
 from deformer_stream.calibration.conformal import Calibration
 from deformer_stream.calibration.false_alarms import bound_false_alarms
+from deformer_stream.codec.payloads import Payload
 from deformer_stream.engine.events import Alert, CloseReason, Effects
 from deformer_stream.model.schema import Feature, Schema
+from deformer_stream.runtime.record_labels import RecordLabels
 
 Population = Literal["records", "records without a known fault"]
 
@@ -136,13 +138,15 @@ class _BlameCounts:
     Attributes:
         num_first: By sensor, the number of alerts whose first contribution is a reading of it.
         num_outside: By sensor, how many of these readings were outside the range of training.
-        num_rises: By sensor, how often such a reading was larger than the one before it.
+        num_compared: By sensor, how often such a reading was compared with the one before it.
+        num_rises: By sensor, how often it was larger.
         last_value: By sensor, the last such reading.
         unknown_label: By sensor, the last such label that was not among those of training.
     """
 
     num_first: Counter[str] = field(default_factory=Counter)
     num_outside: Counter[str] = field(default_factory=Counter)
+    num_compared: Counter[str] = field(default_factory=Counter)
     num_rises: Counter[str] = field(default_factory=Counter)
     last_value: dict[str, float] = field(default_factory=dict)
     unknown_label: dict[str, str] = field(default_factory=dict)
@@ -152,10 +156,30 @@ class _BlameCounts:
         self.num_first[sensor] += 1
         self.num_outside[sensor] += is_outside
         if isinstance(value, int | float):
-            self.num_rises[sensor] += sensor in self.last_value and value > self.last_value[sensor]
+            if sensor in self.last_value:
+                self.num_compared[sensor] += 1
+                self.num_rises[sensor] += value > self.last_value[sensor]
             self.last_value[sensor] = value
         elif isinstance(value, str) and is_outside:
             self.unknown_label[sensor] = value
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the counts as values that JSON can express. The last values are left out, as no reading follows."""
+        return {
+            "first": dict(self.num_first),
+            "outside": dict(self.num_outside),
+            "compared": dict(self.num_compared),
+            "rises": dict(self.num_rises),
+            "unknown": dict(self.unknown_label),
+        }
+
+    def merge(self, document: Mapping[str, Any]) -> None:
+        """Add counts that `to_json` has converted."""
+        self.num_first.update(document["first"])
+        self.num_outside.update(document["outside"])
+        self.num_compared.update(document["compared"])
+        self.num_rises.update(document["rises"])
+        self.unknown_label.update(document["unknown"])
 
 
 class _Counts:
@@ -172,6 +196,21 @@ class _Counts:
         for alpha in self.num_alerted_by_alpha:
             self.num_alerted_by_alpha[alpha] += int(np.count_nonzero(p_values <= alpha))
 
+    def to_json(self) -> dict[str, Any]:
+        """Return the counts as values that JSON can express."""
+        return {
+            "records": self.num_records,
+            "alerted": list(self.num_alerted_by_alpha.values()),
+            "blamed": self.blame.to_json(),
+        }
+
+    def merge(self, document: Mapping[str, Any]) -> None:
+        """Add counts of the same alphas that `to_json` has converted."""
+        self.num_records += document["records"]
+        for alpha, num_alerted in zip(self.num_alerted_by_alpha, document["alerted"], strict=True):
+            self.num_alerted_by_alpha[alpha] += num_alerted
+        self.blame.merge(document["blamed"])
+
     def report(self, alpha: float, bound: int) -> AlertShareReport:
         """Return the numbers of records and alerts at one alpha, and what was blamed, as a report."""
         blame = self.blame
@@ -179,7 +218,7 @@ class _Counts:
         num_explained = blame.num_first.total()
         is_main = num_explained > 0 and num_first >= MAIN_SHARE * num_explained
         is_outside = is_main and blame.num_outside[main] >= OUTSIDE_SHARE * num_first
-        num_differences = num_first - 1
+        num_compared = blame.num_compared[main]
         return AlertShareReport(
             alpha=alpha,
             num_records=self.num_records,
@@ -187,7 +226,7 @@ class _Counts:
             bound=bound,
             main_feature=main if is_main else None,
             main_share=num_first / num_explained if is_main else 0.0,
-            is_rising=num_differences >= MIN_RISES and blame.num_rises[main] >= RISING_SHARE * num_differences,
+            is_rising=num_compared >= MIN_RISES and blame.num_rises[main] >= RISING_SHARE * num_compared,
             is_outside=is_outside,
             is_explained=num_explained > 0,
             unknown_label=blame.unknown_label.get(main) if is_outside else None,
@@ -231,19 +270,7 @@ class AlertShareMonitor:
             left_out: Ids of records that are not added.
         """
         reports: list[AlertShareReport] = []
-        if not self._alphas:
-            return reports
-        for alert in effects.raised_alerts:
-            if alert.severity == 1 and alert.contributions and alert.record not in left_out:
-                self._count_blame(alert)
-        closed = effects.closed
-        # Records of revoked partitions are continued, and counted, by another consumer.
-        if not len(closed) or CloseReason.REVOKED in closed.reasons:
-            return reports
-        is_added = closed.num_readings > 0
-        if left_out:
-            is_added &= np.array([record_id not in left_out for record_id in closed.record_ids], np.bool_)
-        p_values = closed.p_value[is_added]
+        p_values = self._count(effects, left_out, (self._run, self._block))
         self._run.add(p_values)
         while len(p_values):
             num_missing = self._block_size - self._block.num_records
@@ -252,12 +279,54 @@ class AlertShareMonitor:
             reports += self._check_block()
         return reports
 
-    def _count_blame(self, alert: Alert) -> None:
+    def count(self, effects: Effects, left_out: Collection[str] = ()) -> None:
+        """Add the closed records and the alerts of one batch for `summarize` only, without a check of blocks.
+
+        Args:
+            effects: The results of the engine for the batch.
+            left_out: Ids of records that are not added.
+        """
+        self._run.add(self._count(effects, left_out, (self._run,)))
+
+    def export_counts(self) -> dict[str, Any]:
+        """Return the numbers of records and alerts so far as values that JSON can express."""
+        return self._run.to_json()
+
+    def merge_counts(self, document: Mapping[str, Any]) -> None:
+        """Add the numbers that a monitor with the same alphas has exported, so that `summarize` includes them."""
+        self._run.merge(document)
+
+    def _count(self, effects: Effects, left_out: Collection[str], all_counts: Sequence[_Counts]) -> NDArray[np.float64]:
+        """Count the most suspicious readings of the alerts of a batch, and return the p-values of its closed records.
+
+        Args:
+            effects: The results of the engine for the batch.
+            left_out: Ids of records that are not added.
+            all_counts: Receive the suspicious readings.
+
+        Returns:
+            (R,) final p-values of the closed records that are added; empty without alphas.
+        """
+        if not self._alphas:
+            return np.empty(0)
+        for alert in effects.raised_alerts:
+            if alert.severity == 1 and alert.contributions and alert.record not in left_out:
+                self._count_blame(alert, all_counts)
+        closed = effects.closed
+        # Records of revoked partitions are continued, and counted, by another consumer.
+        if not len(closed) or CloseReason.REVOKED in closed.reasons:
+            return np.empty(0)
+        is_added = closed.num_readings > 0
+        if left_out:
+            is_added &= np.array([record_id not in left_out for record_id in closed.record_ids], np.bool_)
+        return closed.p_value[is_added]
+
+    def _count_blame(self, alert: Alert, all_counts: Sequence[_Counts]) -> None:
         """Count the most suspicious reading of an alert."""
         first = alert.contributions[0]
         feature = self._feature_by_name.get(first.feature)  # None for an alert of the model before
         if feature is not None:
-            for counts in (self._run, self._block):
+            for counts in all_counts:
                 counts.blame.add(feature.sensor_name, first.value, _is_outside(feature, first.value))
 
     def _check_block(self) -> list[AlertShareReport]:
@@ -310,6 +379,49 @@ class AlertShareMonitor:
             if num_alerted > bound:
                 return self._run.report(alpha, bound)
         return None
+
+
+class AlertCountSink:
+    """A sink that counts the closed records that have alerted, for each model, to add them to those of other runs.
+
+    Args:
+        monitor_by_model: The monitor of each model by its name.
+        labels: The labels of records. Those that are labelled as faults are not counted. None without labels.
+    """
+
+    def __init__(self, monitor_by_model: Mapping[str, AlertShareMonitor], labels: RecordLabels | None) -> None:
+        self._monitor_by_model, self._labels = monitor_by_model, labels
+
+    def write(self, effects: Effects, data: Payload | None) -> None:
+        """Count the records that were closed while one batch was handled.
+
+        Args:
+            effects: The results of the engine for the batch, with the closed records.
+            data: Not used.
+        """
+        monitor = self._monitor_by_model.get(effects.model_name)
+        if monitor is not None:
+            monitor.count(effects, () if self._labels is None else self._labels.find_faulty(effects))
+
+    def export_counts(self) -> dict[str, Any]:
+        """Return the numbers of each model, by its name, as values that JSON can express."""
+        return {name: monitor.export_counts() for name, monitor in self._monitor_by_model.items()}
+
+    def flush(self) -> None:
+        """Do nothing: the numbers are kept in memory."""
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+def find_largest_share(monitors: Iterable[AlertShareMonitor]) -> AlertShareReport | None:
+    """Return the report of the model of which the largest share of records has alerted; None if no share is too large.
+
+    Args:
+        monitors: The monitors of the models, at the end of the input.
+    """
+    reports = [report for monitor in monitors if (report := monitor.summarize()) is not None]
+    return max(reports, key=lambda report: report.share, default=None)
 
 
 def _is_outside(feature: Feature, value: float | str | None) -> bool:

@@ -256,7 +256,7 @@ def make_manifest(
     """Return the manifest: the plan, and everything on which the outputs of shards depend."""
     compared = {name: value for name, value in settings.model_dump(mode="json").items() if name not in _NOT_COMPARED}
     return {
-        "format": 1,
+        "format": 2,  # 2: receipts of `replay` have the numbers of alerts
         "version": __version__,
         "model": fingerprint,
         **({"faults": fault_entries} if any(fault_entries) else {}),

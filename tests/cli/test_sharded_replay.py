@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -116,6 +117,33 @@ def test_irregular_readings(cli: RunCommand, tmp_path: Path, column: str) -> Non
     )
     assert summary["readings"] == 400
     assert summary["alerts"] > 0
+
+
+@pytest.mark.usefixtures("in_this_process")
+@pytest.mark.parametrize(
+    ("label", "population"),
+    [((), "records"), (("--label", "fault", "--normal", "none"), "records without a known fault")],
+)
+def test_the_share_of_alerts_is_that_of_all_shards(
+    cli: RunCommand, model_dir: Path, table: pa.Table, tmp_path: Path, label: tuple[str, ...], population: str
+) -> None:
+    """The last line states it as that of a run in one process, and before the warnings of single shards."""
+    temperatures = [1e4 if i % 2 else value for i, value in enumerate(table["temperature"].to_pylist())]
+    far = table.set_column(table.schema.get_field_index("temperature"), "temperature", pa.array(temperatures))
+    far = far.append_column("fault", pa.array(["hot" if i % 4 == 1 else "none" for i in range(len(table))]))
+    pq.write_table(far, tmp_path / "far.parquet")
+    refused = [{"record": f"x{i}", "feature": "unknown", "value": 1.0} for i in range(20)]
+    inputs = (tmp_path / "far.parquet", write_lines(tmp_path / "refused.jsonl", refused))
+    words = ("replay", *inputs, "--model", model_dir, "--alpha", "0.1", "--drift", "off", *label)
+    whole = cli(*words)
+    in_shards = cli(*words, "--output-dir", tmp_path / "shards", "--shards", 10)
+    assert (whole.code, in_shards.code) == (0, 0)
+    share = re.search(rf"\d+% of {population} alerted, 10% is allowed; .*\)", whole.lines[-1])
+    assert share is not None, whole.lines[-1]
+    assert re.search(rf"; {re.escape(share[0])}; shard \d+: first unknown_feature: ", in_shards.lines[-1])
+    summary = json.loads((tmp_path / "shards" / "summary.json").read_text())
+    assert summary["alert_share"]["message"] == share[0]
+    assert not any("is allowed" in entry["warning"] for entry in summary["warnings"])
 
 
 @pytest.mark.usefixtures("in_this_process")

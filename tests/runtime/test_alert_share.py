@@ -30,7 +30,7 @@ from deformer_stream.engine.events import (
 from deformer_stream.model.schema import Feature, Schema
 from deformer_stream.model_store import Artifact
 from deformer_stream.runtime import alert_share
-from deformer_stream.runtime.alert_share import ERROR_RATE, AlertShareMonitor, AlertShareReport
+from deformer_stream.runtime.alert_share import ERROR_RATE, AlertCountSink, AlertShareMonitor, AlertShareReport
 from deformer_stream.runtime.metrics import Metrics
 from deformer_stream.runtime.pipeline import Pipeline
 from deformer_stream.runtime.timing import WallClock
@@ -127,6 +127,25 @@ def test_blocks_do_not_depend_on_how_records_are_divided_into_batches() -> None:
     assert len(reports) == len(part_reports) > 0
     assert whole.get_shares() == parts.get_shares()
     assert whole.summarize() == parts.summarize()
+
+
+def test_counts_of_several_runs_give_the_report_of_one() -> None:
+    """The numbers of each run pass through JSON. Blocks are not checked."""
+    p_values = np.where(np.arange(900) % 3 == 0, 0.001, 0.5)
+    blamed = [("id", 1000.0 + i) for i in range(300)]
+    whole, merged = make_monitor((0.01, 0.05)), make_monitor((0.01, 0.05))
+    whole.add(make_effects(p_values, blamed))
+    for part in range(3):
+        counter = AlertCountSink({ONLY_MODEL: make_monitor((0.01, 0.05))}, None)
+        counter.write(make_effects(p_values[300 * part :][:300], blamed[100 * part :][:100]), None)
+        merged.merge_counts(json.loads(json.dumps(counter.export_counts()))[ONLY_MODEL])
+    report = merged.summarize()
+    assert report is not None
+    assert report == whole.summarize()
+    assert (report.num_records, report.num_alerted, report.main_feature) == (900, 300, "id")
+    assert report.is_rising
+    assert report.is_outside
+    assert merged.get_shares() == {}
 
 
 def test_each_alpha_is_compared_with_its_own_share() -> None:

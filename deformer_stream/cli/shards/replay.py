@@ -16,10 +16,11 @@ from deformer_stream.cli import incident_files, label_report
 from deformer_stream.cli.file_runs import choose_exit_code, describe_empty_input, format_alphas, log_columns
 from deformer_stream.cli.input_files import open_inputs_for_shards
 from deformer_stream.cli.shards import run as shard_run
-from deformer_stream.cli.shards.tasks import load_job_models, prepare_scoring
+from deformer_stream.cli.shards.tasks import Receipt, load_job_models, make_alert_monitors, prepare_scoring
 from deformer_stream.cli_utils import INTERRUPTED_EXIT_CODE
 from deformer_stream.durable_file import replace_file
 from deformer_stream.errors import ConfigError, InputError
+from deformer_stream.runtime.alert_share import AlertShareReport, find_largest_share
 from deformer_stream.runtime.shard_job import DEFAULT_OUTPUTS, SUMMARY, AnyShardJob, choose_outputs, lock_folder
 
 if TYPE_CHECKING:
@@ -67,7 +68,9 @@ def replay_in_shards(
         num_scored = shard_run.run_shards(job, "replay", prepare_scoring, files.num_rows, stop)
         if num_scored is None:
             return INTERRUPTED_EXIT_CODE
-        summary = _summarize(job, settings.alpha)
+        receipts = shard_run.read_receipts(job)
+        alert_share = _find_alert_share(receipts, models, settings)
+        summary = _summarize(job, receipts, settings.alpha, alert_share)
         if settings.evidence is not None:
             _merge_evidence(job, folder / settings.evidence)
             if settings.incidents is not None:
@@ -77,7 +80,10 @@ def replay_in_shards(
             return INTERRUPTED_EXIT_CODE
         # At last, so that a folder with a summary has everything.
         replace_file(folder / SUMMARY, (json.dumps(summary, indent=1) + "\n").encode())
-        warnings = []
+        shard_warnings = shard_run.list_warnings(receipts)
+        warnings = [] if alert_share is None else [alert_share.describe()]
+        if shard_warnings:
+            warnings.append(shard_run.describe_warnings(shard_warnings, SUMMARY))
         if not (summary["readings"] or summary["rejected"]):
             warnings.append(describe_empty_input(settings.where, summary["rows"]))
         error: InputError | None = None
@@ -112,9 +118,28 @@ def _add_labels(settings: ReplaySettings, models: ServedModels) -> ReplaySetting
     return settings.model_copy(update={"records": Path(name)})
 
 
-def _summarize(job: AnyShardJob, alphas: Sequence[float]) -> dict[str, Any]:
-    """Return the totals of all shards."""
-    receipts = shard_run.read_receipts(job)
+def _find_alert_share(
+    receipts: Sequence[Receipt], models: ServedModels, settings: ReplaySettings
+) -> AlertShareReport | None:
+    """Return what to report about the share of records that have alerted in all shards; None if there is nothing."""
+    monitor_by_model = make_alert_monitors(models, settings)
+    for receipt in receipts:
+        for name, counts in receipt["alert_counts"].items():
+            monitor_by_model[name].merge_counts(counts)
+    return find_largest_share(monitor_by_model.values())
+
+
+def _summarize(
+    job: AnyShardJob, receipts: Sequence[Receipt], alphas: Sequence[float], alert_share: AlertShareReport | None
+) -> dict[str, Any]:
+    """Return the totals of all shards.
+
+    Args:
+        job: The job.
+        receipts: The receipts of the shards.
+        alphas: False-alarm rates at which alerts were raised.
+        alert_share: What to report about the share of records that have alerted; None if there is nothing.
+    """
     rejected: Counter[str] = Counter()
     for receipt in receipts:
         rejected.update(receipt["rejected"])
@@ -125,30 +150,29 @@ def _summarize(job: AnyShardJob, alphas: Sequence[float]) -> dict[str, Any]:
         "shards": job.plan.num_shards,
         **{name: sum(receipt[name] for receipt in receipts) for name in _ADDED_NUMBERS},
         "rejected": dict(sorted(rejected.items())),
+        "alert_share": None if alert_share is None else alert_share.to_log_fields(),
         "seconds_of_workers": round(sum(receipt["seconds"] for receipt in receipts), 3),
         "warnings": [{"shard": shard, "warning": text} for shard, text in shard_run.list_warnings(receipts)],
     }
 
 
-def _describe_summary(summary: dict[str, Any], rate: float | None, more_warnings: Sequence[str]) -> str:
+def _describe_summary(summary: dict[str, Any], rate: float | None, warnings: Sequence[str]) -> str:
     """Return the last line that the command prints.
 
     Args:
         summary: The totals.
         rate: Readings per second of this run; None if it has scored none.
-        more_warnings: What is wrong with the input besides what the totals show, as clauses.
+        warnings: What is wrong with the input, as clauses.
     """
     rejected = Counter(summary["rejected"])
     reasons = ", ".join(f"{count} {reason}" for reason, count in rejected.most_common())
-    warnings = [(entry["shard"], entry["warning"]) for entry in summary["warnings"]]
     return (
         f"{summary['readings']} events accepted, {rejected.total()} refused{f' ({reasons})' if reasons else ''}, "
         f"{summary['records']} records, {summary['alerts']} alerts at alpha {format_alphas(summary['alpha'])} "
         f"in {summary['shards']} shards"
         + (f", {summary['combined']} readings combined with others of their time slot" if summary["combined"] else "")
         + (f", {rate:,.0f} events per second in this run" if rate is not None else "")
-        + (f"; {shard_run.describe_warnings(warnings, SUMMARY)}" if warnings else "")
-        + "".join(f"; {warning}" for warning in more_warnings)
+        + "".join(f"; {warning}" for warning in warnings)
     )
 
 

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Generic
 
 import numpy as np
@@ -20,6 +21,7 @@ from deformer_stream import log
 from deformer_stream.cli import codecs, file_runs, input_files, served_models
 from deformer_stream.durable_file import replace_file
 from deformer_stream.errors import ArtifactError, InputError
+from deformer_stream.runtime.alert_share import AlertCountSink, AlertShareMonitor, Population
 from deformer_stream.runtime.shard_job import (
     RECEIPT,
     AnyShardJob,
@@ -248,6 +250,8 @@ def _write_outputs(shard: _Shard[ReplaySettings], folder: Path) -> Receipt:
         models = shard.models
         labels = file_runs.make_record_labels(settings)
         sinks = file_runs.open_replay_sinks(settings, models.schema_by_name, cleanup, models.has_faults, labels)
+        alert_counts = AlertCountSink(make_alert_monitors(models, settings), labels)
+        sinks.append(alert_counts)
         totals = shard.run(sinks, labels)
         for sink in sinks:
             sink.close()
@@ -255,7 +259,23 @@ def _write_outputs(shard: _Shard[ReplaySettings], folder: Path) -> Receipt:
         from connectors.files.evidence_files import sort_evidence_file
 
         sort_evidence_file(settings.evidence)
-    return _describe_totals(totals)
+    # The share of alerts is that of all shards together.
+    receipt = _describe_totals(replace(totals, alert_share=None))
+    return receipt | {"alert_counts": alert_counts.export_counts()}
+
+
+def make_alert_monitors(models: ServedModels, settings: ReplaySettings) -> dict[str, AlertShareMonitor]:
+    """Return a new monitor of the share of records that alert for each model, by its name.
+
+    Args:
+        models: The models.
+        settings: Options of `replay`.
+    """
+    population: Population = "records" if settings.label_of_records is None else "records without a known fault"
+    return {
+        name: AlertShareMonitor(settings.alpha, artifact.calibration, artifact.schema, population)
+        for name, artifact in models.artifact_by_name.items()
+    }
 
 
 def _collect_records(shard: _Shard[CalibrateSettings], folder: Path) -> Receipt:
