@@ -13,7 +13,7 @@ from deformer_stream.codec.alert_text import summarize_cause
 from deformer_stream.codec.payloads import Payload
 from deformer_stream.engine.engine_set import EngineSet
 from deformer_stream.engine.events import Effects, RejectionReason
-from deformer_stream.runtime.alert_share import AlertShareMonitor, AlertShareReport, Population
+from deformer_stream.runtime.alert_share import AlertShareMonitor, AlertShareReport, Population, find_largest_share
 from deformer_stream.runtime.metrics import Metrics
 from deformer_stream.runtime.record_labels import RecordLabels
 from deformer_stream.runtime.repeated_readings import RepeatedReadingsMonitor, RepeatedReadingsReport
@@ -240,8 +240,7 @@ class PipelineReporter:
 
     def summarize_alert_share(self) -> None:
         """Compare the share of all records of finite input that have alerted with the false-alarm rate."""
-        reports = [report for monitor in self._alert_shares.values() if (report := monitor.summarize()) is not None]
-        self._totals.alert_share = max(reports, key=lambda report: report.share, default=None)
+        self._totals.alert_share = find_largest_share(self._alert_shares.values())
         if self._totals.alert_share is not None and self._last_alert_share_log is None:
             self._log_alert_share(self._totals.alert_share)
 

@@ -249,12 +249,11 @@ def _write_outputs(shard: _Shard[ReplaySettings], folder: Path) -> Receipt:
     with ExitStack() as cleanup:
         models = shard.models
         labels = file_runs.make_record_labels(settings)
-        sinks = file_runs.open_replay_sinks(settings, models.schema_by_name, cleanup, models.has_faults, labels)
+        files = file_runs.open_replay_sinks(settings, models.schema_by_name, cleanup, models.has_faults, labels)
         alert_counts = AlertCountSink(make_alert_monitors(models, settings), labels)
-        sinks.append(alert_counts)
-        totals = shard.run(sinks, labels)
-        for sink in sinks:
-            sink.close()
+        totals = shard.run([*files, alert_counts], labels)
+        for file in files:
+            file.close()
     if settings.evidence is not None:
         from connectors.files.evidence_files import sort_evidence_file
 
