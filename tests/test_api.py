@@ -356,10 +356,10 @@ def test_impossible_timeout_raises_value_error(detector: Detector, timeout: floa
 
 def test_reading_after_timeout_is_late(detector: Detector, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0]
-    monkeypatch.setattr("deformer_stream.runtime.timing.time.time_ns", lambda: now[0])
+    monkeypatch.setattr("deformer_stream.runtime.timing.read_elapsed_time", lambda: now[0])
     scorer = detector.scorer(record_timeout=10.0)
     scorer.update("r", "pressure", 1.0)
-    now[0] = 11 * 10**9
+    now[0] = 11 * 10**6
     late = scorer.update("r", "temperature", 1.0)
     assert late.rejection is not None
     assert late.rejection.reason.value == "late"

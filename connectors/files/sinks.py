@@ -514,14 +514,15 @@ class LinesSink:
         """
         if self._is_standard_output:
             return sys.stdout.buffer
+        if append:  # several processes may append lines to one file
+            return self._path.open("ab")
         if _is_special(self._path):
-            return self._path.open("ab" if append else "wb")
-        if not append and not is_live:
+            return self._path.open("wb")
+        if not is_live:
             self._partial_file = PartialFile(self._path)
             return self._partial_file.file
         file = open_for_one_writer(self._path)
-        if not append:
-            file.truncate(0)
+        file.truncate(0)
         return file
 
     def write_lines(self, lines: list[bytes]) -> None:

@@ -206,13 +206,22 @@ def test_a_link_is_kept_and_its_target_is_replaced(tmp_path: Path) -> None:
         assert target.is_file()
 
 
+def test_several_processes_append_lines_to_a_file(tmp_path: Path) -> None:
+    sinks = [AlertLines(tmp_path / "alerts.jsonl", append=True) for _ in range(2)]
+    for sink in sinks:
+        sink.write(*make_effects(0))
+        sink.flush()
+    for sink in sinks:
+        sink.close()
+    assert len((tmp_path / "alerts.jsonl").read_bytes().splitlines()) == 4
+
+
 @pytest.mark.parametrize(
     ("name", "open_sink"),
     [
         ("scores.parquet", lambda path: ScoresTable(path, {ONLY_MODEL: SCHEMA})),
         ("records.csv", RecordsTable),
         ("alerts.jsonl", AlertLines),
-        ("appended.jsonl", lambda path: AlertLines(path, append=True)),
         ("events.jsonl", lambda path: LinesSink(path, is_live=True)),
     ],
 )

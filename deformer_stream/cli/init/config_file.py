@@ -45,6 +45,7 @@ class Answers:
         contamination: Share of the records that may be anomalies.
         timezone: Zone of times that are written without one; None if it does not matter.
         time_unit: Unit of times that are numbers.
+        id_column: Column that can name the records in alerts; None if there is none.
         table_options: Options of reading tables that the user has set, by name, such as "delimiter".
     """
 
@@ -62,6 +63,7 @@ class Answers:
     contamination: float = 0.0
     timezone: str | None = None
     time_unit: TimeUnit = "s"
+    id_column: str | None = None
     table_options: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -136,13 +138,14 @@ def format_config(subject: Subject, answers: Answers) -> str:
         lines += ["", "# The unit of times that are written as numbers since 1970."]
         lines.append(_format_entry("time-unit", answers.time_unit))
     if answers.table_options:
-        lines += ["", "# How tables are read."]
-        for name, value in answers.table_options.items():
-            if name == "record_column":
-                lines.append(
-                    "# The column whose values, which must differ from row to row, name the records in alerts."
-                )
-            lines.append(_format_entry(name, value))
+        lines += ["", "# How tables are read.", *_format_entries(answers.table_options)]
+    if answers.id_column is not None:
+        lines += [
+            "",
+            "# Alerts name a record by the number of its row. With this entry they name it by the column, whose values",
+            "# must differ from row to row.",
+            f"# {_format_entry('record-column', answers.id_column)}",
+        ]
     if subject.stream_options:
         lines += [
             "",

@@ -95,8 +95,6 @@ def ask_questions(view: TableView, settings: InitSettings, asks: bool) -> Answer
         max_time = _ask("Time limit of the training", DEFAULT_MAX_TIME, _make_parser(Timeout), asks)
     reading: dict[str, Any] = {name: getattr(settings, name) for name in ("where", "delimiter", "decimal", "encoding")}
     reading |= {"header": settings.header, "no_header": settings.no_header or None, "time_column": view.time_option}
-    if record == "row" and view.id_column not in (None, label):
-        reading["record_column"] = view.id_column
     # The column `device` is used without an option.
     if record == "window" and view.device_column not in (None, "device"):
         reading["device_column"] = view.device_column
@@ -115,6 +113,7 @@ def ask_questions(view: TableView, settings: InitSettings, asks: bool) -> Answer
         contamination=contamination,
         timezone=timezone,
         time_unit=view.time_unit,
+        id_column=view.id_column if record == "row" and view.id_column != label else None,
         table_options={name: value for name, value in reading.items() if value is not None},
     )
 
