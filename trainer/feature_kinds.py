@@ -32,7 +32,7 @@ from deformer_stream.model.schema import (
     format_label,
 )
 from deformer_stream.tables.labels import encode_labels
-from trainer.fill_values import MAX_FAR_SHARE, NumberSample, find_main_part
+from trainer.fill_values import MAX_FAR_SHARE, NumberSample, find_main_part, is_at_rest
 from trainer.identifiers import MIN_RISES, OrderStatistics, describe_identifier, describe_trend
 from trainer.tables import ValueForm, classify_type, convert_to_numbers, has_leading_zeros
 
@@ -578,7 +578,8 @@ def compute_location_and_scale(sample: NDArray[np.float64]) -> tuple[float, floa
 
     They are the mean and the standard deviation of the readings after clipping to their 0.1% and 99.9% quantiles, which
     limits the effect of extreme readings. A small share of readings that are very far from all others, such as fill
-    values, is left out (`MIN_FAR_RATIO`). If all readings have the same value x, the scale is the larger of |x| and 1.
+    values, is left out (`MIN_FAR_RATIO`), unless it is 0. If all readings have the same value x, the scale is the
+    larger of |x| and 1.
 
     Args:
         sample: At least one reading, in any order.
@@ -589,7 +590,7 @@ def compute_location_and_scale(sample: NDArray[np.float64]) -> tuple[float, floa
     location, scale = _compute_clipped_moments(sample)
     ordered = np.sort(sample)
     main_part = find_main_part(ordered, MAX_FAR_SHARE, MIN_FAR_RATIO)
-    if main_part != slice(0, len(sample)):
+    if not is_at_rest(ordered, main_part) and main_part != slice(0, len(sample)):
         main_location, main_scale = _compute_clipped_moments(ordered[main_part])
         if scale > MAX_SCALE_RATIO * main_scale:
             return main_location, main_scale

@@ -154,6 +154,17 @@ def find_main_part(values: NDArray[np.float64], max_share: float, min_ratio: flo
     return slice(0, num_values)
 
 
+def is_at_rest(values: NDArray[np.float64], main_part: slice) -> bool:
+    """Return whether most of the values outside of the main part are 0, a normal reading of many machines at rest.
+
+    Args:
+        values: The sample, in ascending order.
+        main_part: The indexes of the values that are not far from the others, by `find_main_part`.
+    """
+    far = np.concatenate([values[: main_part.start], values[main_part.stop :]])
+    return len(far) > 0 and float((far == 0).mean()) >= 0.5
+
+
 def find_fill_values(samples: Iterable[NumberSample]) -> list[FillValue]:
     """Return the values that probably stand for missing readings, those in most columns first.
 

@@ -112,11 +112,6 @@ class CommitManager:
         return self._delivery is not None and self._delivery.is_transactional and self._delivery.has_failed
 
     @property
-    def is_transactional(self) -> bool:
-        """Whether offsets, state and messages are committed together, in one transaction."""
-        return self._delivery is not None and self._delivery.is_transactional
-
-    @property
     def is_in_background(self) -> bool:
         """Whether `begin_sending` has started an attempt in the background that `send` has not waited for yet."""
         return self._delivery is not None and self._delivery.is_in_background
@@ -295,7 +290,13 @@ class CommitManager:
                 if state.snapshot is not None:
                     snapshot_starts.append((tp, len(messages)))
                 state_messages, references[tp] = self._state.encode(
-                    tp.partition, position, state, references.get(tp), commit_name, self._get_writer(tp)
+                    tp.partition,
+                    position,
+                    state,
+                    references.get(tp),
+                    commit_name,
+                    self._get_writer(tp),
+                    is_transactional=self._delivery is not None and self._delivery.is_transactional,
                 )
                 messages += state_messages
         # Partitions without new state get the name too, because `_apply_if_committed` recognises the attempt by it.

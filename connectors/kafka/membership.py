@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from connectors.kafka import client
 from connectors.kafka.blocking_calls import BackgroundCall
@@ -67,6 +67,7 @@ class GroupMembership:
         # When the models of a new group are checked (monotonic), and the model of this process when it began.
         self._check_new_group_at: float | None = None
         self._first_model = ""
+        self._other_model: str | None = None  # that of the first partition at the last check of a new group
         # The id of this process while the brokers list its instance name with another id, and since when (monotonic).
         self._unlisted_id: str | None = None
         self._unlisted_since = 0.0
@@ -106,14 +107,12 @@ class GroupMembership:
             committed = self.fetch_committed(self.list_partitions())
         except Unavailable:  # for example during a transaction; it is checked again when partitions are assigned
             return
-        self._refuse_other_models(
-            {parse_model(offset.metadata) for offset in committed.values() if offset is not None} - {""}
-        )
+        self._refuse_other_models(self._list_models(committed))
 
     def note_new_group(self) -> None:
-        """Let `check_new_group` check the models later, because no process had committed yet when this one began."""
+        """Let `check_new_group` check the models later, if no process had committed yet when this one began."""
         self._first_model = self._commits.model
-        if self._first_model:
+        if self._first_model and not self._list_models(self.fetch_committed(self.list_partitions())):
             self._check_new_group_at = time.monotonic() + NEW_GROUP_SECONDS
 
     def check_new_group(self) -> None:
@@ -121,7 +120,8 @@ class GroupMembership:
 
         Processes with different models that start a group at the same moment cannot see each other's model before they
         join. The offset of the partition with the lowest number decides which of them stay, so that all of them decide
-        alike. A process whose model was changed meanwhile stays.
+        alike. It must be the same at two checks, and a process whose model was changed meanwhile stays: otherwise the
+        processes may just be changing to a new model.
         """
         now = time.monotonic()
         if self._check_new_group_at is None or now < self._check_new_group_at or self._consumer.membership is None:
@@ -135,11 +135,18 @@ class GroupMembership:
         except Unavailable as error:
             log.get_logger("kafka").debug("models_not_checked", error=str(error))
             return
-        model_by_partition = {tp: parse_model(o.metadata) for tp, o in sorted(committed.items()) if o is not None}
-        stated = [model for model in model_by_partition.values() if model]
-        if stated:
+        models = self._list_models(committed)
+        if models and models[0] == self._other_model:
+            self._refuse_other_models(models[:1])
+        if models and models[0] == self._first_model:
             self._check_new_group_at = None
-            self._refuse_other_models([stated[0]])
+        self._other_model = models[0] if models else None
+
+    @staticmethod
+    def _list_models(committed: Mapping[TopicPartition, CommittedOffset | None]) -> list[str]:
+        """Return the models that committed offsets state, in the order of their partitions."""
+        models = (parse_model(offset.metadata) for _, offset in sorted(committed.items()) if offset is not None)
+        return [model for model in models if model]
 
     def _refuse_other_models(self, models: Iterable[str]) -> None:
         """Raise `ConfigError` if the group uses models, and none of them is that of this process."""

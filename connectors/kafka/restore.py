@@ -235,7 +235,7 @@ class PartitionRestorer:
         models = {parse_model(offset.metadata) for offset in committed.values() if offset is not None}
         if not self._has_owned and models - {"", self._commits.model}:
             self._membership.check_model()  # a process with another model has started at the same time
-        if not self._has_owned and not models - {""}:
+        elif not self._has_owned and not models - {""}:
             self._membership.note_new_group()
         self._has_owned = True
         first_offsets = self._consumer.fetch_first_offsets(tps, client.REQUEST_SECONDS)
@@ -306,12 +306,8 @@ class PartitionRestorer:
         return restored
 
     def _find_with_state(self, tps: Sequence[TopicPartition]) -> set[TopicPartition]:
-        """Return those of the given partitions whose state was saved, so that their offsets were committed as well.
-
-        Both happen in one transaction. Without transactions, the state alone may have been saved, and nothing is
-        returned.
-        """
-        if self._state is None or not tps or not self._commits.is_transactional:
+        """Return those of the given partitions whose state was saved together with a committed offset."""
+        if self._state is None or not tps:
             return set()
         state_tps = [TopicPartition(self._state.topic, tp.partition) for tp in tps]
         ends = self._consumer.fetch_end_offsets(state_tps, client.REQUEST_SECONDS)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from connectors.kafka.ports import CommittedOffset, TopicPartition
@@ -122,7 +122,9 @@ def complete_start(pending: PendingStart, state: SavedState | StateError, on_los
         if on_lost_state == "forget":
             return StartPoint(RestoredPartition(tp.partition, resume_offset), resume_offset)
     restored = RestoredPartition(tp.partition, resume_offset, snapshot, decisions)
-    return StartPoint(restored, max(reference.position, first_offset), reference)
+    # The next commit states the new position, so that the messages that are gone are not needed again.
+    position = max(reference.position, first_offset)
+    return StartPoint(restored, position, replace(reference, position=position))
 
 
 def _start_without_state(

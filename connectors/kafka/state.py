@@ -32,6 +32,7 @@ from connectors.kafka.ports import (
     ConsumerOptions,
     KafkaCluster,
     OutgoingMessage,
+    ReceivedMessage,
     TopicPartition,
 )
 from connectors.kafka.topic_reader import TopicReader, poll_existing_messages
@@ -234,6 +235,7 @@ class StateTopic:
         max_message_bytes: Largest message that the topic accepts, in bytes.
         verify: A function that is called with a snapshot and its decisions after they were read. It raises `StateError`
             if they cannot be decoded. None skips this check.
+        group: Name of the consumer group. Other groups may use the same topic.
 
     Raises:
         ConfigError: `max_message_bytes` is too small to hold any state.
@@ -245,6 +247,7 @@ class StateTopic:
         topic: str,
         max_message_bytes: int,
         verify: Callable[[bytes, tuple[bytes, ...]], None] | None = None,
+        group: str = "",
     ) -> None:
         # Of each message, `RESERVED_BYTES` are kept free for its key and headers.
         if max_message_bytes < 2 * RESERVED_BYTES:
@@ -256,6 +259,7 @@ class StateTopic:
         self._cluster = cluster
         self._chunk_bytes = max_message_bytes - RESERVED_BYTES
         self._verify = verify
+        self._group = group.encode()
 
     def encode(
         self,
@@ -265,6 +269,7 @@ class StateTopic:
         reference: StateReference | None,
         commit_name: str,
         writer: str,
+        is_transactional: bool = False,
     ) -> tuple[list[OutgoingMessage], StateReference]:
         """Encode the state of a partition as messages of the state topic.
 
@@ -275,6 +280,7 @@ class StateTopic:
             reference: Where the state before this commit is stored, or None if none is.
             commit_name: A new, unique name of the commit.
             writer: A name of this process, unique for the time in which it owns the partition without a break.
+            is_transactional: Whether the messages are sent in the transaction that commits the offset.
 
         Returns:
             The messages, and the reference to the state after the commit. If `state` is a snapshot, the caller must set
@@ -306,6 +312,8 @@ class StateTopic:
             ("commit", commit_name.encode()),
             ("after", previous_commit.encode()),
         ]
+        if is_transactional:
+            headers.append(("group", self._group))
         messages = []
         chunk_starts = range(0, max(1, len(value)), self._chunk_bytes)  # an empty value still needs a message
         for message_number, start in enumerate(chunk_starts, reference.num_messages):
@@ -330,9 +338,10 @@ class StateTopic:
         )
 
     def find_written_partitions(self, partitions: Collection[int], on_wait: Callable[[], None]) -> set[int]:
-        """Return those of the given partitions that have a message of a completed transaction.
+        """Return those of the given partitions whose state this group has saved together with a committed offset.
 
-        The end offset alone does not show this, because messages of transactions that were aborted count as well.
+        The end offset alone does not show this: messages of aborted transactions count as well, and so do those
+        of other groups, and of at-least-once delivery, which saves the state before the offset.
 
         Args:
             partitions: Numbers of partitions.
@@ -342,7 +351,11 @@ class StateTopic:
             Unavailable: No broker responds.
         """
         written: set[int] = set()
-        reader = TopicReader(self._cluster, self.topic, lambda message: message.partition)
+
+        def find_partition(message: ReceivedMessage) -> int | None:
+            return message.partition if dict(message.headers).get("group") == self._group else None
+
+        reader = TopicReader(self._cluster, self.topic, find_partition)
         try:
             while not reader.is_caught_up and not written.issuperset(partitions):
                 written.update(reader.poll(client.POLL_SECONDS))

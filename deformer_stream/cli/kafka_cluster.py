@@ -110,7 +110,7 @@ def join_group(
         max_poll_messages,
         settings.session_timeout,
         delivery=delivery,
-        state=StateTopic(cluster, state_topic, max_bytes_by_topic[state_topic], verify_state),
+        state=StateTopic(cluster, state_topic, max_bytes_by_topic[state_topic], verify_state, group),
         on_lost_state=settings.lost_state,
         model=model,
         instance=settings.instance,

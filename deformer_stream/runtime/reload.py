@@ -257,6 +257,8 @@ class ModelSetReloader:
                 return None
             self._waiting.popleft()
             if found is None:
+                if repeated is not None and not reloader.has_other_model():  # it holds the model in use again
+                    self._repeated.pop(name, None)
                 continue
             _, artifact = found
             same = self._find_same_model(name, artifact.fingerprint)

@@ -356,7 +356,7 @@ class Group:
 
     def open_state_topic(self) -> StateTopic:
         """Return the state topic of the group."""
-        return StateTopic(self.cluster, self.state_topic, self.max_bytes_by_topic[self.state_topic])
+        return StateTopic(self.cluster, self.state_topic, self.max_bytes_by_topic[self.state_topic], group=self.name)
 
     def open(self, instance: str | None = None, model: str = "m", **options: Any) -> tuple[KafkaSource, Delivery]:
         """Return a source and its delivery, connected as the program connects them."""

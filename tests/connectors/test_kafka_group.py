@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,9 @@ from kafka.coordinator.assignors.cooperative_sticky import CooperativeStickyAssi
 
 from connectors.kafka import KafkaSource, ensure_topics, produce
 from connectors.kafka.client import HEARTBEAT_SECONDS
-from connectors.kafka.ports import RebalanceInProgress
+from connectors.kafka.membership import GroupMembership
+from connectors.kafka.ports import CommittedOffset, KafkaCluster, RebalanceInProgress, TopicPartition
+from connectors.kafka.state import make_model_metadata
 from deformer_stream.errors import ConfigError, DeformerError
 from deformer_stream.runtime.ports import PartitionState, SourceCallbacks
 from tests.conftest import make_cluster, start_broker
@@ -101,6 +104,30 @@ def test_one_of_two_models_that_start_a_group_together_stays(
             wait_until(lambda: turn(other), "a refusal")
         members[other].close()
         wait_until(lambda: len(members[owner].source.assigned_partitions) == 4, "all partitions for the other one")
+
+
+@pytest.mark.parametrize("ending", ["refused", "changed as well", "changed back"])
+def test_a_new_group_may_change_its_model_at_once(monkeypatch: pytest.MonkeyPatch, ending: str) -> None:
+    """The owner of the first partition has read a new model before this process, which gets time to do so as well."""
+    monkeypatch.setattr("connectors.kafka.membership.NEW_GROUP_SECONDS", 0.0)
+    first = TopicPartition("t", 0)
+    committed: dict[TopicPartition, CommittedOffset | None] = {first: None, TopicPartition("t", 1): None}
+    consumer: Any = SimpleNamespace(membership=object(), fetch_committed=lambda tps, timeout: committed)
+    commits: Any = SimpleNamespace(model="a")
+    membership = GroupMembership(consumer, commits, KafkaCluster("b:9092"), "t", 2, "g", None, lambda: None)
+    membership.note_new_group()
+    committed[first] = CommittedOffset(7, make_model_metadata("b", 2))
+    membership.check_new_group()
+    if ending == "refused":
+        with pytest.raises(ConfigError, match="the consumer group uses model b, this process has model a"):
+            membership.check_new_group()
+        return
+    if ending == "changed as well":
+        commits.model = "b"
+    else:
+        committed[first] = CommittedOffset(8, make_model_metadata("a", 2))
+    for _ in range(3):
+        membership.check_new_group()
 
 
 def test_group_whose_processes_have_ended_takes_another_model(group: Callable[..., Group]) -> None:

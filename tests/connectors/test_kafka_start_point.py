@@ -249,6 +249,25 @@ def test_lost_state_is_reported_and_handled_as_chosen(world: Group, case: Case) 
         reader.close()
 
 
+def test_rebuild_is_needed_once(world: Group) -> None:
+    """The partition has no further message, so that it gets no new snapshot."""
+    delete_before(world, world.topic, 20)
+    with open_admin(world.bootstrap) as admin:
+        admin.delete_records({TopicPartition(world.topic, 0): 30})
+    replace_position = world.read_committed()[0]
+    with open_admin(world.bootstrap) as admin:
+        admin.alter_group_offsets(
+            world.name, {TopicPartition(world.topic, 0): OffsetAndMetadata(30, replace_position.metadata, -1)}
+        )
+    reader, warnings = read_to_the_end(world, "rebuild")
+    assert any("the saved state needs messages from offset 10 on" in warning for warning in warnings)
+    reader.source.commit()
+    reader.close()
+    reader, warnings = read_to_the_end(world, "refuse")
+    assert reader.restored == {0: RestoredPartition(0, 30, SNAPSHOT, (b"decisions",))}
+    assert warnings == []
+
+
 def test_rebuilt_state_is_saved(world: Group) -> None:
     empty_state(world)
     reader, _ = read_to_the_end(world, "rebuild")
@@ -400,6 +419,22 @@ def test_what_no_poll_returns_is_not_needed_by_saved_state(group: Callable[..., 
     delete_before(world, world.topic, 7)
     again, _ = read_to_the_end(world, "refuse")
     assert again.restored == {0: RestoredPartition(0, 7, b"state")}
+
+
+def test_state_of_another_group_is_none(group: Callable[..., Group], world: Group) -> None:
+    """Groups may share a state topic, and at-least-once delivery saves state before the offset is committed."""
+    other = group()
+    other.state_topic = world.state_topic
+    other.max_bytes_by_topic[world.state_topic] = world.max_bytes_by_topic[world.state_topic]
+    produce(other.cluster, other.topic, make_messages(5))
+    reader, warnings = read_to_the_end(other, "refuse")
+    assert list_offsets(reader) == list(range(5))
+    assert warnings == []
+    headers = [("deformer", b"1"), ("commit", b"c"), ("after", b"")]
+    write_state(other, (b"w/1/000000", b"state", headers))
+    reader.close()
+    reader, warnings = read_to_the_end(other, "refuse")
+    assert warnings == []
 
 
 def test_state_of_an_aborted_transaction_is_none(group: Callable[..., Group]) -> None:
