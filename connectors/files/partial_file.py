@@ -4,14 +4,51 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
+import stat
 from pathlib import Path
 from typing import BinaryIO
 
 from deformer_stream.errors import ConfigError
-from deformer_stream.file_lock import open_locked
+from deformer_stream.file_lock import lock_file, open_locked
 
 PARTIAL_ENDING = ".part"
 """The end of the name of a file that is not complete."""
+
+
+def open_for_appending(path: Path) -> BinaryIO:
+    """Open a file to which several processes may append lines, but which none may replace meanwhile.
+
+    Raises:
+        ConfigError: Another process is replacing it.
+        OSError: It cannot be written.
+    """
+    return _check_lock(open_locked(path, is_shared=True), path)
+
+
+def _lock_existing(path: Path) -> BinaryIO | None:
+    """Lock a file that is to be replaced, so that no process writes it meanwhile; None if there is none.
+
+    Raises:
+        ConfigError: Another process is writing it.
+    """
+    try:
+        file = path.open("rb")
+    except (FileNotFoundError, PermissionError):
+        return None
+    if lock_file(file):
+        return file
+    file.close()
+    return _check_lock(None, path)
+
+
+def _check_lock(file: BinaryIO | None, name: Path) -> BinaryIO:
+    """Return a file that was locked; raise `ConfigError` if another process holds the lock."""
+    if file is None:
+        raise ConfigError(
+            f"{name}: another process is writing it; wait until that process has ended, or choose another path"
+        )
+    return file
 
 
 def open_for_one_writer(path: Path, name: Path | None = None) -> BinaryIO:
@@ -25,12 +62,7 @@ def open_for_one_writer(path: Path, name: Path | None = None) -> BinaryIO:
         ConfigError: Another process is writing it.
         OSError: It cannot be written.
     """
-    file = open_locked(path)
-    if file is None:
-        raise ConfigError(
-            f"{name or path}: another process is writing it; wait until that process has ended, or choose another path"
-        )
-    return file
+    return _check_lock(open_locked(path), name or path)
 
 
 class PartialFile:
@@ -55,8 +87,13 @@ class PartialFile:
         if path.is_dir():  # otherwise only the rename would fail, after all the work
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
         self.path = self._final_path.with_name(self._final_path.name + PARTIAL_ENDING)
-        self.file = open_for_one_writer(self.path, path)
-        self.file.truncate(0)  # an interrupted run may have left it
+        self._replaced = _lock_existing(self._final_path)
+        try:
+            self.file = open_for_one_writer(self.path, path)
+            self.file.truncate(0)  # an interrupted run may have left it
+        except BaseException:
+            self._unlock_replaced()
+            raise
 
     def complete(self) -> None:
         """Give the file its final name, and close it.
@@ -68,7 +105,16 @@ class PartialFile:
             self.file.flush()
             os.fsync(self.file.fileno())  # on the disk before it gets its name, so that the file is never incomplete
             self._release()
-            self.path.replace(self._final_path)
+            if self._replaced is not None:
+                os.chmod(self.path, stat.S_IMODE(os.fstat(self._replaced.fileno()).st_mode))
+            try:
+                self.path.replace(self._final_path)
+            except OSError as error:
+                if error.errno != errno.EBUSY:  # not a file that is mounted by its name, as into a container
+                    raise
+                shutil.copyfile(self.path, self._final_path)
+                self.path.unlink()
+        self._unlock_replaced()
 
     def keep(self) -> None:
         """Close the file, which keeps its temporary name.
@@ -77,6 +123,7 @@ class PartialFile:
             OSError: Writing failed.
         """
         self.file.close()
+        self._unlock_replaced()
 
     def delete(self) -> None:
         """Delete the file, and close it."""
@@ -85,6 +132,12 @@ class PartialFile:
             self.path.unlink(missing_ok=True)
         finally:
             self.file.close()
+            self._unlock_replaced()
+
+    def _unlock_replaced(self) -> None:
+        """Let others write the earlier file of the final name."""
+        if self._replaced is not None:
+            self._replaced.close()
 
     def _release(self) -> None:
         """Close the file on Windows, which renames and deletes no open files. The lock ends elsewhere after that."""

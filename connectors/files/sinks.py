@@ -24,7 +24,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from connectors.files.file_threads import BackgroundWriter
-from connectors.files.partial_file import PartialFile, open_for_one_writer
+from connectors.files.partial_file import PartialFile, open_for_appending, open_for_one_writer
 from connectors.files.table_writers import check_table_path, open_table
 from deformer_stream.codec import encode_alert, encode_drift, encode_rejected, encode_storm
 from deformer_stream.codec.encode_evidence import encode_evidence_parts
@@ -514,10 +514,10 @@ class LinesSink:
         """
         if self._is_standard_output:
             return sys.stdout.buffer
-        if append:  # several processes may append lines to one file
-            return self._path.open("ab")
         if _is_special(self._path):
-            return self._path.open("wb")
+            return self._path.open("ab" if append else "wb")
+        if append:
+            return open_for_appending(self._path)
         if not is_live:
             self._partial_file = PartialFile(self._path)
             return self._partial_file.file

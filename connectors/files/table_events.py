@@ -36,7 +36,7 @@ from deformer_stream.codec.columns import (
     parse_times,
 )
 from deformer_stream.codec.number_texts import parse_number
-from deformer_stream.codec.timestamps import parse_rfc3339, seconds_to_micros
+from deformer_stream.codec.timestamps import TimeFormat
 from deformer_stream.codec.validation import RejectionError, is_json_id, is_json_number
 from deformer_stream.engine.events import NO_TIME
 from deformer_stream.errors import ConfigError, InputError
@@ -174,6 +174,7 @@ def iterate_events(
         columns=columns,
         selection=selection,
         prefix=prefix,
+        time_format=table_options.time_format,
     )
 
 
@@ -254,6 +255,7 @@ def _iterate_delayed(
     columns: _RowColumns,
     selection: _FeatureSelection,
     prefix: str,
+    time_format: TimeFormat,
 ) -> Iterator[OutgoingEvent]:
     """Yield the readings of all files as events in the order of their times, which include a random delay.
 
@@ -270,7 +272,9 @@ def _iterate_delayed(
         columns: The columns that say to what a row belongs.
         selection: The features that are sent.
         prefix: Text that is put before each id of a record or device.
+        time_format: The unit in which times are written, as they are in the tables and in JSON lines.
     """
+    micros_per_unit = 1e6 / time_format.units_per_second
     # A heap of delayed events: time, number of the event (which keeps the order of equal times), key and document.
     delayed: list[tuple[int, int, bytes, dict[str, Any]]] = []
     num_events = 0
@@ -280,7 +284,7 @@ def _iterate_delayed(
         if table is None:
             # Lines are not delayed, so the events before them are sent first.
             yield from (_encode_event(*heapq.heappop(delayed)) for _ in range(len(delayed)))
-            yield from _iterate_json_lines(path)
+            yield from _iterate_json_lines(path, time_format)
             continue
         id_field = _choose_id_column(table)
         if table.choose_layout(layout, id_field) == "long":
@@ -297,7 +301,12 @@ def _iterate_delayed(
             delays = rng.integers(0, max_delay + 1, num_readings).tolist() if max_delay else [0] * num_readings
             for (feature, value), delay in zip(readings, delays, strict=True):
                 time = row_time + delay
-                document = {id_field: prefix + row_id, "feature": feature, "value": value, "time": time / 1e6}
+                document = {
+                    id_field: prefix + row_id,
+                    "feature": feature,
+                    "value": value,
+                    "time": time / micros_per_unit,
+                }
                 heapq.heappush(delayed, (time, num_events, (prefix + row_id).encode(), document))
                 num_events += 1
     while delayed:
@@ -569,24 +578,23 @@ def _encode_event(time: int, number: int, key: bytes, document: dict[str, Any]) 
     return key, orjson.dumps(document), time
 
 
-def _parse_event_time(document: Any) -> int:
+def _parse_event_time(document: Any, time_format: TimeFormat) -> int:
     """Return the time of a JSON event in microseconds since 1970, or `NO_TIME` if it has no valid time.
 
     Args:
-        document: The decoded JSON, usually an object with the field `time`: seconds since 1970, or an RFC 3339 text.
+        document: The decoded JSON, usually an object with the field `time`.
+        time_format: How the time is written.
     """
     time = document.get("time") if isinstance(document, dict) else None
-    try:
-        if isinstance(time, str):
-            return parse_rfc3339(time)
-        if is_json_number(time):
-            return seconds_to_micros(time)
+    if not isinstance(time, str) and not is_json_number(time):
         return NO_TIME
+    try:
+        return time_format.parse(time)
     except RejectionError:
         return NO_TIME
 
 
-def _iterate_json_lines(path: DataFile) -> Iterator[OutgoingEvent]:
+def _iterate_json_lines(path: DataFile, time_format: TimeFormat) -> Iterator[OutgoingEvent]:
     """Yield each line of a JSON lines file as a triple of its record id (the key), the unchanged line and its time.
 
     A line without a valid record id has an empty key. The time is in microseconds since 1970, or `NO_TIME`.
@@ -600,4 +608,4 @@ def _iterate_json_lines(path: DataFile) -> Iterator[OutgoingEvent]:
                     document = None
                 record = document.get("record") if isinstance(document, dict) else None
                 key = str(record).encode() if is_json_id(record) else b""
-                yield key, line, _parse_event_time(document)
+                yield key, line, _parse_event_time(document, time_format)

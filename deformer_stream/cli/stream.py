@@ -89,7 +89,7 @@ def build_consume() -> click.Command:
             if is_file and value != "json":
                 raise ConfigError(f"{flag} {value} is for a Kafka topic, but --source is a file: leave it out")
         sources = [str(settings.source)] if is_file else []
-        outputs = {"--alerts": settings.alerts, "--rejected": settings.rejected}
+        outputs = {"--alerts": settings.alerts, "--rejected": settings.rejected} if is_file else {}
         input_files.check_paths(sources, settings.model, outputs, settings.models)
         _score_stream(settings, stop, reload_requested)
 
@@ -236,6 +236,7 @@ def _connect(
     """
     from connectors.files import AlertLines, ReadOptions, RejectedLines, TerminalAlerts, open_source
     from deformer_stream.tables.discovery import CSV, PARQUET, has_ending
+    from deformer_stream.tables.table import TableOptions
 
     source: EventSource
     sinks: list[Sink] = []
@@ -255,6 +256,7 @@ def _connect(
             max_message_bytes=settings.max_message_bytes,
             window_assigner=codecs.make_window_assigner(next(iter(models.schema_by_name.values())), settings),
             model_column=None if models.choice is None else models.choice.field,
+            table_options=TableOptions(time_format=codecs.make_time_format(settings)),
         )
         try:
             source = open_source([str(settings.source)], list(models.schema_by_name.values()), options)

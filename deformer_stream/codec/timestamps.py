@@ -261,7 +261,14 @@ class TimeFormat:
             RejectionError: The time is malformed, or outside the years 1 to 9999.
         """
         if not isinstance(time, str):
-            return seconds_to_micros(time / self.units_per_second)
+            seconds = time / self.units_per_second
+            if self.unit != "s" and isfinite(seconds) and not MIN_SECOND <= seconds <= MAX_SECOND:
+                raise RejectionError(
+                    RejectionReason.WRONG_TYPE,
+                    f"the time {time!r} lies outside the years 1 to 9999 in {_NAME_BY_FINER_UNIT[self.unit]}; send such a "
+                    "time, or correct --time-unit",
+                )
+            return seconds_to_micros(seconds)
         local_time = None if self.timezone is None else parse_local_time(time)
         if self.timezone is None or local_time is None:
             return parse_rfc3339(time)

@@ -774,7 +774,22 @@ def test_a_column_of_unix_times_is_the_time_of_a_wide_table(cli: RunCommand, pla
     result = cli("produce", "wide.csv", "--output", "events.jsonl")
     assert result.code == 0, result.err
     first = json.loads(Path("events.jsonl").read_text().splitlines()[0])
-    assert first["time"] == pytest.approx(rows["clock"][0] / 1000)
+    assert first["time"] == rows["clock"][0]  # in the unit that the configuration states for all commands
+    # A meter that rises is no clock.
+    rows.rename(columns={"clock": "energy_wh"}).assign(energy_wh=rows["clock"] // 1000).to_csv("wide.csv", index=False)
+    result = cli("init", "wide.csv", "--yes", "--force")
+    assert not {"time-unit", "time-column"} & read_config().keys()
+
+
+def test_the_unit_of_times_of_json_lines_can_be_set(cli: RunCommand, plant: Path) -> None:
+    """Times that count from the start of a test are small in any unit."""
+    lines = [json.dumps({"device": "p", "feature": "x", "value": i % 7, "time": 1000 * i}) for i in range(200)]
+    Path("e.jsonl").write_text("\n".join(lines) + "\n")
+    result = cli("init", "e.jsonl", "--yes", "--time-unit", "ms")
+    assert "a reading of each sensor every 1 s" in result.out
+    assert read_config()["time-unit"] == "ms"
+    refused = cli("init", "e.jsonl", "--yes", "--force", "--where", "value > 0")
+    assert_command_failed(refused, 2, "--where chooses rows of tables")
 
 
 def test_readings_that_are_not_finite_are_left_out() -> None:

@@ -316,7 +316,6 @@ REPLACED_INPUTS = {
     "replay: a link": "deformer-stream replay {wide} --records {link} --model {model}",
     "replay: incidents": "deformer-stream replay {evidence} --incidents {evidence} --model {model}",
     "consume: lines": "deformer-stream consume --source {lines} --alerts {lines} --model {model}",
-    "consume: another output": "deformer-stream consume --topic t --alerts {lines} --rejected {lines} --model {model}",
     "produce: lines": "deformer-stream produce {lines} --output {lines}",
     "produce: a folder": "deformer-stream produce {inputs} --output {inputs}/a.parquet",
     "calibrate: a table": "deformer-stream calibrate {wide} --out {wide} --model {model}",

@@ -104,6 +104,13 @@ def test_times_that_cannot_be_read_in_a_zone_are_rejected(time: str | float, wor
     assert (len(batch), rejection.reason) == (0, RejectionReason.WRONG_TYPE)
 
 
+def test_numbers_that_are_out_of_range_in_the_unit_are_rejected() -> None:
+    with pytest.raises(RejectionError, match=r"the time 17000000000000000 lies .* in milliseconds; .* --time-unit"):
+        TimeFormat("ms").parse(17_000_000_000_000_000)
+    with pytest.raises(RejectionError, match="set --time-unit ms"):
+        TimeFormat().parse(1_700_000_000_000)
+
+
 @pytest.mark.parametrize("unit", ["s", "ms", "us"])
 def test_timestamps_that_microseconds_cannot_express_are_rejected(unit: Any) -> None:
     """Without care, the product would overflow, and the time would be another one in the range."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import resource
@@ -211,9 +212,40 @@ def test_several_processes_append_lines_to_a_file(tmp_path: Path) -> None:
     for sink in sinks:
         sink.write(*make_effects(0))
         sink.flush()
+    with pytest.raises(ConfigError, match="another process is writing it"):
+        AlertLines(tmp_path / "alerts.jsonl")  # would replace the file, to which the others append
     for sink in sinks:
         sink.close()
     assert len((tmp_path / "alerts.jsonl").read_bytes().splitlines()) == 4
+    replaced = AlertLines(tmp_path / "alerts.jsonl")
+    with pytest.raises(ConfigError, match="another process is writing it"):
+        AlertLines(tmp_path / "alerts.jsonl", append=True)
+    replaced.close()
+    assert (tmp_path / "alerts.jsonl").read_bytes() == b""
+
+
+def test_a_replaced_file_keeps_its_permissions(tmp_path: Path) -> None:
+    path = tmp_path / "records.csv"
+    path.write_text("earlier")
+    path.chmod(0o640)
+    RecordsTable(path).close()
+    assert path.stat().st_mode & 0o777 == 0o640
+
+
+def test_a_file_that_cannot_be_renamed_over_gets_the_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as a file that is mounted into a container by its name."""
+
+    def refuse(self: Path, target: Path) -> None:
+        raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
+
+    path = tmp_path / "alerts.jsonl"
+    path.write_text("earlier")
+    sink = AlertLines(path)
+    sink.write(*make_effects(0))
+    monkeypatch.setattr(Path, "replace", refuse)
+    sink.close()
+    assert len(path.read_bytes().splitlines()) == 2
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["alerts.jsonl"]
 
 
 @pytest.mark.parametrize(

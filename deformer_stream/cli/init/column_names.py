@@ -43,7 +43,10 @@ SENSOR_NAME = re.compile(
 """Names of columns that usually contain the sensor of a reading, in a table with one reading per row."""
 
 VALUE_NAME = re.compile(r"^(value|val|v|reading|measurement|wert|messwert)$")
-TIME_NAME = re.compile(r"^(time|timestamp|ts|datetime|date_?time|event_time|t|zeit|zeitstempel|zeitpunkt|datum|date)$")
+TIME_NAME = re.compile(
+    r"^((event_?|unix_?|epoch_?)?(time|timestamp|time_stamp|ts)(_?(s|ms|us|ns|utc))?|datetime|date_?time|t|epoch|clock|zeit|"
+    r"zeitstempel|zeitpunkt|datum|date)$"
+)
 """Names of columns that usually contain the value and the time of a reading."""
 
 QUALITY_NAME = re.compile(r"(^|_)(quality|qualitaet|qual|opc_?quality|quality_?code|validity|valid)(_|$)")

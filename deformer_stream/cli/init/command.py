@@ -268,7 +268,7 @@ def _look_at_topic(settings: InitSettings, topic: str) -> _Look:
     messages = read_messages(make_cluster(settings), topic, limit, settings.listen)
     if not messages:
         raise InputError(f"topic {topic}: no message has arrived within {settings.listen:g} s; add --listen 1m")
-    look = _look_at_messages(messages, f"topic {topic}", settings.save)
+    look = _look_at_messages(messages, f"topic {topic}", settings.save, settings)
     look.save_readings()  # before the questions, because the messages may be gone afterwards
     kafka: dict[str, Any] = {}
     if settings.bootstrap_servers != "localhost:9092":
@@ -331,26 +331,31 @@ def _look_at_files(inputs: Sequence[str], table: Path | None, settings: InitSett
     if table.exists() and not settings.force:
         raise ConfigError(f"{table} exists and is not replaced: add --force to replace it, or --save to write another")
     lines = (line for file in files for block in read_lines(file, MAX_LINE_BYTES) for line in block if line.strip())
-    return _look_at_messages(((line, None) for line in lines), ", ".join(inputs), table)
+    return _look_at_messages(((line, None) for line in lines), ", ".join(inputs), table, settings)
 
 
-def _look_at_messages(messages: Iterable[Message], origin: str, table: Path | None) -> _Look:
+def _look_at_messages(messages: Iterable[Message], origin: str, table: Path | None, settings: InitSettings) -> _Look:
     """Return what messages with readings show.
 
     Args:
         messages: The messages.
         origin: The topic or the files, for messages to the user.
         table: The Parquet file for the readings, None for none. It is not written yet.
+        settings: Options of `init`.
 
     Raises:
+        ConfigError: Messages are to be chosen by a condition.
         InputError: No message is a reading as JSON.
     """
     from deformer_stream.cli.init.messages import convert_to_table
     from deformer_stream.cli.init.table_view import look_at_table
     from deformer_stream.codec import TimeFormat
+    from deformer_stream.errors import ConfigError
     from deformer_stream.tables.table import Table, TableOptions
 
-    converted = convert_to_table(messages, origin)
+    if settings.where is not None:
+        raise ConfigError("--where chooses rows of tables, not messages or JSON lines: leave it out")
+    converted = convert_to_table(messages, origin, settings.time_unit)
     if converted.num_left_out:
         click.echo(
             f"{converted.num_left_out:,} of {converted.num_messages:,} messages of {origin} are left out, because they "

@@ -76,19 +76,20 @@ class ConvertedMessages:
     num_left_out: int
 
 
-def convert_to_table(messages: Iterable[Message], origin: str) -> ConvertedMessages:
+def convert_to_table(messages: Iterable[Message], origin: str, unit: TimeUnit = "s") -> ConvertedMessages:
     """Return the readings of messages as a long table, and the options that name fields with unusual names.
 
     Args:
         messages: The messages. Those that are not JSON objects with readings are left out.
         origin: The topic or the file, for error messages.
+        unit: The unit of times that are numbers. Seconds are replaced by another unit if they would be out of range.
 
     Raises:
         InputError: No message is a reading.
     """
     remaining = iter(messages)
     field_by_option: dict[str, str] = {}
-    time_unit: TimeUnit = "s"
+    time_unit = unit
     known_fields: set[str] = set()
     num_messages = num_readable = 0
     parts: list[pa.Table] = []
@@ -99,7 +100,8 @@ def convert_to_table(messages: Iterable[Message], origin: str) -> ConvertedMessa
             counts = Counter(name for entry, _ in objects for name in entry)
             field_by_option = _guess_fields(counts, objects)
             times = [entry.get(field_by_option.get("time_field", "")) for entry, _ in objects]
-            time_unit = guess_unit([time for time in times if is_json_number(time)])
+            if unit == "s":
+                time_unit = guess_unit([time for time in times if is_json_number(time)])
             known_fields.update(counts)
         readings = [_list_readings(entry, milliseconds, field_by_option, time_unit) for entry, milliseconds in objects]
         num_readable += sum(map(bool, readings))

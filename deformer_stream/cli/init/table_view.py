@@ -418,8 +418,14 @@ def _find_date_column(table: Table) -> str | None:
 
 
 def _find_unix_times(table: Table) -> str | None:
-    """Return the first column of numbers that are Unix times and mostly rise, None if there is none."""
-    numeric: list[str] = [column.name for column in table.schema if is_numeric(column.type)]
+    """Return the first column of numbers, with the name of a time, that are Unix times and mostly rise; None if there
+    is none.
+    """
+    numeric: list[str] = [
+        column.name
+        for column in table.schema
+        if is_numeric(column.type) and TIME_NAME.match(simplify_name(column.name))
+    ]
     batch = next(table.iterate_batches(numeric, SAMPLE_ROWS), None) if numeric else None
     if batch is None:
         return None
