@@ -263,10 +263,11 @@ class TimeFormat:
         if not isinstance(time, str):
             seconds = time / self.units_per_second
             if self.unit != "s" and isfinite(seconds) and not MIN_SECOND <= seconds <= MAX_SECOND:
+                unit = _NAME_BY_FINER_UNIT[self.unit]
                 raise RejectionError(
                     RejectionReason.WRONG_TYPE,
-                    f"the time {time!r} lies outside the years 1 to 9999 in {_NAME_BY_FINER_UNIT[self.unit]}; send such a "
-                    "time, or correct --time-unit",
+                    f"the time {time!r} lies outside the years 1 to 9999 in {unit}; send such a time, or correct "
+                    "--time-unit",
                 )
             return seconds_to_micros(seconds)
         local_time = None if self.timezone is None else parse_local_time(time)
