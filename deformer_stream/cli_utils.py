@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -148,17 +149,30 @@ def is_debugging() -> bool:
     return "--debug" in sys.argv[1:]
 
 
+REPEATED_SIGNAL_SECONDS = 1.0
+"""Seconds after a signal within which the same one again is a repetition.
+
+Some programs send a signal twice: GNU `timeout` to the process and to its group, and wrappers forward a Ctrl-C that the
+terminal has sent to the process, too.
+"""
+
+
 def stop_on_signals() -> threading.Event:
     """Install handlers for SIGINT and SIGTERM, so that a command can end gracefully.
 
     Returns:
-        An event that the first signal sets. A second signal of the same kind ends the process immediately.
+        An event that the first signal sets. A second signal of the same kind ends the process immediately, unless it
+        follows within `REPEATED_SIGNAL_SECONDS`.
     """
     stop = threading.Event()
+    received_at: dict[int, float] = {}
 
     def request_stop(number: int, frame: object) -> None:
+        now = time.monotonic()
+        if now - received_at.setdefault(number, now) >= REPEATED_SIGNAL_SECONDS:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)  # has its default effect, which ends the process
         stop.set()
-        signal.signal(number, signal.SIG_DFL)  # the next signal has its default effect, which ends the process
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, request_stop)

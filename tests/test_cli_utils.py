@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -205,3 +206,26 @@ def test_one_core_is_reserved_unless_the_user_sets_the_threads(monkeypatch: pyte
     monkeypatch.delenv("OMP_NUM_THREADS")
     process.reserve_core()
     assert os.environ["OMP_NUM_THREADS"] == "1"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_repeated_signal_does_not_end_the_process(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """GNU `timeout` sends a signal to the process and to its group. A later one of a person has its default effect."""
+    handlers = {other: signal.getsignal(other) for other in (signal.SIGINT, signal.SIGTERM)}
+    now = [100.0]
+    monkeypatch.setattr("deformer_stream.cli_utils.time.monotonic", lambda: now[0])
+    try:
+        stop = cli_utils.stop_on_signals()
+        assert not stop.is_set()
+        for now[0] in (100.0, 100.5):
+            signal.raise_signal(number)
+            assert stop.is_set()
+        ended: list[int] = []
+        monkeypatch.setattr("deformer_stream.cli_utils.signal.raise_signal", ended.append)
+        now[0] = 101.5
+        os.kill(os.getpid(), number)
+        assert ended == [number]
+        assert signal.getsignal(number) == signal.SIG_DFL
+    finally:
+        for other, handler in handlers.items():
+            signal.signal(other, handler)

@@ -70,7 +70,7 @@ def build_consume() -> click.Command:
 
         Alerts are written to the alerts topic and to standard output. Rejected events are written to the dead-letter
         topic. Offsets are committed after both are written. SIGINT and SIGTERM end the command after the current batch;
-        a second signal ends it immediately.
+        a second signal, a second or more after the first one, ends it immediately.
 
         With --source mqtt://… it needs no Kafka: alerts are published to the MQTT broker, and messages are acknowledged
         after that.
