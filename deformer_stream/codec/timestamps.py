@@ -109,11 +109,15 @@ def guess_unit(times: ArrayLike) -> TimeUnit:
     return (_guess_finer_unit(median) if median > MAX_SECOND else None) or "s"
 
 
-def parse_rfc3339(text: str) -> int:
+def parse_rfc3339(text: str, timezone: tzinfo | None = None) -> int:
     """Return RFC 3339 text as microseconds since 1970. A leap second (23:59:60) counts as the second after it.
 
+    Args:
+        text: The text.
+        timezone: The zone of a text that has no UTC offset; None to reject it.
+
     Raises:
-        RejectionError: If the text is not RFC 3339, has no UTC offset, or lies outside the years 1 to 9999.
+        RejectionError: If the text is not RFC 3339, lacks a UTC offset, or lies outside the years 1 to 9999.
     """
     try:
         moment = _parse_datetime(text.upper())  # RFC 3339 also permits the letters t and z
@@ -122,6 +126,8 @@ def parse_rfc3339(text: str) -> int:
             RejectionReason.WRONG_TYPE,
             f"the time {quote(text)} is not RFC 3339 text; send a time such as 2020-03-09T10:34:33Z",
         ) from None
+    if moment.tzinfo is None and timezone is not None:
+        return _check_range(localize(moment, timezone), text)
     if moment.tzinfo is None:
         raise RejectionError(
             RejectionReason.WRONG_TYPE,
@@ -272,7 +278,7 @@ class TimeFormat:
             return seconds_to_micros(seconds)
         local_time = None if self.timezone is None else parse_local_time(time)
         if self.timezone is None or local_time is None:
-            return parse_rfc3339(time)
+            return parse_rfc3339(time, self.timezone)
         return _check_range(localize(local_time, self.timezone), time)
 
 

@@ -69,6 +69,7 @@ def test_all_decoders_round_alike(unit: TimeUnit, seconds: float) -> None:
         ("2025-07-01 12:00:00", datetime(2025, 7, 1, 10, tzinfo=UTC)),
         ("2025-07-01T12:00:00.5", datetime(2025, 7, 1, 10, 0, 0, 500_000, tzinfo=UTC)),
         ("01.07.2025 12:00", datetime(2025, 7, 1, 10, tzinfo=UTC)),
+        ("2025-07-01T12", datetime(2025, 7, 1, 10, tzinfo=UTC)),
         ("2025-10-26 02:30:00", datetime(2025, 10, 26, 0, 30, tzinfo=UTC)),  # occurs twice: the first of the two
         ("2025-07-01T12:00:00Z", datetime(2025, 7, 1, 12, tzinfo=UTC)),  # a text that states its zone
     ],
