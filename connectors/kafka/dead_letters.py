@@ -189,8 +189,7 @@ class LetterTranslator:
         if time is None:  # an earlier release has rejected it
             time = letter.time if letter.sent_at is None else letter.sent_at * 1000
         message = BridgeMessage(letter.topic, letter.value or b"", time)
-        translator = self._find_translator(letter.translation)
-        return translate_all(translator, [message], has_text_times=translator.time_format.unit != "s")
+        return translate_all(self._find_translator(letter.translation), [message])
 
     def _find_translator(self, text: bytes) -> ValueTranslator:
         """Return the translator for a letter whose options are this JSON. Letters of a bridge share one.

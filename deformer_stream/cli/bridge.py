@@ -134,9 +134,7 @@ def _connect(
 
     component = "mqtt" if is_mqtt else "opcua"
     source = connect_with_retries(open_source, patience, stop, metrics.record_progress, cleanup, component)
-    return BridgePipeline(
-        source, translator, sink, metrics, SourceMetrics(metrics, sparkplug), has_text_times=settings.time_unit != "s"
-    )
+    return BridgePipeline(source, translator, sink, metrics, SourceMetrics(metrics, sparkplug))
 
 
 def _connect_mqtt(settings: BridgeSettings, pattern: TopicPattern) -> BridgeSource:

@@ -22,7 +22,6 @@ from deformer_stream.codec.timestamps import (
     MIN_MICROS,
     TimeFormat,
     TimeUnit,
-    format_rfc3339,
 )
 from deformer_stream.codec.validation import (
     MAX_TEXT_CHARS,
@@ -104,14 +103,12 @@ class Translation:
         rejections: What cannot be translated, at most one for each reason and message.
         requests: Messages to publish, as pairs of a topic and a payload.
         states: State that the translator saves, as pairs of a key and a value; the last value of a key counts.
-        has_text_times: Whether the times of events are RFC 3339 texts, and not numbers of seconds.
     """
 
     events: list[BridgeEvent] = field(default_factory=list)
     rejections: list[BridgeRejection] = field(default_factory=list)
     requests: list[tuple[str, bytes]] = field(default_factory=list)
     states: dict[str, bytes] = field(default_factory=dict)
-    has_text_times: bool = False
 
 
 class Translator(Protocol):
@@ -121,22 +118,21 @@ class Translator(Protocol):
         """Add what follows from a message to a translation. It never raises."""
 
 
-def make_event(device: str, values: dict[str, Any], time: int, has_text_time: bool = False) -> BridgeEvent:
+def make_event(device: str, values: dict[str, Any], time: int) -> BridgeEvent:
     """Return the event of readings of one device and one time.
 
     Args:
         device: The device.
         values: The values by feature, at least one.
         time: Microseconds since 1970.
-        has_text_time: Whether the time is RFC 3339 text, and not a number of seconds.
     """
     # float64 holds the microseconds of the years 1700 to 2240 exactly.
-    written_time = format_rfc3339(time) if has_text_time else time / 1e6
+    seconds = time / 1e6
     if len(values) == 1:
         ((feature, value),) = values.items()
-        document = {"device": device, "feature": feature, "value": value, "time": written_time}
+        document = {"device": device, "feature": feature, "value": value, "time": seconds}
     else:
-        document = {"device": device, "values": values, "time": written_time}
+        document = {"device": device, "values": values, "time": seconds}
     return BridgeEvent(device.encode(), orjson.dumps(document), len(values))
 
 
@@ -162,7 +158,7 @@ def add_event(
     """
     if not values:
         return
-    event = make_event(device, values, time, translation.has_text_times)
+    event = make_event(device, values, time)
     if len(event.key) + len(event.value) <= max_bytes and len(values) <= MAX_READINGS:
         translation.events.append(event)
     elif len(values) == 1:
@@ -309,7 +305,7 @@ class ValueTranslator:
     ) -> None:
         self._pattern, self._names = pattern, field_names
         self._max_bytes, self._max_event_bytes = max_bytes, max_event_bytes
-        self.time_format = time_format
+        self._time_format = time_format
         self._found_by_topic: dict[str, tuple[str | None, str | None]] = {}
 
     def translate(self, message: BridgeMessage, translation: Translation) -> None:
@@ -437,7 +433,7 @@ class ValueTranslator:
             raise RejectionError(
                 RejectionReason.WRONG_TYPE, f"the field {self._names.time!r} is neither a number nor text"
             )
-        return self.time_format.parse(time)
+        return self._time_format.parse(time)
 
 
 class TranslationOptions(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -528,17 +524,9 @@ class PrefixTranslator:
         self._default.translate(message, translation)
 
 
-def translate_all(
-    translator: Translator, messages: Sequence[BridgeMessage], has_text_times: bool = False
-) -> Translation:
-    """Return what follows from messages.
-
-    Args:
-        translator: Translates them.
-        messages: The messages.
-        has_text_times: Whether the times of events are RFC 3339 texts, and not numbers of seconds.
-    """
-    translation = Translation(has_text_times=has_text_times)
+def translate_all(translator: Translator, messages: Sequence[BridgeMessage]) -> Translation:
+    """Return what follows from messages."""
+    translation = Translation()
     for message in messages:
         translator.translate(message, translation)
     return translation

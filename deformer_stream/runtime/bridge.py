@@ -85,8 +85,6 @@ class BridgePipeline:
         sink: What events are written to.
         metrics: Receives counts and timings.
         source_metrics: Receives what the source reports.
-        has_text_times: Whether the times of events are RFC 3339 texts. They are if the unit of times is set, because
-            `consume` may have the same setting, in which numbers of seconds would be misread.
     """
 
     def __init__(
@@ -96,10 +94,8 @@ class BridgePipeline:
         sink: BridgeSink,
         metrics: BridgeMetrics,
         source_metrics: SourceMetrics,
-        has_text_times: bool = False,
     ) -> None:
         self._source, self._translator, self._sink = source, translator, sink
-        self._has_text_times = has_text_times
         self._metrics, self._source_metrics = metrics, source_metrics
         self._received: list[BridgeMessage] = []  # not translated yet
         self._written: list[BridgeMessage] = []  # of the batch that is being written
@@ -141,7 +137,7 @@ class BridgePipeline:
     def _begin_write(self, executor: ThreadPoolExecutor) -> None:
         """Translate the oldest messages that have arrived, and begin to write what follows from them."""
         self._written, self._received = self._received[:MAX_WRITE_MESSAGES], self._received[MAX_WRITE_MESSAGES:]
-        translation = translate_all(self._translator, self._written, self._has_text_times)
+        translation = translate_all(self._translator, self._written)
         for rejection in translation.rejections:
             self._metrics.rejected.labels(rejection.reason).inc()
         for topic, payload in translation.requests:
