@@ -157,6 +157,20 @@ terminal has sent to the process, too.
 """
 
 
+def pass_second_signal_on(number: int, received_at: dict[int, float], handler: Any) -> None:
+    """Pass a signal on to another handler if it is the second one of its kind, and no repetition of the first one.
+
+    Args:
+        number: The signal that was received.
+        received_at: When the first signal of each kind was received (monotonic seconds), which is updated.
+        handler: The other handler, which stays in place.
+    """
+    now = time.monotonic()
+    if now - received_at.setdefault(number, now) >= REPEATED_SIGNAL_SECONDS:
+        signal.signal(number, handler)
+        signal.raise_signal(number)
+
+
 def stop_on_signals() -> threading.Event:
     """Install handlers for SIGINT and SIGTERM, so that a command can end gracefully.
 
@@ -168,10 +182,7 @@ def stop_on_signals() -> threading.Event:
     received_at: dict[int, float] = {}
 
     def request_stop(number: int, frame: object) -> None:
-        now = time.monotonic()
-        if now - received_at.setdefault(number, now) >= REPEATED_SIGNAL_SECONDS:
-            signal.signal(number, signal.SIG_DFL)
-            signal.raise_signal(number)  # has its default effect, which ends the process
+        pass_second_signal_on(number, received_at, signal.SIG_DFL)  # its default effect ends the process
         stop.set()
 
     for number in (signal.SIGINT, signal.SIGTERM):

@@ -24,7 +24,7 @@ from deformer_stream import model_store
 from deformer_stream.calibration.calibration_scores import CalibrationScores
 from deformer_stream.calibration.conformal import MAX_CALIBRATION_RECORDS, Calibration
 from deformer_stream.calibration.seen_records import RecordSet, SeenRecords, find_seen_records
-from deformer_stream.cli_utils import REPEATED_SIGNAL_SECONDS
+from deformer_stream.cli_utils import pass_second_signal_on
 from deformer_stream.errors import ConfigError, DeformerError
 from deformer_stream.model.deformer import DEformer
 from trainer.alert_distance import AlertDistanceResult, add_alert_distance
@@ -122,7 +122,7 @@ class StopSignals:
     """A context manager in which SIGINT and SIGTERM request a stop after the current training step.
 
     Calling the object returns whether a signal was received, so it can be passed as `should_stop`. A second signal of
-    the same kind ends the process at once, unless it follows within `REPEATED_SIGNAL_SECONDS`.
+    the same kind ends the process at once, unless it repeats the first one (`cli_utils.REPEATED_SIGNAL_SECONDS`).
 
     Attributes:
         received: Number of the signal that was received, 0 if none.
@@ -153,10 +153,7 @@ class StopSignals:
 
         The previous handler usually ends the process, so a user can force the end with a second signal.
         """
-        now = time.monotonic()
-        if now - self._received_at_by_signal.setdefault(number, now) >= REPEATED_SIGNAL_SECONDS:
-            signal.signal(number, self._handler_before_by_signal[number])
-            signal.raise_signal(number)
+        pass_second_signal_on(number, self._received_at_by_signal, self._handler_before_by_signal[number])
         self.received = number
 
 

@@ -23,31 +23,9 @@ def open_for_appending(path: Path) -> BinaryIO:
         ConfigError: Another process is replacing it.
         OSError: It cannot be written.
     """
-    return _check_lock(open_locked(path, is_shared=True), path)
-
-
-def _lock_existing(path: Path) -> BinaryIO | None:
-    """Lock a file that is to be replaced, so that no process writes it meanwhile; None if there is none.
-
-    Raises:
-        ConfigError: Another process is writing it.
-    """
-    try:
-        file = path.open("rb")
-    except (FileNotFoundError, PermissionError):
-        return None
-    if lock_file(file):
-        return file
-    file.close()
-    return _check_lock(None, path)
-
-
-def _check_lock(file: BinaryIO | None, name: Path) -> BinaryIO:
-    """Return a file that was locked; raise `ConfigError` if another process holds the lock."""
+    file = open_locked(path, is_shared=True)
     if file is None:
-        raise ConfigError(
-            f"{name}: another process is writing it; wait until that process has ended, or choose another path"
-        )
+        raise _make_busy_error(path)
     return file
 
 
@@ -62,7 +40,33 @@ def open_for_one_writer(path: Path, name: Path | None = None) -> BinaryIO:
         ConfigError: Another process is writing it.
         OSError: It cannot be written.
     """
-    return _check_lock(open_locked(path), name or path)
+    file = open_locked(path)
+    if file is None:
+        raise _make_busy_error(name or path)
+    return file
+
+
+def _lock_existing(path: Path) -> BinaryIO | None:
+    """Lock a file that is to be replaced, so that no process writes it meanwhile; None if there is none.
+
+    Raises:
+        ConfigError: Another process is writing it.
+    """
+    try:
+        file = path.open("rb")
+    except (FileNotFoundError, PermissionError):
+        return None
+    if not lock_file(file):
+        file.close()
+        raise _make_busy_error(path)
+    return file
+
+
+def _make_busy_error(name: Path) -> ConfigError:
+    """Return the error that another process is writing a file."""
+    return ConfigError(
+        f"{name}: another process is writing it; wait until that process has ended, or choose another path"
+    )
 
 
 class PartialFile:

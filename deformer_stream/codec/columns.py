@@ -21,9 +21,9 @@ from deformer_stream.codec.number_texts import is_no_value, parse_number, parse_
 from deformer_stream.codec.timestamps import (
     MAX_SECOND,
     MIN_SECOND,
+    number_to_micros,
     parse_rfc3339,
     parse_time_of_day,
-    seconds_to_micros,
 )
 from deformer_stream.codec.validation import RejectionError, encode_label, not_finite_error, quote
 from deformer_stream.engine.events import NO_TIME, RejectionReason
@@ -179,7 +179,7 @@ def _parse_epoch_seconds(column: pa.Array) -> tuple[NDArray[np.int64], dict[int,
     errors_by_row: dict[int, RejectionError] = {}
     for row in np.flatnonzero(~is_inside & is_present(column)).tolist():
         try:
-            seconds_to_micros(float(seconds[row]))  # always raises here; its error names the probable mistake
+            number_to_micros(float(seconds[row]))  # always raises here; its error names the probable mistake
         except RejectionError as error:
             errors_by_row[row] = error
     micros = np.round(np.where(is_inside, seconds, 0.0) * 1e6).astype(np.int64)

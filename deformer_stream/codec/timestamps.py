@@ -65,24 +65,31 @@ def format_rfc3339(micros: int) -> str | None:
     return (EPOCH + timedelta(microseconds=micros)).isoformat().replace("+00:00", "Z")
 
 
-def seconds_to_micros(seconds: float) -> int:
-    """Return seconds since 1970 as microseconds since 1970, rounded.
+def number_to_micros(number: float, unit: TimeUnit = "s") -> int:
+    """Return a number that counts from 1970 as microseconds since 1970, rounded.
+
+    Args:
+        number: The time.
+        unit: Its unit.
 
     Raises:
         RejectionError: If the time is not finite, or lies outside the years 1 to 9999.
     """
+    seconds = number / UNITS_PER_SECOND[unit]
     if not isfinite(seconds):
         raise RejectionError(
-            RejectionReason.NOT_FINITE, f"the time is not finite ({seconds}); send a number of seconds since 1970"
+            RejectionReason.NOT_FINITE, f"the time is not finite ({number}); send a number of seconds since 1970"
         )
-    if not MIN_SECOND <= seconds <= MAX_SECOND:
-        unit = _guess_finer_unit(seconds)
-        hint = "" if unit is None else f", or set --time-unit {unit} if all times are {_NAME_BY_FINER_UNIT[unit]}"
-        raise RejectionError(
-            RejectionReason.WRONG_TYPE,
-            f"the time {seconds!r} lies outside the years 1 to 9999; send seconds since 1970{hint}",
-        )
-    return round(seconds * 1e6)
+    if MIN_SECOND <= seconds <= MAX_SECOND:
+        return round(seconds * 1e6)
+    if unit != "s":
+        remedy = f" in {_NAME_BY_FINER_UNIT[unit]}; send such a time, or correct --time-unit"
+    elif (finer := _guess_finer_unit(number)) is not None:
+        name = _NAME_BY_FINER_UNIT[finer]
+        remedy = f"; send seconds since 1970, or set --time-unit {finer} if all times are {name}"
+    else:
+        remedy = "; send seconds since 1970"
+    raise RejectionError(RejectionReason.WRONG_TYPE, f"the time {number!r} lies outside the years 1 to 9999{remedy}")
 
 
 def _guess_finer_unit(number: float) -> TimeUnit | None:
@@ -267,15 +274,7 @@ class TimeFormat:
             RejectionError: The time is malformed, or outside the years 1 to 9999.
         """
         if not isinstance(time, str):
-            seconds = time / self.units_per_second
-            if self.unit != "s" and isfinite(seconds) and not MIN_SECOND <= seconds <= MAX_SECOND:
-                unit = _NAME_BY_FINER_UNIT[self.unit]
-                raise RejectionError(
-                    RejectionReason.WRONG_TYPE,
-                    f"the time {time!r} lies outside the years 1 to 9999 in {unit}; send such a time, or correct "
-                    "--time-unit",
-                )
-            return seconds_to_micros(seconds)
+            return number_to_micros(time, self.unit)
         local_time = None if self.timezone is None else parse_local_time(time)
         if self.timezone is None or local_time is None:
             return parse_rfc3339(time, self.timezone)

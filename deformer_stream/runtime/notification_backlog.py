@@ -53,7 +53,8 @@ MAX_NOTED_INCIDENTS = 300
 MAX_FULL_IDS = 79
 """Largest number of incidents that the progress lists by their full ids. The ids of more are shortened (`shorten_id`).
 
-Earlier releases list at most one more, and all by their full ids. If they list so many, they may have left others out.
+Earlier releases listed up to 80 incidents, all by their full ids. A list of 80 full ids may
+therefore be incomplete.
 """
 
 SHORT_ID_CHARS = 10

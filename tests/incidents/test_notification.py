@@ -575,7 +575,7 @@ def test_more_incidents_than_the_progress_can_list_are_not_lost() -> None:
 
 @pytest.mark.parametrize("num_listed", [MAX_FULL_IDS, MAX_FULL_IDS + 1])
 def test_progress_of_an_earlier_release_is_read(num_listed: int) -> None:
-    """It lists at most 80 incidents by full ids. If it lists so many, incidents after its position may be shown."""
+    """A list of 80 full ids may be incomplete: incidents after the position may be shown although it lacks them."""
     incidents = [make_states(number)[0] for number in range(num_listed + 1)]
     progress = {0: DeliveryProgress(num_listed, {incident.id: "hidden" for incident in incidents[:-1]}, 0)}
     label = make_label("false-alarm", 1, incident=incidents[-1].id)
