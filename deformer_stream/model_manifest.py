@@ -30,7 +30,8 @@ ALERT_DISTANCE_VERSION = 12
 ALERT_PRIOR_VERSION = 13
 MARGINAL_WEIGHT_VERSION = 14
 FAULT_UNITS_VERSION = 15
-LATEST_VERSION = FAULT_UNITS_VERSION
+FILL_VALUES_VERSION = 16
+LATEST_VERSION = FILL_VALUES_VERSION
 """Format versions of the manifest (manifest.json of a model directory), each with one addition to the one before.
 
 `determine_version` lists the additions.
@@ -161,6 +162,7 @@ def determine_version(manifest: dict[str, Any]) -> int:
     A manifest gets the lowest version, so that releases that read only this version can still read it. Version 1 has
     none of the following additions:
 
+    - Version 16 is needed if values stand for a missing reading ("fill_values" of a feature).
     - Version 15 is needed if the inputs of the classifier of faults are standardised ("units" of "faults").
     - Version 14 is needed if the density of readings without regard to one another is a term of the ranking
       ("marginal_weight").
@@ -182,7 +184,9 @@ def determine_version(manifest: dict[str, Any]) -> int:
     """
     # Each version can also express what lower versions can, so the highest version is checked first.
     calibration, hyperparameters = manifest.get("calibration"), manifest.get("hyperparameters")
-    faults = manifest.get("faults")
+    faults, features = manifest.get("faults"), manifest.get("features")
+    if isinstance(features, list) and any(isinstance(row, dict) and "fill_values" in row for row in features):
+        return FILL_VALUES_VERSION
     if isinstance(faults, dict) and FAULT_UNITS_KEY in faults:
         return FAULT_UNITS_VERSION
     if isinstance(hyperparameters, dict) and "marginal_weight" in hyperparameters:

@@ -23,7 +23,7 @@ from deformer_stream.settings.base import Layout
 from deformer_stream.tables.table import TableOptions
 from trainer.array_files import CHUNK_ROWS
 from trainer.feature_kinds import ExcludedColumn
-from trainer.settings import TrainConfig, parse_periods, split_names
+from trainer.settings import TrainConfig, parse_fill_values, parse_periods, split_names
 from trainer.tables import DEVICE, TooFewRecordsError
 
 VALIDATION_SHARE = 0.1
@@ -69,6 +69,7 @@ class DataOptions:
         discrete: Features whose values are labels.
         continuous: Features whose values are measurements.
         cycle: Features whose values are positions on a cycle, each with its period in the unit of the values.
+        fill_values: Values that stand for a missing reading, each with its feature; None for all features.
         calibration_share: Share (0 to 1) of the records that are set aside for calibration. None for about a fifth
             (`choose_num_calibration`).
         seed: Seed of the random split of the records.
@@ -99,6 +100,7 @@ class DataOptions:
     discrete: tuple[str, ...] = ()
     continuous: tuple[str, ...] = ()
     cycle: tuple[tuple[str, float], ...] = ()
+    fill_values: tuple[tuple[str | None, str], ...] = ()
     calibration_share: float | None = None
     seed: int = 0
     window: Window | None = None
@@ -111,6 +113,11 @@ class DataOptions:
     reading: TableOptions = field(default_factory=TableOptions)
     order: Literal["arrival", "time"] | None = None
     part_sizes: tuple[int, ...] = ()
+
+    @property
+    def features_with_fill_values(self) -> tuple[str, ...]:
+        """The features with fill values of their own."""
+        return tuple(dict.fromkeys(name for name, _ in self.fill_values if name is not None))
 
     @property
     def named_columns(self) -> frozenset[str]:
@@ -137,6 +144,7 @@ def create_data_options(settings: TrainConfig, base: Schema | None = None) -> Da
         discrete=split_names(settings.discrete),
         continuous=split_names(settings.continuous),
         cycle=parse_periods(settings.cycle),
+        fill_values=parse_fill_values(settings.fill_values),
         # With --folds, the calibration records of the first model are one fold.
         calibration_share=1 / settings.folds if settings.folds else settings.calibration_share,
         seed=settings.seed,

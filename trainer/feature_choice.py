@@ -54,6 +54,7 @@ def choose_columns(tables: InputTables, options: DataOptions) -> list[ExcludedCo
         return [*(ExcludedColumn(name, "not a column of the long layout") for name in unused_columns), *index_columns]
     columns_by_option = {"exclude": options.exclude, "context": options.context, "discrete": options.discrete}
     columns_by_option |= {"continuous": options.continuous, "cycle": tuple(dict(options.cycle))}
+    columns_by_option["fill-values"] = options.features_with_fill_values
     known_columns = {name for table in tables.tables for name in table.schema.names}.union(tables.index_columns)
     for option, columns in columns_by_option.items():
         for column in columns:
@@ -151,10 +152,11 @@ def choose_kinds(
     statistics_by_name = {column.name: column for column in statistics}
     period_by_name = dict(options.cycle)
     kind_by_name = _collect_chosen_kinds(options)
-    for name in (*kind_by_name, *period_by_name, *options.context, *options.once):
+    named = (*kind_by_name, *period_by_name, *options.context, *options.once, *options.features_with_fill_values)
+    for name in named:
         if name not in statistics_by_name:
             raise ConfigError(
-                f"--discrete, --continuous, --cycle, --context or --once names {name}, "
+                f"--discrete, --continuous, --cycle, --fill-values, --context or --once names {name}, "
                 f"but no feature is called {name}; "
                 f"give one of these names: {join_names(sorted(statistics_by_name))}"
             )

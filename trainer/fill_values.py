@@ -1,9 +1,10 @@
-"""Find values that are far from all other values of their column: a few readings that are wrong, or fill values.
+"""The values that stand for a missing reading, and the search for values that probably do.
 
 A fill value, such as 99999 or -9999, stands for a missing reading. A small share of them would make the standard
-deviation of a column so large that all other values become nearly equal. A group of values counts as far away if the
-gap between it and all other values is many times as large as the range of the others. So the tails of skewed
-distributions, saturated sensors and the modes of a machine are usually not far away.
+deviation of a column so large that all other values become nearly equal. The search finds values that are far from all
+other values of their column. A group of values counts as far away if the gap between it and all other values is many
+times as large as the range of the others. So the tails of skewed distributions, saturated sensors and the modes of a
+machine are usually not far away.
 """
 
 from __future__ import annotations
@@ -11,11 +12,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from deformer_stream.codec.fill_values import FillValues
+from deformer_stream.model.schema import Schema
 from deformer_stream.settings.base import Layout
 
 MAX_FAR_SHARE = 0.05
@@ -45,6 +49,44 @@ _TYPE_LIMITS = frozenset({32767, 65535, 2147483647, 4294967295, 32768, 214748364
 
 _HUGE = 1e30
 """Magnitude from which a value is a fill value, such as the largest float."""
+
+
+@dataclass(frozen=True)
+class ChosenFillValues:
+    """The values that stand for a missing reading in a training: those of the options, and those of an old model.
+
+    Attributes:
+        chosen: Each value (`--fill-values`) with the name of its feature, None for all features.
+        base: The schema of the old model that is adapted (`--init-from`), None for a new model.
+    """
+
+    chosen: tuple[tuple[str | None, str], ...] = ()
+    base: Schema | None = None
+
+    @cached_property
+    def _values_by_feature(self) -> dict[str, FillValues]:
+        """The fill values of the features whose readings have been looked at."""
+        return {}
+
+    @cached_property
+    def _old_values(self) -> dict[str, tuple[str, ...]]:
+        """The fill values in the old model, by the name of the feature in the input."""
+        features = () if self.base is None else self.base.features
+        return {feature.sensor_name: feature.fill_values for feature in features}
+
+    def list_values(self, feature_name: str) -> tuple[str, ...]:
+        """Return the fill values of a feature, as `Feature.fill_values` lists them."""
+        chosen = (value for name, value in self.chosen if name in (None, feature_name))
+        return tuple(dict.fromkeys((*self._old_values.get(feature_name, ()), *chosen)))
+
+    def remove(self, feature_name: str, cells: pa.Array) -> pa.Array:
+        """Return cells of a feature, in which fill values are null."""
+        if not self.chosen and self.base is None:
+            return cells
+        values = self._values_by_feature.get(feature_name)
+        if values is None:
+            values = self._values_by_feature[feature_name] = FillValues(self.list_values(feature_name))
+        return values.remove(cells)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,35 +135,19 @@ class FillValue:
         return f"{format_number(self.value)} occurs {about}{self.num_occurrences:,} times {where}"
 
 
-def describe_fill_values(
-    fill_values: Sequence[FillValue], layout: Layout, has_labels: bool = False, value_type: pa.DataType | None = None
-) -> str | None:
+def describe_fill_values(fill_values: Sequence[FillValue], layout: Layout) -> str | None:
     """Return a sentence about fill values for the user, with what to do; None if there are none.
 
     Args:
         fill_values: The values, the most important ones first.
         layout: "wide" if a column of the table is a feature, "long" if a row is one reading.
-        has_labels: Whether the table has features with labels. In a long table, these are texts among the numbers.
-        value_type: The type of the column of values of a long table, in which `--where` compares them.
     """
     if not fill_values:
         return None
-    first = fill_values[0]
     occurrences = "; ".join(fill.describe(layout) for fill in fill_values[:MAX_LISTED_VALUES])
     question = "is it a fill value" if len(fill_values) == 1 else "are these fill values"
-    remedy = "leave these cells empty, or leave the rows out with --where"
-    if layout == "long":
-        number = format_number(first.value)
-        condition = f"value <> {number}"
-        if value_type is not None and pa.types.is_string(value_type):
-            condition = f"value <> '{number}'"
-        elif has_labels:  # a text is no number, and a comparison of numbers leaves it out
-            condition += " OR value IS NULL"
-        remedy = (
-            f'leave these readings out with --where "{condition}" or by a column of their quality, such as '
-            "--where \"quality = 'Good'\", or leave the cells empty"
-        )
-    return f"{occurrences}, far from all other values: {question}? If so, {remedy}"
+    option = ",".join(format_number(fill.value) for fill in fill_values[:MAX_LISTED_VALUES])
+    return f"{occurrences}, far from all other values: {question}? If so, train with --fill-values {option}"
 
 
 def find_main_part(values: NDArray[np.float64], max_share: float, min_ratio: float) -> slice:

@@ -66,7 +66,12 @@ def extend_model(old: DEformer, schema: Schema) -> DEformer:
         ConfigError: The old model's architecture does not permit the new features.
         ValueError: The schema does not begin with the features of the old model.
     """
-    if schema.features[: len(old.schema)] != old.schema.features:
+    # The units of features and their fill values may differ, because the network does not depend on them.
+    kept, features = (
+        [replace(feature, unit=None, fill_values=()) for feature in features]
+        for features in (old.schema.features, schema.features)
+    )
+    if features[: len(kept)] != kept:
         raise ValueError(
             "the schema of the adapted model must begin with the features of the old model: append new features to them"
         )

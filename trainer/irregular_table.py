@@ -181,7 +181,7 @@ def prepare_irregular_table(
             "with --window"
         )
     schema = collected.schema.with_units({**tables.units, **options.units})
-    schema = replace(schema, window=options.window)
+    schema = replace(schema.with_fill_values(tables.fill_values.list_values), window=options.window)
     tables.monitor.start_pass("converting the readings")
     is_training = collected.split == Split.TRAIN
     order, codes, values, ages, offsets, origins = _write_readings(tables, schema, folder, options.order)

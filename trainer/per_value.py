@@ -48,7 +48,7 @@ from trainer.per_value_tables import (
 )
 from trainer.prepare import count_records
 from trainer.recipes import SHAPE_HYPERPARAMETERS
-from trainer.settings import TrainConfig, parse_periods, split_names
+from trainer.settings import TrainConfig, parse_fill_values, parse_periods, split_names
 from trainer.tables import InputTables, TableSource, classify_type
 from trainer.working_folder import lock_folder
 
@@ -333,6 +333,12 @@ class _PerValueTrainer:
         }
         periods = parse_periods(self.settings.cycle)
         changes["cycle"] = ",".join(f"{name}={period}" for name, period in periods if name in fleet.features)
+        fill_values = parse_fill_values(self.settings.fill_values)
+        changes["fill_values"] = ",".join(
+            value if name is None else f"{name}={value}"
+            for name, value in fill_values
+            if name is None or name in fleet.features
+        )
         changes["faults"] = "off"  # no record is scored by a fleet model
         train(
             [table for value_rows in fleet.sources for table in value_rows.tables],

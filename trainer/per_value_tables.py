@@ -203,7 +203,7 @@ def find_features(parts: Sequence[Table], tables: InputTables) -> frozenset[str]
         names = [name for name in table.schema.names if name not in others]
         for batch in table.iterate_batches(names, BATCH_ROWS):
             for name, column in zip(batch.schema.names, batch.columns, strict=True):
-                if name not in found and _has_value(column):
+                if name not in found and _has_value(tables.fill_values.remove(name, column)):
                     found.add(name)
     return frozenset(found)
 

@@ -28,11 +28,11 @@ from trainer.array_files import CHUNK_ROWS
 from trainer.data import MIN_RECORDS, DataOptions, PreparedTable, assign_split, compute_fingerprint, mark_empty_records
 from trainer.feature_choice import choose_columns, choose_kinds, collect_statistics, collect_texts, count_missing
 from trainer.feature_kinds import ColumnStatistics, ExcludedColumn
-from trainer.fill_values import describe_fill_values, find_fill_values
+from trainer.fill_values import ChosenFillValues, describe_fill_values, find_fill_values
 from trainer.reading_time import MAX_SAMPLE_SHARE, MIN_SAMPLED_RECORDS, ReadingMonitor, ReadingTooSlow
 from trainer.repeated_readings import SlotCounts, describe_repeated_readings, suggest_num_slots
 from trainer.slot_values import check_rule_for_cycles
-from trainer.tables import VALUE, InputTables, TableSource, TooFewRecordsError, index_records, open_training_input
+from trainer.tables import InputTables, TableSource, TooFewRecordsError, index_records, open_training_input
 from trainer.value_matrix import encode_table
 
 
@@ -101,6 +101,7 @@ def prepare_table(
     collected = collect_input(sources, options, window, monitor, max_rows)
     tables = collected.tables
     schema = repeat_by_time_slot(collected.schema, window, once).with_units({**tables.units, **options.units})
+    schema = schema.with_fill_values(tables.fill_values.list_values)
     if options.base is None:  # an old model keeps its rule
         check_rule_for_cycles(schema)
     tables.monitor.start_pass("converting the records")
@@ -204,17 +205,11 @@ def check_input(collected: CollectedInput) -> list[tuple[str, str]]:
     tables = collected.tables
     measured = {feature.name for feature in collected.schema.features if feature.kind == "continuous"}
     samples = [column.number_sample for name, column in collected.statistics.items() if name in measured]
-    fill_values = describe_fill_values(
-        find_fill_values(samples),
-        tables.layout,
-        has_labels=len(measured) < len(collected.schema),
-        value_type=tables.schema.field(VALUE).type if tables.layout == "long" else None,
-    )
     message_by_code = {
         "malformed_rows": describe_bad_rows(tables.tables),
         "unreadable_times": tables.unreadable_times.describe(),
         "newest_first": _describe_order(tables),
-        "fill_values": fill_values,
+        "fill_values": describe_fill_values(find_fill_values(samples), tables.layout),
     }
     return [(code, message) for code, message in message_by_code.items() if message is not None]
 
@@ -272,6 +267,7 @@ def open_with_options(sources: Sequence[TableSource], options: DataOptions, wind
         time_column=options.time_column,
         device_column=options.device_column,
         exclude=options.exclude,
+        fill_values=ChosenFillValues(options.fill_values, options.base),
         options=replace(options.reading, kept_columns=options.reading.kept_columns | options.named_columns),
     )
 

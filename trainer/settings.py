@@ -85,6 +85,41 @@ def parse_periods(text: str) -> tuple[tuple[str, float], ...]:
     return tuple(period_by_name.items())
 
 
+def parse_fill_values(text: str) -> tuple[tuple[str | None, str], ...]:
+    """Parse the option `--fill-values`, which lists values that stand for a missing reading.
+
+    "99999, flow=-1.0" becomes ((None, "99999"), ("flow", "-1")).
+
+    Returns:
+        (name, value) for each part of the text: the feature whose fill value it is, None for all features; and the
+        value, a number in its shortest spelling or another text.
+
+    Raises:
+        ValueError: A part of the text has no value, or one that is never a reading.
+    """
+    fill_values = []
+    for part in split_names(text):
+        name, has_name, value = (item.strip() for item in part.rpartition("="))
+        try:
+            number = float(value)
+        except ValueError:
+            pass  # a text such as Bad
+        else:
+            value = repr(number).removesuffix(".0")
+            if not math.isfinite(number):
+                raise ValueError(f"{part!r} never counts as a reading; remove it")
+        if not value or (has_name and not name):
+            raise ValueError(f"{part!r} is no fill value; write 99999 for all columns, or name=99999 for one of them")
+        fill_values.append((name or None, value))
+    return tuple(fill_values)
+
+
+def _check_fill_values(text: str) -> str:
+    """Check the text of the option `--fill-values` and return it unchanged; raise ValueError if it is not valid."""
+    parse_fill_values(text)
+    return text
+
+
 def _check_periods(text: str) -> str:
     """Check the text of the option `--cycle` and return it unchanged; raise ValueError if it cannot be parsed."""
     parse_periods(text)
@@ -92,6 +127,9 @@ def _check_periods(text: str) -> str:
 
 
 Cycles = Annotated[str, BeforeValidator(_join_list), AfterValidator(_check_periods)]
+FillValueList = Annotated[
+    str, BeforeValidator(_convert_to_text), BeforeValidator(_join_list), AfterValidator(_check_fill_values)
+]
 
 
 OPTION_GROUPS: OptionGroups = {
@@ -113,7 +151,7 @@ OPTION_GROUPS: OptionGroups = {
         *("header", "no_header"),
     ),
     "Normal records and names of faults": ("label", "normal", "contamination", "faults", "fault_level"),
-    "Columns": ("exclude", "context", "discrete", "continuous", "cycle", "units"),
+    "Columns": ("exclude", "context", "discrete", "continuous", "cycle", "fill_values", "units"),
     "Windows": ("window", "irregular", "slots", "per_slot", "once"),
     "Calibration": ("calibration_share", "folds", "order", "ties", "evidence"),
 }
@@ -165,6 +203,11 @@ class TrainSettings(WindowedTableSettings):
         "",
         description="Columns whose values are positions on a cycle, such as angles, with the period in the column's "
         "unit, separated by commas: hour=24,heading=360. Times of day (Parquet type time) are detected automatically.",
+    )
+    fill_values: FillValueList = Field(
+        "",
+        description="Values that stand for a missing reading, separated by commas, such as 99999,-9999 for all columns "
+        "or flow=-1 for one of them. The model stores them, so that they are no readings in a stream either.",
     )
     units: Units = text_default(
         "",

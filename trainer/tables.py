@@ -37,6 +37,7 @@ from deformer_stream.settings.base import Layout
 from deformer_stream.tables.discovery import CSV, PARQUET, find_data_files, is_delta_table
 from deformer_stream.tables.labels import encode_labels, match_normal_label, normalize_label
 from deformer_stream.tables.table import CellForm, Table, TableOptions, join_names
+from trainer.fill_values import ChosenFillValues
 from trainer.identifiers import OrderStatistics
 from trainer.reading_time import ReadingMonitor
 from trainer.repeated_readings import ReadingIntervals
@@ -241,6 +242,7 @@ class InputTables:
         interval_by_sensor: The intervals between the readings of each sensor, if records are windows.
         excluded_features: Names of columns (wide layout) or features (long layout) that are not used.
         unreadable_times: The rows that are left out because their time cannot be read.
+        fill_values: The values that stand for a missing reading.
     """
 
     tables: list[Table]
@@ -263,6 +265,7 @@ class InputTables:
     interval_by_sensor: dict[str, ReadingIntervals] = field(default_factory=dict)
     excluded_features: frozenset[str] = frozenset()
     unreadable_times: UnreadableTimes = field(default_factory=UnreadableTimes)
+    fill_values: ChosenFillValues = field(default_factory=ChosenFillValues)
 
     @property
     def description(self) -> str:
@@ -385,6 +388,7 @@ def open_training_input(
     time_column: str | None = None,
     device_column: str | None = None,
     exclude: Collection[str] = (),
+    fill_values: ChosenFillValues | None = None,
     options: TableOptions | None = None,
 ) -> InputTables:
     """Find the tables of a training run, and check that their columns fit each other and the options.
@@ -402,6 +406,7 @@ def open_training_input(
             of dates or timestamps.
         device_column: The column with the device (`--device-column`). None for `device` if there is such a column.
         exclude: Columns or features that are not used (`--exclude`). They may differ between the tables.
+        fill_values: The values that stand for a missing reading. None for none.
         options: How tables are read. None for the defaults.
 
     Returns:
@@ -443,6 +448,7 @@ def open_training_input(
         time_column=time_column,
         excluded_features=frozenset(exclude),
         unreadable_times=UnreadableTimes(has_timezone=options.time_format.timezone is not None),
+        fill_values=fill_values or ChosenFillValues(),
     )
     if input_tables.has_reading_rows:
         input_tables.time_column = time_column or _find_time_column(first, is_long=layout == "long")
@@ -795,7 +801,7 @@ def _index_readings(tables: InputTables) -> None:
         # Rows without a reading are left out first, so that a record that has no others does not count.
         has_reading = np.zeros(len(batch), bool)
         for name in value_columns:
-            has_reading |= _has_value(batch.column(name))
+            has_reading |= _has_value(tables.fill_values.remove(name, batch.column(name)))
         times, is_unreadable = _parse_row_times(tables, rows, tables.unreadable_times)
         is_skipped = is_unreadable | features.find(batch) if tables.layout == "long" else is_unreadable
         has_reading &= ~is_skipped
@@ -1056,7 +1062,8 @@ def _iterate_wide_readings(tables: InputTables) -> Iterator[FeatureReadings]:
             records = tables.row_by_record[records]
             batch, records = batch.filter(pa.array(records >= 0)), records[records >= 0]
         for name in tables.feature_columns:
-            yield FeatureReadings(name, records, batch.column(name), rows.file_index)
+            values = tables.fill_values.remove(name, batch.column(name))
+            yield FeatureReadings(name, records, values, rows.file_index)
 
 
 def _get_records(tables: InputTables, rows: _Rows) -> NDArray[np.int64]:
@@ -1088,7 +1095,7 @@ def _iterate_unpivoted_readings(tables: InputTables) -> Iterator[EventReadings]:
         time_slots = np.zeros_like(times) if tables.window is None else tables.window.time_slot_index(times)
         readings_by_first_event: dict[int, EventReadings] = {}
         for column_index, name in enumerate(tables.feature_columns):
-            values = rows.batch.column(name)
+            values = tables.fill_values.remove(name, rows.batch.column(name))
             selected = np.flatnonzero(_has_value(values) & (records >= 0))
             event_indexes = (rows.first_index + selected) * num_columns + column_index
             if len(selected):
@@ -1132,7 +1139,7 @@ def _iterate_long_readings(tables: InputTables) -> Iterator[EventReadings]:
                 yield EventReadings(
                     name,
                     records[selected],
-                    batch.column(VALUE).take(pa.array(selected)),
+                    tables.fill_values.remove(name, batch.column(VALUE).take(pa.array(selected))),
                     rows.file_index,
                     times=times[selected],
                     event_indexes=event_indexes[selected],

@@ -97,8 +97,11 @@ def _make_feature_table(features: tuple[Feature, ...]) -> Table:
     for feature in features:
         kind = feature.kind + (" (context)" if feature.context else "")
         kind += f", a cycle of {feature.period:g}" if feature.period is not None else ""
+        kind += f", no reading if {' or '.join(feature.fill_values)}" if feature.fill_values else ""
         quantum = "" if feature.quantum is None else f"{feature.quantum:g}"
-        table.add_row(_escape(feature.name), kind, _escape(_format_values(feature)), quantum, _escape(feature.reason))
+        table.add_row(
+            _escape(feature.name), _escape(kind), _escape(_format_values(feature)), quantum, _escape(feature.reason)
+        )
     return table
 
 

@@ -31,6 +31,7 @@ from deformer_stream.codec.columns import (
     parse_labels,
     parse_numbers,
 )
+from deformer_stream.codec.fill_values import list_fill_values
 from deformer_stream.codec.payloads import LongRows
 from deformer_stream.codec.tables import LongDecoder, find_feature_codes
 from deformer_stream.codec.time_columns import convert_times
@@ -92,6 +93,7 @@ class ArrowDecoder:
         has_windows = window_assigner is not None
         self._schema, self._field_names, self._max_bytes = schema, field_names, max_bytes
         self._time_format = time_format
+        self._fill_values = list_fill_values(schema)
         self._long_decoder = LongDecoder(schema, field_names, window_assigner, future_time_limit)
         # The column whose missing cells the message key replaces: producers key messages by record or by device.
         self._id_column = field_names.device if has_windows else field_names.record
@@ -354,6 +356,7 @@ class ArrowDecoder:
             # The features of a sensor differ only in their time slot, so the first one stands for all of them.
             code, _ = self._schema.slot_layout_by_sensor[name]
         feature = self._schema.features[code]
+        column = self._fill_values[code].remove(column)
         if feature.kind == "continuous":
             column = convert_times_of_day(column)
         if not is_scalar(column.type):

@@ -19,6 +19,7 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
+from deformer_stream.codec.fill_values import list_fill_values
 from deformer_stream.codec.payloads import Messages, UnreadablePayload
 from deformer_stream.codec.timestamps import (
     DEFAULT_TIME_FORMAT,
@@ -104,6 +105,7 @@ class DocumentReader:
         self._window_assigner = window_assigner
         self._future_time_limit = future_time_limit
         self._time_format = time_format
+        self._fill_values = list_fill_values(schema)
 
     def read(
         self, message_index: int, document: Mapping[str, object], key: bytes | None, broker_time: int
@@ -311,13 +313,13 @@ class DocumentReader:
 
         Args:
             name: The feature name of the reading, not yet validated.
-            value: The value of the reading; None declares that no reading will follow for this feature.
+            value: The value of the reading; None or a fill value declares that no reading will follow for this feature.
             time_slot: The time slot (part of a window) of the reading; `NO_TIME_SLOT` if the name alone determines the
                 feature.
 
         Returns:
             (feature code, number, unseen label). The feature code is the index of the feature in the schema. The number
-            is the value of a continuous feature or the label code of a discrete one; NaN if the value is None. The
+            is the value of a continuous feature or the label code of a discrete one; NaN if there is no value. The
             unseen label is the text of a label that did not occur in training, else None.
 
         Raises:
@@ -332,7 +334,7 @@ class DocumentReader:
         code = find_feature_code(self._schema, name, time_slot)
         if code is None:
             raise unknown_feature_error(self._schema, name, time_slot)
-        if value is None:
+        if value is None or self._fill_values[code].contains(value):
             return code, nan, None
         is_number = is_json_number(value)
         if is_number and not isfinite(cast("float", value)):
@@ -391,6 +393,7 @@ class MessageDecoder:
         self._code_by_continuous_feature = {
             feature.name: code for code, feature in enumerate(schema.features) if feature.kind == "continuous"
         }
+        self._fill_numbers = frozenset[float]().union(*(values.numbers for values in list_fill_values(schema)))
 
     def decode(self, data: Messages) -> tuple[EventBatch, list[Rejection]]:
         """Return the events (decoded readings) of the messages in their order, and the rejections.
@@ -412,7 +415,7 @@ class MessageDecoder:
         broker_times, max_seconds = broker_time_array.tolist(), self._list_max_seconds(broker_time_array)
         # Local names keep attribute look-ups out of the loop.
         parse_event, code_by_feature, max_bytes = self._parse_event, self._code_by_continuous_feature, self._max_bytes
-        units_per_second = self._units_per_second
+        units_per_second, fill_numbers = self._units_per_second, self._fill_numbers
         record_ids, features, values = events.record_ids, events.features, events.values
         times, message_indices = events.times, events.message_indices
         for i, payload in enumerate(data.payloads):
@@ -424,6 +427,7 @@ class MessageDecoder:
                     if (
                         0 < len(record_id) <= MAX_TEXT_CHARS
                         and (seconds is None or MIN_SECOND <= seconds <= max_seconds[i])
+                        and event.value not in fill_numbers  # their features decide whether they are fill values
                         and event.values is msgspec.UNSET  # the message does not hold several readings as well
                         # The parser skips unknown fields without validating their text.
                         and (payload.isascii() or is_utf8(payload))  # type: ignore[union-attr, arg-type]

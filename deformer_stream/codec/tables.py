@@ -31,6 +31,7 @@ from deformer_stream.codec.columns import (
     spread_errors,
     to_float64,
 )
+from deformer_stream.codec.fill_values import list_fill_values
 from deformer_stream.codec.payloads import LongRows, WideRows
 from deformer_stream.codec.timestamps import FutureTimeLimit
 from deformer_stream.codec.validation import (
@@ -127,6 +128,7 @@ class WideDecoder:
         self._order = order
         self._seed = seed
         self._future_time_limit = future_time_limit
+        self._fill_values = list_fill_values(schema)
 
     def decode(self, data: WideRows) -> tuple[EventBatch, list[Rejection]]:
         """Return the events of a part of a table in which each row is a record, and the rejections.
@@ -205,6 +207,7 @@ class WideDecoder:
             InputError: If the column's type does not fit the feature.
         """
         feature = self._schema.features[code]
+        column = self._fill_values[code].remove(column)
         if feature.kind == "continuous":
             column = convert_times_of_day(column)
             if is_numeric(column.type):
@@ -447,6 +450,7 @@ class LongDecoder:
         self._field_names = field_names
         self._window_assigner = window_assigner
         self._future_time_limit = future_time_limit
+        self._fill_values = list_fill_values(schema)
 
     def decode(
         self, data: LongRows, broker_time: int = NO_TIME, *, skips_nulls: bool = False
@@ -702,13 +706,14 @@ class LongDecoder:
             code = int(schema.first_codes[sensor_index])
             feature = schema.features[code]
             rows = np.flatnonzero(sensor_indexes == sensor_index)
-            cells = value_column.take(pa.array(rows))
+            cells = self._fill_values[code].remove(value_column.take(pa.array(rows)))
             if feature.kind == "continuous":
                 values[rows], cell_errors = parse_numbers(cells, feature)
             else:
                 # A label in the column of labels takes precedence over the number in the column of values.
                 if label_column is not None and is_text(label_column.type):
-                    cells = pc.coalesce(decode_dictionary(label_column.take(pa.array(rows))), format_labels(cells))
+                    labels = self._fill_values[code].remove(decode_dictionary(label_column.take(pa.array(rows))))
+                    cells = pc.coalesce(labels, format_labels(cells))
                 # An issue is the text of an unseen label or an error, by the index of the cell among this sensor's.
                 values[rows], issues = parse_labels(cells, schema.code_by_label[code], feature.sensor_name)
                 cell_errors = {i: issue for i, issue in issues.items() if isinstance(issue, RejectionError)}

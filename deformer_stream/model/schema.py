@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -74,6 +74,7 @@ class Feature:
             None. As an input to the predictions of other readings, the value is mapped to an angle. The density of the
             value itself is not periodic: it treats the value as a number on a line.
         unit: The unit of the raw values as text for people, such as "m³/h"; None if it is not known.
+        fill_values: Values that stand for a missing reading, such as "99999" and "Bad". Numbers are texts as well.
 
     Raises:
         ValueError: The attributes contradict each other or are out of range.
@@ -94,6 +95,7 @@ class Feature:
     sensor: str | None = None
     period: float | None = None
     unit: str | None = None
+    fill_values: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         is_continuous = self.kind == "continuous"
@@ -142,11 +144,13 @@ class Feature:
     def to_json(self) -> dict[str, Any]:
         """Return a dict from attribute names to JSON values, for the manifest (manifest.json) of a model directory.
 
-        The keys `sensor`, `period` and `unit` are left out if they are None. The dict is part of the hash that
-        identifies a schema, and schemas that were written before these keys existed must keep their hash.
+        The keys `sensor`, `period`, `unit` and `fill_values` are left out if they are None or empty. The dict is part
+        of the hash that identifies a schema, and schemas that were written before these keys existed must keep theirs.
         """
-        optional_keys = ("sensor", "period", "unit")
-        return {key: value for key, value in asdict(self).items() if key not in optional_keys or value is not None}
+        optional_keys = ("sensor", "period", "unit", "fill_values")
+        return {
+            key: value for key, value in asdict(self).items() if key not in optional_keys or value not in (None, ())
+        }
 
 
 @dataclass(frozen=True, repr=False)
@@ -471,7 +475,7 @@ class Schema:
 
         def read_feature(row: dict[str, Any]) -> Feature:
             # JSON has lists only; a feature needs tuples.
-            row = dict(row, labels=tuple(row.get("labels", ())))
+            row = dict(row, labels=tuple(row.get("labels", ())), fill_values=tuple(row.get("fill_values", ())))
             if row.get("coordinates") is not None:
                 row["coordinates"] = tuple(row["coordinates"])
             return Feature(**row)
@@ -491,6 +495,15 @@ class Schema:
             unit = unit_by_name.get(f.name, unit_by_name.get(f.sensor_name, f.unit))
             features.append(replace(f, unit=unit or None))
         return replace(self, features=tuple(features))
+
+    def with_fill_values(self, list_values: Callable[[str], tuple[str, ...]]) -> Schema:
+        """Return the schema with other fill values of its features.
+
+        Args:
+            list_values: Returns the fill values of the feature with a name that input messages use
+                (`Feature.sensor_name`).
+        """
+        return replace(self, features=tuple(replace(f, fill_values=list_values(f.sensor_name)) for f in self.features))
 
     @cached_property
     def fingerprint(self) -> str:

@@ -515,6 +515,7 @@ def test_times_without_a_zone_quality_and_fill_values_are_mentioned(
         "warning  99999 occurs 16 times in sensor flow, far from all other values: is it a fill value?" in result.output
     )
     assert read_config()["timezone"] == "UTC"
+    assert '\n# fill-values = ["99999"]\n' in Path("deformer.toml").read_text()
     options = ["--force", "--where", "Quality = 'Good'"]
     result = CliRunner().invoke(init.build_init(), ["log.csv", *options], input="\n" * 12)
     assert result.exit_code == 0, result.output

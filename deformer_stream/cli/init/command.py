@@ -123,6 +123,7 @@ def format_view(view: TableView) -> str:
     from deformer_stream.cli.config_report import align_columns
     from deformer_stream.cli.init.label_columns import describe_values
     from deformer_stream.model.windows import format_rough_duration
+    from trainer.fill_values import describe_fill_values
 
     about = "" if view.is_exact else "about "
     files = "" if view.num_files == 1 else f" in {view.num_files:,} files"
@@ -151,8 +152,9 @@ def format_view(view: TableView) -> str:
         lines.append("warning  most rows are earlier than the row before: sort the table by time before it is scored")
     if view.time_error is not None:
         lines.append(f"warning  not all times in the column {view.time_column} can be read: {view.time_error}")
-    if view.fill_values is not None:
-        lines.append(f"warning  {view.fill_values}")
+    fill_values = describe_fill_values(view.fill_values, view.layout)
+    if fill_values is not None:
+        lines.append(f"warning  {fill_values}")
     if view.device_column is not None:
         shown = ", ".join(view.devices[:5]) + (", …" if len(view.devices) > 5 else "")
         lines.append(f"devices  {len(view.devices)} in the column {view.device_column}: {shown}")
@@ -208,6 +210,7 @@ def _describe_subject(look: _Look, inputs: Sequence[str], settings: InitSettings
         answers: The answers to the questions.
     """
     from deformer_stream.cli.init.config_file import Subject
+    from trainer.fill_values import format_number
 
     view = look.view
     num_devices = max(1, len(view.devices))
@@ -241,6 +244,7 @@ def _describe_subject(look: _Look, inputs: Sequence[str], settings: InitSettings
         settings.topic,
         look.stream_options,
         logs=tuple(inputs),
+        fill_values=tuple(format_number(fill.value) for fill in view.fill_values),
     )
 
 

@@ -79,6 +79,7 @@ class Subject:
         topic: The Kafka topic, None if there is none.
         stream_options: Options of Kafka and of JSON fields that are in force, by name.
         logs: The files to score; empty if there is a topic.
+        fill_values: Values that probably stand for a missing reading.
     """
 
     description: str
@@ -88,6 +89,7 @@ class Subject:
     topic: str | None = None
     stream_options: Mapping[str, Any] = field(default_factory=dict)
     logs: tuple[str, ...] = ()
+    fill_values: tuple[str, ...] = ()
 
 
 def needs_folds(num_normal_records: int | None, alpha: float) -> bool:
@@ -227,6 +229,9 @@ def _format_training(subject: Subject, answers: Answers) -> list[str]:
     )
     lines.append('# such as a recipe, are context: context = ["recipe"]')
     lines.append(_format_entry("exclude", list(answers.exclude)))
+    if subject.fill_values:
+        lines.append("# If these values stand for a missing reading, they are no readings in training and in a stream:")
+        lines.append(f"# {_format_entry('fill_values', list(subject.fill_values))}")
     if not answers.irregular and needs_folds(subject.num_normal_records, answers.alpha):
         lines.append(f"# There are few records, so all of them calibrate: {NUM_FOLDS} models are trained in turn.")
         lines.append(_format_entry("folds", NUM_FOLDS))

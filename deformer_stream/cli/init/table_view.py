@@ -50,7 +50,7 @@ from deformer_stream.tables.table import (
     map_read_errors,
 )
 from trainer.feature_kinds import ColumnStatistics, infer_feature
-from trainer.fill_values import describe_fill_values, find_fill_values
+from trainer.fill_values import FillValue, find_fill_values
 from trainer.identifiers import MIN_RISES, MIN_SHARE_OF_RISES, MIN_VALUES, find_unix_unit
 from trainer.tables import DEVICE, FEATURE, TIME, VALUE, ValueForm, classify_type
 
@@ -158,7 +158,7 @@ class TableView:
         quality_column: The column that says whether a reading is valid, its usual value, and the share of readings with
             another one; None if there is no such column.
         id_column: The column of a wide table that probably names the record of each row, None if there is none.
-        fill_values: A sentence about values such as 99999 that probably stand for missing readings, None for none.
+        fill_values: Values such as 99999 that probably stand for missing readings.
         suggested_exclusions: Columns that became features and probably should not: ids and answers.
         dialect: How a CSV file is read, as one line; None for other formats.
         reading_times: The times of the readings. None if there are no times.
@@ -186,7 +186,7 @@ class TableView:
     label_columns: Mapping[str, LabelColumn] = field(default_factory=dict)
     quality_column: tuple[str, str, float] | None = None
     id_column: str | None = None
-    fill_values: str | None = None
+    fill_values: tuple[FillValue, ...] = ()
     suggested_exclusions: tuple[str, ...] = ()
     dialect: str | None = None
     reading_times: ReadingTimes | None = None
@@ -323,7 +323,7 @@ def look_at_table(
         label_columns=find_label_columns(batch, not_labels, is_long, label),
         quality_column=find_quality_column(batch) if is_long else None,
         id_column=None if is_long or len(files) > 1 else _find_id_column(batch, features),
-        fill_values=describe_fill_values(find_fill_values(samples), layout, has_labels=len(measured) < len(features)),
+        fill_values=tuple(find_fill_values(samples)),
         suggested_exclusions=tuple(
             name
             for name in features
