@@ -8,7 +8,7 @@ The distance helps if records are independent of each other. If the rows of a ta
 has neighbours in time that resemble it, and later rows have none: they are far from all stored ones, although they are
 normal. The false-alarm rate of such later rows would rise more than with the conditionals alone. So by default the
 distance is used only if the rows of a part of the table are as near to the rows of other parts as to all rows
-(`measure_row_order`).
+(`RowOrder`).
 """
 
 from __future__ import annotations
@@ -50,10 +50,32 @@ difference is no evidence."""
 NUM_PARTS = 5
 """Number of parts of the table, one after the other, between which rows are compared."""
 MAX_ROW_ORDER_RATIO = 1.02
-"""Largest ratio of `measure_row_order` with which the distance is used by default. The ratio of shuffled tables of 100
-or more rows is 0.98 to 1.01."""
+"""Largest ratio of `RowOrder` that is no sign of an order, however many rows there are."""
+NUM_SHUFFLES = 99
+"""Number of random orders of the rows whose ratios a larger ratio must exceed to be a sign of an order.
+
+By chance, it exceeds all of them with a probability of 1%. Of shuffled tables with few columns, few rows or few
+different labels, up to 28% have a ratio above `MAX_ROW_ORDER_RATIO`.
+"""
 DISTANCE_SEED = 0xD157
 """Constant that is combined with the user's seed, so that this module's random numbers differ from those of others."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowOrder:
+    """Whether rows near each other in the table resemble each other.
+
+    Examples are rows that follow each other in time, and files of different machines one after the other.
+
+    Attributes:
+        ratio: How many times as far a row is from the rows of other parts of the table as from as many rows of all
+            parts. It is about 1 if the order of the rows has no meaning.
+        has_meaning: Whether the ratio is above `MAX_ROW_ORDER_RATIO`, and larger than in `NUM_SHUFFLES` random orders
+            of the rows.
+    """
+
+    ratio: float
+    has_meaning: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +84,11 @@ class AlertDistanceResult:
 
     Attributes:
         num_stored: Number of stored records, 0 if the distance is not used.
-        row_order_ratio: The ratio of `measure_row_order`; None if it was not measured.
+        row_order: Whether rows near each other resemble each other; None if it was not measured.
     """
 
     num_stored: int
-    row_order_ratio: float | None
+    row_order: RowOrder | None
 
 
 def add_alert_distance(
@@ -81,7 +103,7 @@ def add_alert_distance(
         order: The arrival-order distribution (`calibrate.choose_order`).
         seed: Seed of the random choices.
         max_exemplars: Largest number of stored records, 0 or 1 for none. None for the default, which is 0 if the table
-            is not suited (`MIN_RECORDS`, `MAX_DISTANCE_FEATURES`, `MAX_ROW_ORDER_RATIO`).
+            is not suited (`MIN_RECORDS`, `MAX_DISTANCE_FEATURES`, `RowOrder`).
     """
     rows = np.flatnonzero((data.split == Split.TRAIN) | (data.split == Split.VALIDATION))
     model.alert_distance = None
@@ -96,9 +118,9 @@ def add_alert_distance(
     stored_rows = np.sort(rng.permutation(rows)[:limit])
     reference_rows = np.sort(rng.permutation(rows)[:MAX_REFERENCE_RECORDS])
     distance = _store_records(data, stored_rows)
-    ratio = measure_row_order(distance, data, stored_rows, reference_rows, rng)
-    if max_exemplars is None and ratio > MAX_ROW_ORDER_RATIO:
-        return AlertDistanceResult(0, ratio)
+    row_order = _examine_row_order(distance, data, stored_rows, reference_rows, rng, seed)
+    if max_exemplars is None and row_order.has_meaning:
+        return AlertDistanceResult(0, row_order)
     weight = WEIGHT_WITH_PRIOR if model.config.alert_prior else WEIGHT
     distance = _fit_distribution(distance, data, stored_rows, reference_rows, order, seed, weight)
     # In a random order, because an open record is compared with some of the first ones before all others.
@@ -111,28 +133,61 @@ def add_alert_distance(
         setattr(tensors, name, torch.from_numpy(getattr(distance, name)))
     model.alert_distance = tensors.to(model.device)
     model.config = replace(model.config, alert_exemplars=distance.num_stored)
-    return AlertDistanceResult(distance.num_stored, ratio)
+    return AlertDistanceResult(distance.num_stored, row_order)
 
 
-def measure_row_order(
-    distance: AlertDistance, data: PreparedTable, stored_rows: Ints, reference_rows: Ints, rng: np.random.Generator
-) -> float:
-    """Return how much farther rows are from the rows of other parts of the table than from as many rows of all parts.
-
-    The table is divided into `NUM_PARTS` parts, one after the other. A row is compared with the stored rows of the
-    other parts, and with as many random ones. The ratio of the mean distances is 1 if the order of the rows has no
-    meaning. It is above 1 if rows near each other in the table resemble each other: rows that follow each other in
-    time, or files of different machines one after the other.
+def _examine_row_order(
+    distance: AlertDistance,
+    data: PreparedTable,
+    stored_rows: Ints,
+    reference_rows: Ints,
+    rng: np.random.Generator,
+    seed: int,
+) -> RowOrder:
+    """Find out whether rows near each other in the table resemble each other.
 
     Args:
         distance: The stored records; their distribution is not used.
-        data: The prepared table.
+        data: The prepared table with N records.
         stored_rows: (E,) row numbers of the stored records in the table, ascending.
         reference_rows: (R,) row numbers of the records that are compared, ascending.
+        rng: Source of the random choices for the order of the table.
+        seed: Seed of the random orders.
+    """
+    part_by_row = np.arange(len(data.split)) * NUM_PARTS // len(data.split)
+    ratio = _compare_parts(distance, data, stored_rows, reference_rows, part_by_row, rng)
+    if ratio <= MAX_ROW_ORDER_RATIO:
+        return RowOrder(ratio, False)
+    shuffles = np.random.default_rng([seed, DISTANCE_SEED, NUM_SHUFFLES])  # so that `rng` gives the same numbers after
+    by_chance = [
+        _compare_parts(distance, data, stored_rows, reference_rows, shuffles.permutation(part_by_row), shuffles)
+        for _ in range(NUM_SHUFFLES)
+    ]
+    return RowOrder(ratio, ratio > max(by_chance))
+
+
+def _compare_parts(
+    distance: AlertDistance,
+    data: PreparedTable,
+    stored_rows: Ints,
+    reference_rows: Ints,
+    part_by_row: Ints,
+    rng: np.random.Generator,
+) -> float:
+    """Return how much farther rows are from the rows of other parts of the table than from as many rows of all parts.
+
+    A row is compared with the stored rows of the other parts, and with as many random ones. The result is the ratio of
+    the mean distances.
+
+    Args:
+        distance: The stored records; their distribution is not used.
+        data: The prepared table with N records.
+        stored_rows: (E,) row numbers of the stored records in the table, ascending.
+        reference_rows: (R,) row numbers of the records that are compared, ascending.
+        part_by_row: (N,) the part of each row, from 0 to `NUM_PARTS` − 1.
         rng: Source of the random choices.
     """
-    part_of_stored = stored_rows * NUM_PARTS // len(data.split)
-    part_of_reference = reference_rows * NUM_PARTS // len(data.split)
+    part_of_stored, part_of_reference = part_by_row[stored_rows], part_by_row[reference_rows]
     from_others, from_all = [np.empty(0)], [np.empty(0)]
     for part in range(NUM_PARTS):
         compared = reference_rows[part_of_reference == part]

@@ -220,8 +220,8 @@ def train(
         final_phases = _FinalPhases(settings, budget, final_costs, on_message)
         part = run.budget if settings.folds else None  # with --folds, each model has a part of the time
         add_alert_prior(result.model, data, run.priors, order, settings.seed, settings.alert_prior)
-        row_order = _add_alert_distance(result.model, data, order, settings)
-        warnings.add(*check_row_order(row_order.row_order_ratio))
+        distance_result = _add_alert_distance(result.model, data, order, settings)
+        warnings.add(*check_row_order(distance_result.row_order))
         scores = final_phases.score_calibration_records(result.model, data, order, settings.seed, part)
         budget.mark_phase("calibration")
         # Cross-conformal calibration: the records of each further fold are scored by a model trained without them.
@@ -267,8 +267,8 @@ def train(
             warnings=warnings.warnings,
         )
         summary |= _count_records(planned, result, final_phases, calibrated_data, scores, calibration, held_out)
-        if row_order.row_order_ratio is not None:
-            summary["row_order_ratio"] = round(row_order.row_order_ratio, 4)
+        if distance_result.row_order is not None:
+            summary["row_order_ratio"] = round(distance_result.row_order.ratio, 4)
         if data.left_out is not None:
             summary["left_out"] = data.left_out
         summary["records_per_day"] = estimate_records_per_day(data)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from deformer_stream.calibration.conformal import DEFAULT_ALPHAS, Calibration
 from deformer_stream.counts import format_count
-from trainer.alert_distance import MAX_ROW_ORDER_RATIO
+from trainer.alert_distance import RowOrder
 from trainer.fit import TrainingResult
 from trainer.recipes import MIN_USEFUL_STEPS
 
@@ -67,19 +67,20 @@ class WarningList:
                 self.on_message(f"warning: {warning.message}")
 
 
-def check_row_order(ratio: float | None) -> list[TrainingWarning]:
+def check_row_order(row_order: RowOrder | None) -> list[TrainingWarning]:
     """Return a warning if rows near each other in the table resemble each other.
 
     Args:
-        ratio: The ratio of `alert_distance.measure_row_order`, None if it was not measured.
+        row_order: Whether they do, None if it was not measured.
     """
-    if ratio is None or ratio <= MAX_ROW_ORDER_RATIO:
+    if row_order is None or not row_order.has_meaning:
         return []
     message = (
-        f"records near each other in the table resemble each other (those of other parts of the table are {ratio:.2f} "
-        "times as far away as those of all parts). If the table is in order of time, later normal records may raise "
-        "more alerts than alpha permits: calibrate with later records (deformer-stream calibrate). If its order has no "
-        "meaning, shuffle it, so that the alert can use the distance to training records"
+        "records near each other in the table resemble each other (those of other parts of the table are "
+        f"{row_order.ratio:.2f} times as far away as those of all parts). If the table is in order of time, later "
+        "normal records may raise more alerts than alpha permits: calibrate with later records (deformer-stream "
+        "calibrate). If its order has no meaning, shuffle it, so that the alert can use the distance to training "
+        "records"
     )
     return [TrainingWarning("row_order", message)]
 
