@@ -13,11 +13,11 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from deformer_stream.calibration.conformal import TiePolicy
-from deformer_stream.codec.columns import are_numbers
+from deformer_stream.codec.labels import are_numbers, find_spelling
 from deformer_stream.codec.number_texts import is_no_value
 from deformer_stream.engine.events import NO_TIME
 from deformer_stream.model.schema import SECONDS_PER_DAY, Schema
-from deformer_stream.tables.labels import encode_labels, normalize_number_text
+from deformer_stream.tables.labels import encode_labels
 from trainer.array_files import CHUNK_ROWS, create_array_file, fill_in_chunks, temporary_array_file
 from trainer.repeated_readings import SlotCounts
 from trainer.slot_values import FirstReadings, SlotAggregator
@@ -160,8 +160,7 @@ def parse_readings(schema: Schema, feature_code: int, readings: FeatureReadings)
     labels_are_numbers = are_numbers(feature.labels)
     codes: list[float] = []  # the feature's code of each distinct label
     for label in labels:
-        # "1.0" is the label "1", unless it is a label itself.
-        code = code_by_label.get(label, code_by_label.get(normalize_number_text(label)))
+        code = code_by_label.get(find_spelling(label, code_by_label))
         # An infinite number is treated as missing, and so is a text for "no value" among numbers.
         if code is None and (label in ("inf", "-inf") or (labels_are_numbers and is_no_value(label))):
             codes.append(np.nan)

@@ -18,6 +18,7 @@ If a JSON object has a key twice, the last value counts. The modules are:
     schema_formats, protobuf_schemas  messages in the formats of a schema registry, converted to JSON
     avro_schemas     parsers of Avro messages, from the texts of their schemas
     columns, tables  conversion of Arrow columns; decoders for rows of Parquet and CSV tables
+    labels           codes of labels, in whatever spelling
     fill_values      recognition of values that stand for a missing reading
     time_columns     conversion of columns of times with a unit and a time zone
     json_types, number_texts   types and limits of JSON values; conversion of texts to numbers

@@ -8,8 +8,8 @@ once per row.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from math import inf, isfinite, isinf, isnan, nan
+from collections.abc import Callable, Sequence
+from math import inf, isinf, isnan, nan
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from deformer_stream.codec.number_texts import is_no_value, parse_number, parse_number_texts
+from deformer_stream.codec.labels import encode_label
+from deformer_stream.codec.number_texts import parse_number_texts
 from deformer_stream.codec.timestamps import (
     MAX_SECOND,
     MIN_SECOND,
@@ -25,10 +26,10 @@ from deformer_stream.codec.timestamps import (
     parse_rfc3339,
     parse_time_of_day,
 )
-from deformer_stream.codec.validation import RejectionError, encode_label, not_finite_error, quote
+from deformer_stream.codec.validation import RejectionError, not_finite_error, quote
 from deformer_stream.engine.events import NO_TIME, RejectionReason
 from deformer_stream.errors import InputError
-from deformer_stream.model.schema import SECONDS_PER_DAY, Feature, format_label, spell_boolean
+from deformer_stream.model.schema import SECONDS_PER_DAY, Feature, format_label
 
 _UNITS_PER_SECOND = {"s": 1.0, "ms": 1e3, "us": 1e6, "ns": 1e9}
 """Arrow's names of time units, with the number of units in a second."""
@@ -38,9 +39,6 @@ def parse_labels(
     column: pa.Array, code_by_label: dict[str, int], name: str
 ) -> tuple[NDArray[np.float64], dict[int, str | RejectionError]]:
     """Convert a column of discrete values to label codes.
-
-    A table that was stored as text loses types (`3` becomes `3.0`, `true` becomes `True`). A text that is not a known
-    label is therefore also tried in other spellings: in lower case, and as the number that it spells.
 
     Args:
         column: N cells.
@@ -63,10 +61,7 @@ def parse_labels(
             codes[index], issues[index] = inf, not_finite_error(name, value)
             continue
         try:
-            label = _choose_label(value, code_by_label)
-            if label not in code_by_label and is_no_value(label) and are_numbers(code_by_label):
-                continue  # as null
-            codes[index], unseen_label = encode_label(label, code_by_label, name)
+            codes[index], unseen_label = encode_label(value, code_by_label, name)
         except RejectionError as error:
             codes[index], issues[index] = inf, error
             continue
@@ -75,36 +70,6 @@ def parse_labels(
     # Each row gets the code and the issue of its distinct value.
     rows_with_issue = np.flatnonzero(np.isin(indices, list(issues))).tolist()
     return np.array(codes)[indices], {row: issues[indices[row]] for row in rows_with_issue}
-
-
-def _choose_label(value: object, code_by_label: dict[str, int]) -> str:
-    """Return the label that a cell stands for.
-
-    This is the cell's canonical text (as `format_label` writes it: 3.0 becomes "3"). If the cell is a text that is not
-    a known label, other spellings of it are tried, in lower case or as a number. The first known one is returned.
-
-    Args:
-        value: The cell as a Python object.
-        code_by_label: The codes of the known labels, which occurred in training.
-    """
-    label = format_label(value)
-    if label in code_by_label or not isinstance(value, str):
-        return label
-    spellings = _list_spellings(value)
-    spellings += [spell_boolean(spelling, code_by_label) for spelling in spellings]
-    return next((spelling for spelling in spellings if spelling in code_by_label), label)
-
-
-def _list_spellings(text: str) -> list[str]:
-    """Return other spellings of a label: trimmed and in lower case, and as a number if it spells one.
-
-    For example, " True" gives "true", and "3.0" gives "3.0" and "3".
-    """
-    spellings = [text.strip().lower()]
-    spelled_number = parse_number(text)
-    if spelled_number is not None and isfinite(spelled_number):
-        spellings.append(format_label(spelled_number))
-    return spellings
 
 
 def parse_times(column: pa.Array, file_and_column: str) -> tuple[NDArray[np.int64], dict[int, RejectionError]]:
@@ -328,14 +293,6 @@ def to_python_values(column: pa.Array) -> list[Any]:
 def format_cell(value: object) -> str:
     """Return a value as a label in valid UTF-8; bytes of a text that are not UTF-8 become U+FFFD."""
     return format_label(value).encode("utf-8", "surrogateescape").decode("utf-8", "replace")
-
-
-def are_numbers(labels: Collection[str]) -> bool:
-    """Return whether there are labels, and all of them are texts of numbers.
-
-    In such a column a text for "no value", such as "No Data", is a missing reading and no further label.
-    """
-    return bool(labels) and all(parse_number(label) is not None for label in labels)
 
 
 def spread_errors(indices: NDArray[np.int64], errors: Sequence[RejectionError | None]) -> dict[int, RejectionError]:

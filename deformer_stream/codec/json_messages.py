@@ -20,6 +20,7 @@ import orjson
 from numpy.typing import NDArray
 
 from deformer_stream.codec.fill_values import list_fill_values
+from deformer_stream.codec.labels import encode_label
 from deformer_stream.codec.payloads import Messages, UnreadablePayload
 from deformer_stream.codec.timestamps import (
     DEFAULT_TIME_FORMAT,
@@ -35,7 +36,6 @@ from deformer_stream.codec.validation import (
     NO_TIME_SLOT,
     FieldNames,
     RejectionError,
-    encode_label,
     find_feature_code,
     find_time_slot,
     is_json_number,
@@ -46,7 +46,7 @@ from deformer_stream.codec.validation import (
 )
 from deformer_stream.codec.windowing import WindowAssigner
 from deformer_stream.engine.events import NO_TIME, EventBatch, Rejection, RejectionReason
-from deformer_stream.model.schema import SECONDS_PER_DAY, Schema, format_label
+from deformer_stream.model.schema import SECONDS_PER_DAY, Schema
 
 ARROW_PREFIX = b"\xff\xff\xff\xff"
 """First bytes of an Arrow IPC stream. No JSON document starts with them."""
@@ -343,7 +343,7 @@ class DocumentReader:
         if feature.kind == "discrete":
             if isinstance(value, dict | list):
                 raise _wrong_value_error(name, value, expected="label")
-            return code, *encode_label(format_label(value), self._schema.code_by_label[code], name)
+            return code, *encode_label(value, self._schema.code_by_label[code], name)
         if isinstance(value, str) and feature.period == SECONDS_PER_DAY:  # the feature's values are times of day
             seconds = parse_time_of_day(value)
             if seconds is not None:

@@ -1,7 +1,7 @@
 """Checks that every decoder applies to an event, and the exception that reports a failed check.
 
 JSON messages, Arrow messages and table rows are accepted or rejected by the same rules. The functions of this module
-find feature codes, label codes and time slots (parts of a window), and raise `RejectionError` if an event breaks a
+find feature codes and time slots (parts of a window), and raise `RejectionError` if an event breaks a
 rule. The decoders catch that exception and return a `Rejection`, so that bad input never stops the stream.
 """
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TypeGuard
 
 from deformer_stream.engine.events import RejectionReason
-from deformer_stream.model.schema import Schema, spell_boolean
+from deformer_stream.model.schema import Schema
 
 MAX_TEXT_CHARS = 1024
 """Maximum length of a record id, a device name and a label, in characters."""
@@ -184,37 +184,3 @@ def unknown_feature_error(schema: Schema, name: str, time_slot: int) -> Rejectio
 def not_finite_error(name: str, value: object) -> RejectionError:
     """Return the exception for a reading of the feature `name` whose value is NaN or infinite."""
     return RejectionError(RejectionReason.NOT_FINITE, f"feature {quote(name)}: {value!s} is not a finite number")
-
-
-def encode_label(text: str, code_by_label: dict[str, int], name: str) -> tuple[float, str | None]:
-    """Return the label code of a discrete value, and its text if the label did not occur in training.
-
-    Args:
-        text: The label as `deformer_stream.model.schema.format_label` writes it. A boolean may also be a number.
-        code_by_label: The codes of the labels that occurred in training: 0 to K − 1 for K labels.
-        name: The feature name, for error messages.
-
-    Returns:
-        For a label that occurred in training, its code and None. For any other label, K (the code that all unseen
-        labels share) and the label's text.
-
-    Raises:
-        RejectionError: If an unseen label is too long or cannot be encoded as UTF-8.
-    """
-    code = code_by_label.get(text)
-    if code is None:
-        code = code_by_label.get(spell_boolean(text, code_by_label))
-    if code is not None:
-        return code, None
-    if not is_unicode(text):
-        raise RejectionError(
-            RejectionReason.WRONG_TYPE,
-            f"feature {quote(name)}: the label {quote(text)} is not valid Unicode text; send it encoded as UTF-8",
-        )
-    if len(text) > MAX_TEXT_CHARS:
-        raise RejectionError(
-            RejectionReason.TOO_LARGE,
-            f"feature {quote(name)}: the label has {len(text)} characters; at most {MAX_TEXT_CHARS} are accepted; send "
-            "a shorter label",
-        )
-    return len(code_by_label), text
