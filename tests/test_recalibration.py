@@ -326,7 +326,7 @@ def test_groups_with_enough_records_have_calibrations_of_their_own(cli: Run, mod
     result = cli("calibrate", write_lines(tmp_path / "new.jsonl", rows), *words)
     assert result.code == 0, result.err
     assert "2 groups have calibrations of their own: north/a (60), north/b (50)" in result.out
-    assert "1 groups with fewer than 49 records share a calibration: south (10)" in result.out
+    assert "1 group with fewer than 49 records uses the shared calibration: south (10)" in result.out
     assert "3 records name no group" in result.out
     assert "because it has only 13 records: alpha is not guaranteed for records of groups without" in result.out
     calibration = model_store.read(out).calibration

@@ -13,6 +13,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from deformer_stream import log
 from deformer_stream.calibration.conformal import DEFAULT_ALPHAS
 from deformer_stream.counts import format_count
+from deformer_stream.model.config import PRESETS
 from trainer.fit import TrainingStatus
 from trainer.irregular_job import IrregularOutput
 from trainer.job import TrainingOutput
@@ -107,15 +108,18 @@ def _describe_model(result: TrainingOutput | IrregularOutput) -> str:
     if config.alert_exemplars:
         alert_terms.append(f"the distance to {format_count(config.alert_exemplars, 'training record')}")
     alert = f"; the alert also uses {' and '.join(alert_terms)}" if alert_terms else ""
-    preset = result.summary["preset"]["name"]
+    name = result.summary["preset"]["name"]
+    # Another size comes from the configuration file, or from the old model that was adapted.
+    has_preset_size = (config.layers, config.d_model) == (PRESETS[name].layers, PRESETS[name].d_model)
+    preset = f" (preset {name})" if has_preset_size else ""
     if isinstance(result, IrregularOutput):
         process = f"process with {format_count(config.neighbors, 'neighbor')}" if config.neighbors else "no process"
         return (
-            f"{format_count(config.layers, 'layer')} of {config.d_model} (preset {preset}), {process}; contexts of "
+            f"{format_count(config.layers, 'layer')} of {config.d_model}{preset}, {process}; contexts of "
             f"{config.context_recent} recent readings, blocks of {config.context_block}"
         )
     return (
-        f"{format_count(config.layers, 'layer')} of {config.d_model} (preset {preset}), {prior}; "
+        f"{format_count(config.layers, 'layer')} of {config.d_model}{preset}, {prior}; "
         f"ranks records by {exemplars}the density{prior_term}{alert}"
     )
 

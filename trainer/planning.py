@@ -284,7 +284,10 @@ class PresetPlanner:
             return self._set_preset(self.state["identity"]["preset"]), "that of the interrupted run"
         is_auto = self.settings.preset == "auto"
         if not is_auto or self.budget.limit is None or has_own_size(self.settings):
-            return self._set_preset(resolve_preset(self.settings)), "the default" if is_auto else "chosen by --preset"
+            reason = "the default" if is_auto else "chosen by --preset"
+            if self.settings.init_from is not None:
+                reason += ", except for the size, which is that of the old model"
+            return self._set_preset(resolve_preset(self.settings)), reason
         large, small = AUTO_PRESETS
         if self.is_rushed:
             return self._set_preset(small), f"--max-time leaves no time to measure preset {large}"

@@ -252,7 +252,7 @@ def _describe_reading(tables: InputTables) -> list[str]:
     texts = [text for table in tables.tables if (text := table.describe_dialect()) is not None]
     dialects = {table.dialect.describe() for table in tables.tables if table.dialect is not None}
     if len(dialects) == 1 and len(texts) > 1:
-        return [f"{texts[0]} (and {len(texts) - 1} more files)"]
+        return [f"{texts[0]} (and {format_count(len(texts) - 1, 'more file')})"]
     return texts
 
 

@@ -22,6 +22,7 @@ from deformer_stream.calibration.conformal import (
     group_indexes_by_key,
     trim_largest,
 )
+from deformer_stream.counts import format_count
 from deformer_stream.errors import InputError
 from deformer_stream.model.windows import WINDOW_SEPARATOR
 
@@ -119,7 +120,8 @@ class Recalibration:
         sentences = [f"{len(groups)} groups have calibrations of their own{group_list}"]
         if shared:
             sentences.append(
-                f"{len(shared)} groups with fewer than {self.min_records} records share a calibration: "
+                f"{format_count(len(shared), 'group')} with fewer than {self.min_records} records "
+                f"{'uses the shared' if len(shared) == 1 else 'share a'} calibration: "
                 f"{_format_counts(shared)}"
             )
         if self.num_ungrouped:

@@ -212,6 +212,7 @@ def build_impute() -> click.Command:
         from connectors.files import imputation, reading_imputation
         from connectors.files.imputed_tables import ImputeOptions
         from deformer_stream import log, model_store
+        from deformer_stream.counts import format_count
         from deformer_stream.progress import Progress
         from deformer_stream.tables.table import TableOptions
 
@@ -232,8 +233,8 @@ def build_impute() -> click.Command:
                 )
         times = f" ({settings.draws} times each)" if settings.draws else ""
         click.echo(
-            f"{num_filled} missing values filled in {progress.num_done} rows{times}; the table was written to "
-            f"{settings.output}",
+            f"{format_count(num_filled, 'missing value')} filled in {format_count(progress.num_done, 'row')}{times}; "
+            f"the table was written to {settings.output}",
             err=True,
         )
 

@@ -263,9 +263,11 @@ class AlertBuilder:
                 scored.score[rows[members]],
                 is_declared_later[members],
             )
-            # An alerted record never loses its alert. What can change is whether it alerts at a smaller alpha, too.
+            # An alerted record never loses its alert. What can change is whether it alerts at a smaller alpha, too, if
+            # the calibration has enough records for it.
             num_reached = (scored.p_value[rows[members]][:, None] <= self.alphas).sum(1)
             next_alphas = np.append(self.alphas, np.nan)[num_reached]
+            next_alphas[next_alphas < version.calibration.min_p_value] = np.nan
             found = suggest_readings(version.network, version.calibration, alerted, next_alphas)
             suggestions |= {int(chosen[k]): one for k, one in zip(members.tolist(), found, strict=True) if one}
         return suggestions

@@ -164,7 +164,7 @@ def suggest_readings(
         model: The network, in evaluation mode.
         calibration: The scores of normal records, from which p-values are computed.
         records: The R records.
-        next_alphas: (R,) the largest false-alarm rate at which each record can still alert; NaN if there is none.
+        next_alphas: (R,) the largest false-alarm rate at which each record has not alerted; NaN if there is none.
     """
     ranked = rank_features(model, calibration, records, next_alphas)
     suggestions: list[SuggestedReading | None] = []

@@ -247,7 +247,7 @@ def test_impute_counts_cells_that_are_no_numbers(cli: RunCommand, model_dir: Pat
     assert warnings["cells_not_read"]["cells"] == 2
     assert f"{tmp_path / 't.csv'}: row 1, " in warnings["cells_not_read"]["first"]
     assert "line 7 of" in warnings["malformed_rows"]["description"]
-    assert "1 missing values filled in 5 rows" in ended.lines[-1]
+    assert "1 missing value filled in 5 rows" in ended.lines[-1]
 
 
 def test_impute_reads_several_tables(cli: RunCommand, model_dir: Path, tmp_path: Path) -> None:

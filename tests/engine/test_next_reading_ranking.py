@@ -335,9 +335,10 @@ def test_an_alert_of_an_open_record_suggests_the_reading_that_is_ranked_first(mo
         suggestion = alert.next_reading
         assert suggestion is not None
         record = open_record(model, codes[: alert.raised_at], raw_values[: alert.raised_at])
-        next_alpha = min((alpha for alpha in (0.9, 0.5, 0.001) if alpha < alert.p_value), default=None)
-        later = [alpha for alpha in (0.9, 0.5, 0.001) if alpha < alert.p_value]
-        assert suggestion.alpha == (max(later) if later else next_alpha)
+        # 0.001 is out of reach: the calibration has too few records for an alert at it.
+        later = [alpha for alpha in (0.9, 0.5, 0.001) if calibration.min_p_value <= alpha < alert.p_value]
+        assert suggestion.alpha == max(later, default=None)
+        assert (suggestion.alert_probability is None) == (not later)
         ranked = rank_features(model, calibration, record, suggestion.alpha if suggestion.alpha else 0.0)
         assert suggestion.feature == model.schema.names[ranked.order(0)[0]]
         code = model.schema.code_by_name[suggestion.feature]

@@ -233,7 +233,8 @@ def describe_warnings(warnings: Sequence[tuple[int, str]], place: str = "") -> s
         place: The name of the file that has all of them; empty if none has.
     """
     shard, text = warnings[0]
-    more = f" (and {len(warnings) - 1} more warnings{f' in {place}' if place else ''})" if len(warnings) > 1 else ""
+    others = format_count(len(warnings) - 1, "more warning")
+    more = f" (and {others}{f' in {place}' if place else ''})" if len(warnings) > 1 else ""
     return f"shard {shard}: {text}{more}"
 
 
