@@ -74,19 +74,29 @@ class ChosenFillValues:
         features = () if self.base is None else self.base.features
         return {feature.sensor_name: feature.fill_values for feature in features}
 
+    def __bool__(self) -> bool:
+        """Return whether there are any, in the options or in the old model."""
+        return bool(self.chosen) or any(self._old_values.values())
+
     def list_values(self, feature_name: str) -> tuple[str, ...]:
         """Return the fill values of a feature, as `Feature.fill_values` lists them."""
         chosen = (value for name, value in self.chosen if name in (None, feature_name))
         return tuple(dict.fromkeys((*self._old_values.get(feature_name, ()), *chosen)))
 
+    def find(self, feature_name: str, cells: pa.Array) -> NDArray[np.bool_]:
+        """Return for each of N cells of a feature whether it has a fill value, (N,)."""
+        return self._get_values(feature_name).find(cells)
+
     def remove(self, feature_name: str, cells: pa.Array) -> pa.Array:
         """Return cells of a feature, in which fill values are null."""
-        if not self.chosen and self.base is None:
-            return cells
+        return self._get_values(feature_name).remove(cells)
+
+    def _get_values(self, feature_name: str) -> FillValues:
+        """Return the fill values of a feature."""
         values = self._values_by_feature.get(feature_name)
         if values is None:
             values = self._values_by_feature[feature_name] = FillValues(self.list_values(feature_name))
-        return values.remove(cells)
+        return values
 
 
 @dataclass(frozen=True, slots=True)

@@ -791,10 +791,14 @@ def _index_readings(tables: InputTables) -> None:
     number_by_key: dict[RecordKey, int] = {}
     is_normal: list[bool] = []  # by record number
     numbers_by_batch: list[NDArray[np.int64]] = []  # for each batch the record number of each row
-    num_unusable = 0
+    num_unusable = num_fill_values = 0
     owner_column = RECORD if tables.window is None else tables.device_column
     value_columns = tables.feature_columns if tables.layout == "wide" else [FEATURE]
+    # In a window, the sensor may report again, so that a fill value is no reading.
+    has_fill_values = tables.layout == "long" and tables.window is not None and bool(tables.fill_values)
     column_names = [*value_columns, owner_column, tables.time_column, tables.label_column]
+    if has_fill_values:
+        column_names.append(VALUE)
     features = _ExcludedFeatures(tables)
     for rows in _iterate_batches(tables, list(dict.fromkeys(name for name in column_names if name))):
         batch = rows.batch
@@ -803,7 +807,13 @@ def _index_readings(tables: InputTables) -> None:
         for name in value_columns:
             has_reading |= _has_value(tables.fill_values.remove(name, batch.column(name)))
         times, is_unreadable = _parse_row_times(tables, rows, tables.unreadable_times)
-        is_skipped = is_unreadable | features.find(batch) if tables.layout == "long" else is_unreadable
+        is_skipped = is_unreadable
+        if tables.layout == "long":
+            is_skipped = is_skipped | features.find(batch)
+        if has_fill_values:
+            is_fill = _find_fill_values(tables, batch)
+            num_fill_values += int((is_fill & ~is_skipped).sum())
+            is_skipped = is_skipped | is_fill
         has_reading &= ~is_skipped
         numbers = np.full(len(batch), -1)
         if tables.window is None:
@@ -833,6 +843,8 @@ def _index_readings(tables: InputTables) -> None:
         owner = "record" if tables.window is None else "device, time"
         kind = "rows without device or time" if tables.layout == "wide" else f"events without {owner} or feature"
         tables.skipped_by_reason[kind] = num_unusable
+    if num_fill_values:
+        tables.skipped_by_reason["readings with fill values"] = num_fill_values
     if tables.unreadable_times.num_rows:
         tables.skipped_by_reason["rows whose time cannot be read"] = tables.unreadable_times.num_rows
     if not is_normal_record.all():
@@ -980,6 +992,17 @@ class _ExcludedFeatures:
                 f"--exclude {unknown[0]}: no feature is called so; give one of these names: "
                 f"{join_names(sorted(self._seen))}"
             )
+
+
+def _find_fill_values(tables: InputTables, batch: pa.RecordBatch) -> NDArray[np.bool_]:
+    """Return for each of N readings of a long table whether its value is a fill value of its feature, (N,)."""
+    encoded = batch.column(FEATURE).cast(pa.string()).dictionary_encode()
+    codes = encoded.indices.fill_null(-1).to_numpy(zero_copy_only=False)
+    is_fill = np.zeros(len(batch), bool)
+    for code, name in enumerate(_list_texts(encoded)):
+        rows = np.flatnonzero(codes == code)
+        is_fill[rows] = tables.fill_values.find(name, batch.column(VALUE).take(pa.array(rows)))
+    return is_fill
 
 
 def _list_texts(encoded: pa.DictionaryArray) -> list[str]:

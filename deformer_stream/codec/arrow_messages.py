@@ -307,7 +307,9 @@ class ArrowDecoder:
         is_accepted = np.ones(codes.shape, bool)
         unseen_labels: dict[tuple[int, int], str] = {}  # text of an unseen label by row and column index
         for column_index, name in enumerate(names):
-            values[:, column_index], issues = self._parse_cells(columns[name], name)
+            values[:, column_index], issues, is_fill = self._parse_cells(columns[name], name)
+            if self._schema.may_report_again:
+                is_accepted[is_fill, column_index] = False
             if has_unknown_codes:
                 for row in np.flatnonzero(codes[:, column_index] < 0).tolist():
                     issues[row] = unknown_feature_error(self._schema, name, int(time_slots[row % len(time_slots)]))
@@ -340,7 +342,9 @@ class ArrowDecoder:
         )
         return batch, rejections
 
-    def _parse_cells(self, column: pa.Array, name: str) -> tuple[NDArray[np.float64], dict[int, str | RejectionError]]:
+    def _parse_cells(
+        self, column: pa.Array, name: str
+    ) -> tuple[NDArray[np.float64], dict[int, str | RejectionError], NDArray[np.bool_]]:
         """Convert the N cells of a feature's column to numbers.
 
         Args:
@@ -348,14 +352,16 @@ class ArrowDecoder:
             name: The name of the column: a feature, or a sensor with one feature for each time slot (part of a window).
 
         Returns:
-            (N,) values of a continuous feature or label codes of a discrete one, NaN for null. A dictionary by row
-            index: the text of a label that did not occur in training, or the error of a cell that is rejected.
+            (N,) values of a continuous feature or label codes of a discrete one, NaN for null and fill values. A
+            dictionary by row index: the text of a label that did not occur in training, or the error of a cell that is
+            rejected. (N,) whether a cell has a fill value.
         """
         code = self._schema.code_by_name.get(name)
         if code is None:
             # The features of a sensor differ only in their time slot, so the first one stands for all of them.
             code, _ = self._schema.slot_layout_by_sensor[name]
         feature = self._schema.features[code]
+        is_fill = self._fill_values[code].find(column)
         column = self._fill_values[code].remove(column)
         if feature.kind == "continuous":
             column = convert_times_of_day(column)
@@ -365,11 +371,11 @@ class ArrowDecoder:
                 "numbers, text or booleans are expected"
             )
             error = RejectionError(RejectionReason.WRONG_TYPE, detail)
-            return np.full(len(column), np.nan), dict.fromkeys(range(len(column)), error)
+            return np.full(len(column), np.nan), dict.fromkeys(range(len(column)), error), is_fill
         if feature.kind == "continuous":
             values, errors = parse_numbers(column, feature)
-            return values, dict(errors)
-        return parse_labels(column, self._schema.code_by_label[code], feature.sensor_name)
+            return values, dict(errors), is_fill
+        return *parse_labels(column, self._schema.code_by_label[code], feature.sensor_name), is_fill
 
 
 def split_stream(

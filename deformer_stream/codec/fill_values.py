@@ -1,7 +1,9 @@
 """Recognition of fill values: values, such as 99999, that stand for a missing reading.
 
 The fill values of each feature are part of the model (`Feature.fill_values`). Training and scoring treat a cell or a
-field with such a value as empty.
+field with such a value as empty. If a record has an id, each feature has one reading, and a fill value declares that it
+will not come, as null does. If records are windows of time or readings are irregular, the sensor may report again
+(`Schema.may_report_again`), and a fill value is no reading.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from math import isfinite
 
 import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 
 from deformer_stream.codec.columns import decode_dictionary, encode_distinct, is_numeric, is_text, to_float64
 from deformer_stream.codec.number_texts import parse_number, standardize_number
@@ -55,30 +58,30 @@ class FillValues:
             return format_label(value) in self.texts
         return isinstance(value, int | float) and value in self.numbers
 
-    def remove(self, column: pa.Array) -> pa.Array:
-        """Return a column in which cells with fill values are null.
+    def find(self, column: pa.Array) -> NDArray[np.bool_]:
+        """Return for each of N cells whether it has a fill value, (N,).
 
         Args:
-            column: N numbers, texts or booleans. A column of another type is returned unchanged.
-
-        Returns:
-            The N cells, in the same type; views of texts may become texts.
+            column: Numbers, texts or booleans. In a column of another type there are no fill values.
         """
-        if not self.texts:
+        values = decode_dictionary(column)
+        if self.texts and is_numeric(values.type):
+            # Not exactly equal, because the conversion of decimals rounds.
+            is_equal = np.isclose(to_float64(values)[:, None], list(self.numbers), rtol=1e-12, atol=0.0)
+            return np.asarray(is_equal.any(1))
+        if self.texts and (is_text(values.type) or pa.types.is_boolean(values.type)):
+            indexes, distinct_values = encode_distinct(column)
+            is_fill = np.array([*map(self.contains, distinct_values), False])  # the last one is for null
+            return is_fill[indexes]
+        return np.zeros(len(column), bool)
+
+    def remove(self, column: pa.Array) -> pa.Array:
+        """Return N cells in the same type, but null if they have fill values. Views of texts may become texts."""
+        is_fill = self.find(column)
+        if not is_fill.any():
             return column
         if pa.types.is_string_view(column.type):
             column = column.cast(pa.large_string())  # Arrow cannot select elements of views
-        values = decode_dictionary(column)
-        if is_numeric(values.type):
-            # Not exactly equal, because the conversion of decimals rounds.
-            is_fill = np.isclose(to_float64(values)[:, None], list(self.numbers), rtol=1e-12, atol=0.0).any(1)
-        elif is_text(values.type) or pa.types.is_boolean(values.type):
-            indexes, distinct_values = encode_distinct(column)
-            is_fill = np.array([*map(self.contains, distinct_values), False])[indexes]  # the last one is for null
-        else:
-            return column
-        if not is_fill.any():
-            return column
         return column.take(pa.array(np.arange(len(column)), mask=is_fill))  # a null index selects null
 
 

@@ -110,7 +110,10 @@ class DocumentReader:
     def read(
         self, message_index: int, document: Mapping[str, object], key: bytes | None, broker_time: int
     ) -> tuple[list[Reading], list[Rejection]]:
-        """Return the readings of a document and its rejections. A document gives at least one reading or rejection.
+        """Return the readings of a document and its rejections.
+
+        A document gives at least one reading or rejection, unless all its values are fill values of sensors that may
+        report again.
 
         Args:
             message_index: The index of the message in its poll, which the rejections state.
@@ -141,7 +144,12 @@ class DocumentReader:
         rejections: list[Rejection] = []
         for feature, value in unchecked_readings:
             try:
-                code, number, unseen_label = self._read_value(feature, value, time_slot)
+                code = self._find_feature(feature, time_slot)
+                if value is not None and self._fill_values[code].contains(value):
+                    if self._schema.may_report_again:
+                        continue  # no reading, and another one may follow
+                    value = None
+                number, unseen_label = self._read_value(code, value)
                 readings.append((record_id, code, number, unseen_label, time, device))
             except RejectionError as error:
                 rejections.append(Rejection(message_index, error.reason, error.detail))
@@ -308,22 +316,16 @@ class DocumentReader:
             )
         return list(values.items())
 
-    def _read_value(self, name: object, value: object, time_slot: int) -> tuple[int, float, str | None]:
-        """Validate one reading and encode its feature and its value.
+    def _find_feature(self, name: object, time_slot: int) -> int:
+        """Return the feature code of a reading, the index of its feature in the schema.
 
         Args:
             name: The feature name of the reading, not yet validated.
-            value: The value of the reading; None or a fill value declares that no reading will follow for this feature.
             time_slot: The time slot (part of a window) of the reading; `NO_TIME_SLOT` if the name alone determines the
                 feature.
 
-        Returns:
-            (feature code, number, unseen label). The feature code is the index of the feature in the schema. The number
-            is the value of a continuous feature or the label code of a discrete one; NaN if there is no value. The
-            unseen label is the text of a label that did not occur in training, else None.
-
         Raises:
-            RejectionError: If the feature is unknown, or if the value does not fit it.
+            RejectionError: If the name is no text, or the feature is unknown.
         """
         if not isinstance(name, str):
             raise RejectionError(
@@ -334,23 +336,40 @@ class DocumentReader:
         code = find_feature_code(self._schema, name, time_slot)
         if code is None:
             raise unknown_feature_error(self._schema, name, time_slot)
-        if value is None or self._fill_values[code].contains(value):
-            return code, nan, None
+        return code
+
+    def _read_value(self, code: int, value: object) -> tuple[float, str | None]:
+        """Validate and encode the value of a reading.
+
+        Args:
+            code: The feature code.
+            value: The value; None declares that no reading will follow for this feature.
+
+        Returns:
+            (number, unseen label). The number is the value of a continuous feature or the label code of a discrete one;
+            NaN if the value is None. The unseen label is the text of a label that did not occur in training, else None.
+
+        Raises:
+            RejectionError: If the value does not fit the feature.
+        """
+        if value is None:
+            return nan, None
+        feature = self._schema.features[code]
+        name = feature.sensor_name
         is_number = is_json_number(value)
         if is_number and not isfinite(cast("float", value)):
             raise not_finite_error(name, value)
-        feature = self._schema.features[code]
         if feature.kind == "discrete":
             if isinstance(value, dict | list):
                 raise _wrong_value_error(name, value, expected="label")
-            return code, *encode_label(value, self._schema.code_by_label[code], name)
+            return encode_label(value, self._schema.code_by_label[code], name)
         if isinstance(value, str) and feature.period == SECONDS_PER_DAY:  # the feature's values are times of day
             seconds = parse_time_of_day(value)
             if seconds is not None:
-                return code, seconds, None
+                return seconds, None
         if not is_number:
             raise _wrong_value_error(name, value, expected="number")
-        return code, float(cast("float", value)), None
+        return float(cast("float", value)), None
 
 
 class MessageDecoder:

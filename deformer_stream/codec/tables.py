@@ -480,12 +480,14 @@ class LongDecoder:
         record_ids, devices, id_errors = self.parse_record_ids(data, columns, times, errors)
         time_slots = self.find_time_slots(devices, times)
         codes, feature_errors = self._parse_features(data, columns[self._field_names.feature], time_slots)
-        values, unseen_labels, value_errors = self._parse_values(data, columns, codes)
+        values, unseen_labels, value_errors, is_fill = self._parse_values(data, columns, codes)
         # A row with several errors reports one of them: the record id's, else the feature's, the value's, the time's.
         errors |= value_errors | feature_errors | id_errors
 
         is_accepted = np.ones(len(data), bool)
         is_accepted[list(errors)] = False
+        if self._schema.may_report_again:
+            is_accepted &= ~is_fill
         if skips_nulls:
             is_accepted &= ~np.isnan(values)
         rows = np.flatnonzero(is_accepted)
@@ -671,7 +673,7 @@ class LongDecoder:
 
     def _parse_values(
         self, data: LongRows, columns: dict[str, pa.Array], codes: NDArray[np.int32]
-    ) -> tuple[NDArray[np.float64], dict[int, str], ErrorsByRow]:
+    ) -> tuple[NDArray[np.float64], dict[int, str], ErrorsByRow, NDArray[np.bool_]]:
         """Convert the values of all rows to numbers, one sensor at a time.
 
         Args:
@@ -680,9 +682,10 @@ class LongDecoder:
             codes: (N,) feature code of each row, −1 if the feature is unknown.
 
         Returns:
-            Three results. First (N,) raw values of continuous features and label codes of discrete ones, NaN for null.
-            Second a dictionary by row index: the text of each label that did not occur in training. Third a dictionary
-            by row index: the error of each value that does not fit its feature.
+            Four results. First (N,) raw values of continuous features and label codes of discrete ones, NaN for null
+            and for fill values. Second a dictionary by row index: the text of each label that did not occur in
+            training. Third a dictionary by row index: the error of each value that does not fit its feature. Fourth
+            (N,) whether a value is a fill value.
 
         Raises:
             InputError: If the column of values has a type that no reading can have.
@@ -695,7 +698,7 @@ class LongDecoder:
                 f"{data.origin}: column {self._field_names.value!r} has the type {value_column.type}; numbers or text "
                 "are expected: convert the column"
             )
-        values = np.full(len(data), np.nan)
+        values, is_fill = np.full(len(data), np.nan), np.zeros(len(data), bool)
         unseen_labels: dict[int, str] = {}
         errors: ErrorsByRow = {}
         # A sensor has one feature, or one for each time slot (part of a window). Its features have the same kind and
@@ -706,17 +709,18 @@ class LongDecoder:
             code = int(schema.first_codes[sensor_index])
             feature = schema.features[code]
             rows = np.flatnonzero(sensor_indexes == sensor_index)
-            cells = self._fill_values[code].remove(value_column.take(pa.array(rows)))
+            cells = value_column.take(pa.array(rows))
+            if feature.kind == "discrete" and label_column is not None and is_text(label_column.type):
+                # A label in the column of labels takes precedence over the number in the column of values.
+                cells = pc.coalesce(decode_dictionary(label_column.take(pa.array(rows))), format_labels(cells))
+            is_fill[rows] = self._fill_values[code].find(cells)
+            cells = self._fill_values[code].remove(cells)
             if feature.kind == "continuous":
                 values[rows], cell_errors = parse_numbers(cells, feature)
             else:
-                # A label in the column of labels takes precedence over the number in the column of values.
-                if label_column is not None and is_text(label_column.type):
-                    labels = self._fill_values[code].remove(decode_dictionary(label_column.take(pa.array(rows))))
-                    cells = pc.coalesce(labels, format_labels(cells))
                 # An issue is the text of an unseen label or an error, by the index of the cell among this sensor's.
                 values[rows], issues = parse_labels(cells, schema.code_by_label[code], feature.sensor_name)
                 cell_errors = {i: issue for i, issue in issues.items() if isinstance(issue, RejectionError)}
                 unseen_labels |= {int(rows[i]): str(issue) for i, issue in issues.items() if i not in cell_errors}
             errors |= {int(rows[i]): error for i, error in cell_errors.items()}
-        return values, unseen_labels, errors
+        return values, unseen_labels, errors, is_fill

@@ -297,6 +297,11 @@ class Schema:
         """Whether some sensor can report several times in a record."""
         return len(self.sensor_names) < len(self.features)
 
+    @property
+    def may_report_again(self) -> bool:
+        """Whether a sensor may report again in a record: records are windows of time, or readings are irregular."""
+        return self.window is not None or self.reading_times is not None
+
     @cached_property
     def slot_layout_by_sensor(self) -> dict[str, tuple[int, int]]:
         """A mapping from each sensor name to (first code, step), which locate the sensor's features in `features`.

@@ -13,12 +13,13 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from deformer_stream.codec import Codec
+from deformer_stream.codec import Codec, WindowAssigner
 from deformer_stream.codec.fill_values import FillValues
 from deformer_stream.codec.payloads import WideRows
 from deformer_stream.engine.events import EventBatch
 from deformer_stream.model.reading_times import ReadingTimes
 from deformer_stream.model.schema import Feature, Schema
+from deformer_stream.model.windows import Window
 from tests.codec.arrow_examples import make_stream
 from tests.codec.json_examples import decode
 from tests.codec.table_examples import decode_long
@@ -192,12 +193,36 @@ def test_a_label_column_of_a_table_of_readings() -> None:
     np.testing.assert_array_equal(batch.values, [math.nan, 1.0])
 
 
-def test_irregular_readings_have_no_event_for_a_fill_value_in_a_wide_message() -> None:
-    schema = replace(SCHEMA, reading_times=ReadingTimes(10_000_000, 1_000_000))
-    columns = {"record": pa.array(["r", "s"]), "time": pa.array([NOON, NOON])} | make_columns(True)
-    batch, rejections = decode(make_stream(columns), codec=Codec(schema))
-    assert rejections == []
-    assert batch.values.tolist() == [2.0, -1.0, 1.0]
+HOUR = 3600 * 10**6
+IRREGULAR = Codec(replace(SCHEMA, reading_times=ReadingTimes(10_000_000, 1_000_000)))
+WINDOWS = Codec(replace(SCHEMA, window=Window(HOUR)), window_assigner=WindowAssigner(HOUR))
+
+
+@pytest.mark.parametrize(("codec", "owner"), [(IRREGULAR, "record"), (WINDOWS, "device")])
+def test_fill_value_of_a_sensor_that_may_report_again_is_no_reading(codec: Codec, owner: str) -> None:
+    """A null in a message would declare that the sensor reports no more, so that later readings would be refused."""
+    long_columns = list_long_columns(True)
+    long_columns[owner] = long_columns.pop("record")
+    wide_columns = {owner: pa.array(["r", "s"]), "time": pa.array([NOON, NOON])} | make_columns(True)
+    json_rows = zip(*(column.to_pylist() for column in long_columns.values()), strict=True)
+    documents = [
+        {"feature": name, "value": float(value) if value != "Bad" else value, "time": time.isoformat(), owner: record}
+        for name, value, time, record in json_rows
+    ]
+    several = [{owner: "r", "time": NOON.isoformat(), "values": {"flow": -1, "mode": 1}}]
+    null = [{owner: "r", "time": NOON.isoformat(), "feature": "flow", "value": None}]
+    fill = [{owner: "r", "time": NOON.isoformat(), "feature": "flow", "value": -1}]
+    for (batch, rejections), expected in (
+        (decode(make_stream(long_columns), codec=codec), [-1.0, 3.5]),
+        (decode_long(codec, **long_columns), [-1.0, 3.5]),
+        (decode(make_stream(wide_columns), codec=codec), [2.0, -1.0, 1.0]),
+        (decode(*documents, codec=codec), [-1.0, 3.5]),
+        (decode(*several, codec=codec), [1.0]),
+        (decode(*fill, codec=codec), []),
+        (decode(*null, codec=codec), [math.nan]),
+    ):
+        assert rejections == []
+        np.testing.assert_array_equal(batch.values, expected)
 
 
 def test_schemas_without_fill_values_keep_their_form_and_fingerprint() -> None:

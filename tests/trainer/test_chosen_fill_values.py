@@ -119,6 +119,24 @@ def test_long_table_with_records_is_that_with_empty_cells(tmp_path: Path) -> Non
     assert_equal(filled, empty)
 
 
+@pytest.mark.parametrize("per_slot", ["first", "mean"])
+def test_long_table_with_windows_is_that_without_these_readings(tmp_path: Path, per_slot: Any) -> None:
+    """A sensor may report again in its window, so that a fill value is no reading, and not even a first one."""
+    columns = make_long(True)
+    columns["device"] = columns.pop("record")
+    fills = {"a": "99999.0", "b": "-7", "state": "n.v."}
+    cells = list(zip(columns["feature"], columns["value"], strict=True))
+    is_reading = [value != fills[name] for name, value in cells]
+    without = {
+        name: [cell for cell, keep in zip(column, is_reading, strict=True) if keep] for name, column in columns.items()
+    }
+    options: dict[str, Any] = {"window": Window(900_000_000, 1, per_slot), "order": "arrival"}
+    filled, rest = prepared(tmp_path, columns, **options, **FILLS), prepared(tmp_path, without, **options)
+    np.testing.assert_array_equal(filled.values, rest.values)
+    np.testing.assert_array_equal(filled.split, rest.split)
+    assert filled.skipped_by_reason["readings with fill values"] == is_reading.count(False) > 100
+
+
 @pytest.mark.parametrize("layout", ["wide", "long"])
 def test_fill_value_of_a_feature_that_does_not_exist_is_refused(tmp_path: Path, layout: str) -> None:
     columns = make_wide(np.random.default_rng(3), False) if layout == "wide" else make_long(False)
