@@ -31,6 +31,7 @@ from deformer_stream.model.bounded_context import ContextLimit
 from deformer_stream.model.deformer import DEformer
 from trainer.budget import (
     MIN_HELD_OUT_PASSES,
+    NO_COSTS,
     Costs,
     PhaseBudget,
     PhaseCosts,
@@ -178,7 +179,7 @@ def train_irregular(
         warnings.add(*(TrainingWarning(code, message) for code, message in data.warnings))
         run = job.plan()
         seen_records = _collect_seen_records(data)
-        result = run.run(should_stop, on_status, job.compute_costs, job.measure_costs_again)
+        result = run.run(should_stop, on_status, job.compute_costs(), job.measure_costs_again)
         budget.mark_phase("training")
         has_prior = run.model.process is not None
         warnings.add(*check_training(result, budget.limit, has_prior, has_old_model=False))
@@ -211,7 +212,7 @@ def train_irregular(
                 "held_out": held_out.num_records,
             },
             "blocks_used": {
-                "train": result.num_train_records,
+                "train": result.num_train_examples,
                 "validation": len(run.validation_rows),
                 "held_out": held_out.num_blocks,
             },
@@ -526,14 +527,11 @@ class _Job(PresetPlanner):
         num_readings = self.data.num_readings[rows]
         return rows[np.argsort(np.abs(num_readings - num_readings.mean()), kind="stable")][:MAX_MEASURED_RECORDS]
 
-    def compute_costs(self, model: DEformer) -> Costs:
-        """Return the seconds to reserve for the work after training, and the seconds to validate a block.
-
-        The model is not used, because the costs were measured when the run was planned.
-        """
+    def compute_costs(self) -> Costs:
+        """Return the seconds to reserve for the work after training, and the seconds to validate a block."""
         costs = self.costs
         if costs is None or self.budget.limit is None:
-            return Costs(after=0.0, record=0.0)
+            return NO_COSTS
         after = compute_reserve(costs, self.maximum, self.budget.limit)
         return Costs(after, record=costs.held_out / BLOCKS_PER_PASS)
 
@@ -547,7 +545,7 @@ class _Job(PresetPlanner):
         """
         if not self.is_rushed:
             self._measured.append(self._measure_costs(model))
-        return self.compute_costs(model)
+        return self.compute_costs()
 
     def _has_sums(self) -> bool:
         """Return whether the anomaly score is that of cumulative sums, to which a scale is fitted.
@@ -664,7 +662,7 @@ class _Job(PresetPlanner):
         """Return about how many different training records the steps used: all if they used all blocks."""
         num_records = len(self.data.select_rows(Split.TRAIN))
         num_blocks = len(self._create_examples(self.settings).train_indexes)
-        return min(num_records, result.num_train_records) if result.num_train_records < num_blocks else num_records
+        return min(num_records, result.num_train_examples) if result.num_train_examples < num_blocks else num_records
 
 
 def _estimate_validation_seconds(costs: PhaseCosts) -> float:

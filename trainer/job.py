@@ -30,6 +30,7 @@ from deformer_stream.model.deformer import DEformer
 from trainer.alert_distance import AlertDistanceResult, add_alert_distance
 from trainer.alert_prior import add_alert_prior
 from trainer.budget import (
+    NO_COSTS,
     Costs,
     Phase,
     PhaseBudget,
@@ -323,8 +324,8 @@ def _count_records(
     run, config = planned.run, result.model.config
     return {
         "records_used": {
-            "train": result.num_train_records,
-            "validation": result.num_validation_records,
+            "train": result.num_train_examples,
+            "validation": result.num_validation_examples,
             "prior": planned.num_prior_records,
             "calibration": len(calibration.scores),
             "calibration_trimmed": len(scores.statistics) - len(calibration.scores),
@@ -653,18 +654,11 @@ def _train_model(
         Interrupted: `should_stop` returned True.
         ConfigError: Training diverged.
     """
-
-    def compute_costs(model: DEformer) -> Costs:
-        """Return the seconds to reserve for the work after training, and the seconds to validate a record.
-
-        The model is not used, because the costs were measured when the run was planned.
-        """
-        if planned.costs is None or planned.run.budget.limit is None:  # there is no time limit
-            return Costs(after=0.0, record=0.0)
-        after = compute_reserve(planned.costs, planned.maximum, planned.run.budget.limit)
-        return Costs(after, record=planned.costs.held_out)  # validation computes the same likelihoods
-
-    return planned.run.run(should_stop, on_status, compute_costs)
+    costs, limit = NO_COSTS, planned.run.budget.limit
+    if planned.costs is not None and limit is not None:
+        after = compute_reserve(planned.costs, planned.maximum, limit)
+        costs = Costs(after, record=planned.costs.held_out)  # validation computes the same likelihoods
+    return planned.run.run(should_stop, on_status, costs)
 
 
 def _prepare_run(
