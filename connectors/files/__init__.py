@@ -35,7 +35,7 @@ from connectors.files.sinks import (
 )
 from connectors.files.sources import FileSource, InputFiles, ReadOptions, StandardInput, open_input_files, open_source
 from connectors.files.state_folder import StateFolder
-from connectors.files.table_events import iterate_events
+from connectors.files.table_events import SendOptions, iterate_events
 from connectors.files.terminal import TerminalAlerts
 
 __all__ = [
@@ -50,6 +50,7 @@ __all__ = [
     "RecordsTable",
     "RejectedLines",
     "ScoresTable",
+    "SendOptions",
     "StandardInput",
     "StateFolder",
     "SuspiciousRecordLines",
