@@ -516,8 +516,11 @@ def test_time_that_is_the_same_for_all_blocks_does_not_count_for_each_of_them(
     assert not [line for line in messages if "batch" in line]
     cost = job._measure_step(run)
     assert (cost.fixed, cost.per_record) == (pytest.approx(0.2), pytest.approx(0.005))
-    available = irregular_job.STEPS_SHARE * job._estimate_training_seconds()
-    assert job._estimate_steps(run, cost) == int(available / (0.2 + 32 * 0.005))
+    seconds = irregular_job.estimate_training_seconds(
+        job.budget, job.costs, job.maximum, irregular_job._estimate_validation_seconds(job.costs)
+    )
+    measured = irregular_job._MeasuredRun(run, job.settings, cost, job.costs)
+    assert job._estimate_steps(measured) == int(irregular_job.STEPS_SHARE * seconds / (0.2 + 32 * 0.005))
 
 
 @pytest.mark.parametrize("batch", [64, None])
