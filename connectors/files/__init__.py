@@ -5,6 +5,7 @@ scores, closed records and explanations as tables, and alerts and dead letters (
 modules are:
 
     lines         reading JSON lines
+    open_tables   opening the tables among the input files
     sources       event sources for the pipeline
     shards        parts of the input that hold whole records, for `replay --output-dir` and `calibrate --workers`
     reorder       another order for the readings of logs, for `--order random` and `--order schema`

@@ -20,13 +20,8 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from connectors.files.lines import read_lines
-from connectors.files.sources import (
-    DEFAULT_DEVICE_COLUMN,
-    log_bad_rows,
-    log_dialects,
-    make_record_prefixes,
-    open_table_files,
-)
+from connectors.files.open_tables import log_bad_rows, log_dialects, make_record_prefixes, open_table_files
+from connectors.files.sources import DEFAULT_DEVICE_COLUMN
 from deformer_stream.codec.columns import (
     convert_ids,
     convert_times_of_day,

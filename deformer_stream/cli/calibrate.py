@@ -177,7 +177,7 @@ def _choose_normal_rows(inputs: Sequence[str], settings: CalibrateSettings, mode
         settings: Options of `calibrate`. If they have a label, they stay as they are.
         models: The model.
     """
-    from connectors.files.sources import open_table_files
+    from connectors.files.open_tables import open_table_files
     from deformer_stream.tables.discovery import JSON_LINES, find_data_files, has_ending
     from deformer_stream.tables.table import TableOptions
 

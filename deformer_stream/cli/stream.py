@@ -235,7 +235,7 @@ def _connect(
         InputError: The file of `--source` cannot be read.
     """
     from connectors.files import AlertLines, ReadOptions, RejectedLines, TerminalAlerts, open_source
-    from deformer_stream.tables.discovery import CSV, PARQUET, has_ending
+    from deformer_stream.tables.discovery import TABLES, has_ending
     from deformer_stream.tables.table import TableOptions
 
     source: EventSource
@@ -261,7 +261,7 @@ def _connect(
         try:
             source = open_source([str(settings.source)], list(models.schema_by_name.values()), options)
         except InputError as error:
-            if not has_ending(str(settings.source), PARQUET + CSV):
+            if not has_ending(str(settings.source), TABLES):
                 raise
             raise InputError(f"{error} (consume has no options for tables; deformer-stream replay has them)") from error
         cleanup.callback(source.close)

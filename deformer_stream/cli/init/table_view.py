@@ -40,7 +40,7 @@ from deformer_stream.errors import InputError
 from deformer_stream.model.schema import Feature
 from deformer_stream.model.windows import Window
 from deformer_stream.settings.base import Layout
-from deformer_stream.tables.discovery import CSV, PARQUET, find_files, has_ending
+from deformer_stream.tables.discovery import TABLES, find_files, has_ending
 from deformer_stream.tables.labels import encode_labels
 from deformer_stream.tables.table import (
     DEFAULT_RECORD_COLUMN,
@@ -231,7 +231,7 @@ def look_at_tables(
         InputError: A file does not exist or cannot be read, a column does not exist, or the table has one reading per
             row under column names that training does not know.
     """
-    files = find_files(inputs, PARQUET + CSV)
+    files = find_files(inputs, TABLES)
     # Only the first file is opened.
     table = Table.open_all(files[:1], options)[0]
     return look_at_table(table, tuple(inputs), files, time_column, device_column, label)
