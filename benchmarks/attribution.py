@@ -58,7 +58,8 @@ from deformer_stream.engine.explain import AlertRule, ExplanationEffort, explain
 from deformer_stream.errors import InputError
 from deformer_stream.kernels.cpu import CpuKernels
 from deformer_stream.kernels.library import load_library
-from deformer_stream.model.deformer import PRESETS, DEformer
+from deformer_stream.model.config import PRESETS
+from deformer_stream.model.deformer import DEformer
 from deformer_stream.model.schema import Feature, Schema
 
 Floats = NDArray[np.float64]

@@ -35,7 +35,8 @@ from deformer_stream.engine.explain import ExplanationEffort
 from deformer_stream.engine.id_set import BoundedIdSet
 from deformer_stream.engine.partition import MAX_CLOSED_IDS
 from deformer_stream.incidents.make_evidence import make_evidence
-from deformer_stream.model.deformer import PRESETS, DEformer
+from deformer_stream.model.config import PRESETS
+from deformer_stream.model.deformer import DEformer
 from tests.connectors.raw_batches import encode_batch
 
 Rows = Iterator[dict[str, Any]]

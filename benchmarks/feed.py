@@ -24,7 +24,8 @@ from benchmarks.tables import train_detector
 from deformer_stream.calibration.conformal import Calibration
 from deformer_stream.kernels.cpu import is_supported
 from deformer_stream.kernels.library import load_library
-from deformer_stream.model.deformer import PRESETS, DEformer
+from deformer_stream.model.config import PRESETS
+from deformer_stream.model.deformer import DEformer
 from deformer_stream.model.schema import Feature, Schema
 from tests.connectors.raw_batches import encode_batch, encode_varint
 

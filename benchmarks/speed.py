@@ -43,7 +43,8 @@ from deformer_stream.kernels.cpu import CpuKernels
 from deformer_stream.kernels.cuda_graphs import CudaGraphs
 from deformer_stream.kernels.library import load_library
 from deformer_stream.kernels.torch_kv_cache import TorchKVCache
-from deformer_stream.model.deformer import PRESETS, DEformer, ModelConfig
+from deformer_stream.model.config import PRESETS
+from deformer_stream.model.deformer import DEformer, ModelConfig
 from deformer_stream.model.distributions import Conditional, Head
 from deformer_stream.model.schema import Feature, Schema
 

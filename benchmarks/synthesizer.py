@@ -38,7 +38,8 @@ from benchmarks.command import (
 )
 from benchmarks.density import NUM_ORDERS, find_sources
 from benchmarks.tables import format_markdown_header, format_markdown_row, format_mean, parse_seeds
-from deformer_stream.model.deformer import PRESETS, DEformer
+from deformer_stream.model.config import PRESETS
+from deformer_stream.model.deformer import DEformer
 from experiments.reading_orders import Objective, OrderedExamples, evaluate_any_order
 from experiments.synthesizer import create_model
 from trainer.budget import TimeBudget

@@ -41,8 +41,9 @@ from torch import Tensor, nn
 
 from benchmarks.command import describe_machine, format_today, publish_results
 from benchmarks.feed import make_schema
+from deformer_stream.model.config import PRESETS
 from deformer_stream.model.constants import SCALE_FLOOR
-from deformer_stream.model.deformer import PRESETS, DEformer, ModelConfig
+from deformer_stream.model.deformer import DEformer, ModelConfig
 from experiments.experiment import make_prepared_table
 from trainer.budget import TimeBudget
 from trainer.data import PreparedTable, Split

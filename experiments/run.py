@@ -27,7 +27,7 @@ from experiments.options import ExperimentSettings
 from experiments.report import render_report
 from experiments.score import score_in_orders
 from trainer import checkpoint
-from trainer.budget import Costs, TimeBudget
+from trainer.budget import NO_COSTS, Costs, TimeBudget
 from trainer.calibrate import calibrate
 from trainer.data import PreparedTable, Split
 from trainer.evaluate import evaluate_held_out
@@ -85,9 +85,10 @@ def run_experiment(
             report_progress(f"continuing at step {training_run.step} of {training_run.steps}")
         num_parameters, num_rows = count_parameters(training_run.model), len(training_run.train_rows)
         report_progress(f"{num_parameters:,} parameters, {num_rows:,} records to train on, {device}")
-        fitted = training_run.run(
-            should_stop, observe_step, lambda model: Costs(0.0, _measure_seconds_per_record(model, training_run))
-        )
+        costs = NO_COSTS
+        if training_run.budget.limit is not None and not training_run.has_measured_costs:
+            costs = Costs(after=0.0, record=_measure_seconds_per_record(training_run))
+        fitted = training_run.run(should_stop, observe_step, costs)
         rows = choose_test_rows(data, settings)
         report_progress(f"scoring {len(rows):,} test records in {settings.orders} orders")
         scores = score_in_orders(
@@ -185,12 +186,12 @@ def _load_previous_run(settings: ExperimentSettings) -> dict[str, Any] | None:
     return state
 
 
-def _measure_seconds_per_record(model: DEformer, training_run: TrainingRun) -> float:
-    """Measure the seconds to score one record in one order.
+def _measure_seconds_per_record(training_run: TrainingRun) -> float:
+    """Measure the seconds to score one record in one order with the averaged model.
 
     The first pass is not measured, because a GPU needs more time for it.
     """
-    rows = training_run.validation_rows[:NUM_TIMED_RECORDS]
+    model, rows = training_run.averaged_model, training_run.validation_rows[:NUM_TIMED_RECORDS]
     evaluate_held_out(model, training_run.data, rows, 1, 0)
     started_at = training_run.budget.clock()
     evaluate_held_out(model, training_run.data, rows, 1, 0)

@@ -1,6 +1,6 @@
 """Train models from tables and write model directories (the command `deformer-train`).
 
-Tables are Parquet, CSV and JSON lines files, Delta Lake and Iceberg tables, and tables in memory. `trainer/X.py` fits
+Tables are Parquet and CSV files, Delta Lake and Iceberg tables, and tables in memory. `trainer/X.py` fits
 what `deformer_stream/model/X.py` describes.
 
 A job prepares the table, fits the prior, trains the network, calibrates, evaluates and writes. The modules are:
@@ -27,5 +27,5 @@ A job prepares the table, fits the prior, trains the network, calibrates, evalua
     evaluate, irregular_evaluation, report, irregular_report, training_warnings   held-out figures, report and warnings
     finetune, per_value, per_value_tables   adapting a model (`--init-from`); a model for each type of machine (`--per`)
     faults, fault_training     names of faults from labelled records
-    event_sets, equal_time, sequence_classifier   a classifier of partially ordered sequences, apart from the density
+    event_sets, equal_time, sequence_classifier   a classifier of partially ordered sequences, which no command uses
 """

@@ -140,6 +140,10 @@ class Costs:
     record: float
 
 
+NO_COSTS = Costs(after=0.0, record=0.0)
+"""The costs if there is no time limit, because no time is then reserved."""
+
+
 @dataclass(frozen=True, slots=True)
 class PhaseCosts:
     """Measured seconds of the phases after training: calibration, ranking and held-out figures.

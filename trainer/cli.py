@@ -17,7 +17,7 @@ from deformer_stream.cli_utils import HELP, HelpCommand, add_debug_option, is_de
 from deformer_stream.counts import format_count
 from deformer_stream.errors import ConfigError
 from deformer_stream.settings import add_options, load_settings
-from deformer_stream.tables.discovery import CSV, PARQUET, check_no_overwrite, find_data_files
+from deformer_stream.tables.discovery import TABLES, check_no_overwrite, find_data_files
 from trainer.settings import TrainConfig, TrainSettings
 
 EXAMPLES = (
@@ -77,9 +77,9 @@ def command(tables: tuple[Path, ...], config: Path | None, **flags: Any) -> int:
             "--model cannot be combined with TABLE, because nothing is trained: name the labelled records with --faults"
         )
     settings = load_settings(TrainConfig, flags, config, "train")
-    find_data_files(tables, PARQUET + CSV)  # reports a wrong path before PyTorch is imported
+    find_data_files(tables, TABLES)  # reports a wrong path before PyTorch is imported
     if settings.faults not in (None, "off"):
-        find_data_files([Path(str(settings.faults))], PARQUET + CSV)
+        find_data_files([Path(str(settings.faults))], TABLES)
     if settings.dry_run:
         from trainer.preview import print_preview
 
@@ -183,7 +183,7 @@ def _learn_faults(flags: dict[str, Any], config: Path | None) -> int:
     if settings.faults in (None, "off"):
         raise ConfigError("--model needs --faults: name the table with the labelled records of known faults")
     faults = Path(str(settings.faults))
-    find_data_files([faults], PARQUET + CSV)  # reports a wrong path before PyTorch is imported
+    find_data_files([faults], TABLES)  # reports a wrong path before PyTorch is imported
     check_no_overwrite([faults], {"--model": settings.model})
     from deformer_stream import log
 

@@ -7,6 +7,7 @@ statistics of the values in training records, which are collected in the second 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,20 +29,30 @@ from trainer.repeated_readings import ReadingIntervals
 from trainer.tables import FEATURE, RECORD, VALUE, EventReadings, InputTables, ValueForm, classify_type
 
 
-def choose_columns(tables: InputTables, options: DataOptions) -> list[ExcludedColumn]:
+@dataclass(frozen=True, slots=True)
+class ColumnChoice:
+    """What the columns of the input are, as far as names, types and options show it.
+
+    Attributes:
+        time_column: The column with the time of the record (wide) or of the readings. None if there is none.
+        feature_columns: The columns that may be features. Empty for the long layout, whose features are values.
+        excluded: The columns that cannot be features, with the reason.
+    """
+
+    time_column: str | None
+    feature_columns: list[str]
+    excluded: list[ExcludedColumn]
+
+
+def choose_columns(tables: InputTables, options: DataOptions) -> ColumnChoice:
     """Decide from names, types and options which columns of the input are the time or may be features.
-
-    The result is stored in `tables.time_column` and, for the wide layout, `tables.feature_columns`.
-
-    Returns:
-        The columns that cannot be features, with the reason.
 
     Raises:
         ConfigError: An option names a column that does not exist, or needs times that the table does not have.
         InputError: No column is left that could be a feature.
     """
-    column_names = tables.schema.names
-    if options.ties == "hold" and not (tables.has_reading_rows and tables.time_column):
+    column_names, time_column = tables.schema.names, tables.time_column
+    if options.ties == "hold" and not (tables.has_reading_rows and time_column):
         raise ConfigError(
             "--ties hold cannot be used, because the table does not contain the time of each reading; "
             "give a long table with a column named time"
@@ -49,9 +60,34 @@ def choose_columns(tables: InputTables, options: DataOptions) -> list[ExcludedCo
     index_columns = [ExcludedColumn(name, "index of the data frame") for name in tables.index_columns]
     if tables.layout == "long":
         owner_column = RECORD if tables.window is None else tables.device_column
-        used_columns = (owner_column, FEATURE, VALUE, tables.time_column, tables.label_column)
+        used_columns = (owner_column, FEATURE, VALUE, time_column, tables.label_column)
         unused_columns = [name for name in column_names if name not in used_columns]
-        return [*(ExcludedColumn(name, "not a column of the long layout") for name in unused_columns), *index_columns]
+        excluded = [ExcludedColumn(name, "not a column of the long layout") for name in unused_columns]
+        return ColumnChoice(time_column, [], [*excluded, *index_columns])
+    _check_named_columns(tables, options)
+    if time_column is None:
+        time_column = _find_time_column(tables, options)
+    excluded, feature_columns = [], []
+    for name in column_names:
+        reason = _explain_exclusion(name, time_column, tables, options)
+        if reason is None:
+            feature_columns.append(name)
+        else:
+            excluded.append(ExcludedColumn(name, reason))
+    if not feature_columns:
+        raise InputError(
+            f"{tables.description}: none of the columns ({join_names(column_names)}) can be a feature; "
+            "name fewer columns in --exclude, or add columns to the table"
+        )
+    return ColumnChoice(time_column, feature_columns, [*excluded, *index_columns])
+
+
+def _check_named_columns(tables: InputTables, options: DataOptions) -> None:
+    """Check that the columns of a wide table that options name exist and can be features.
+
+    Raises:
+        ConfigError: An option names another column.
+    """
     columns_by_option = {"exclude": options.exclude, "context": options.context, "discrete": options.discrete}
     columns_by_option |= {"continuous": options.continuous, "cycle": tuple(dict(options.cycle))}
     columns_by_option["fill-values"] = options.features_with_fill_values
@@ -66,33 +102,38 @@ def choose_columns(tables: InputTables, options: DataOptions) -> list[ExcludedCo
             if column not in known_columns:
                 raise ConfigError(
                     f"--{option} {column}: {tables.tables[0].name} has no such column; "
-                    f"give one of its columns: {join_names(column_names)}"
+                    f"give one of its columns: {join_names(tables.schema.names)}"
                 )
-    excluded = []
-    for name in column_names:
-        form = classify_type(tables.schema.field(name).type)
-        has_chosen_kind = name in (*options.discrete, *options.continuous, *dict(options.cycle))
-        if name in options.exclude:
-            excluded.append(ExcludedColumn(name, "excluded by --exclude"))
-        elif tables.normal_label is not None and name == tables.normal_label.column:
-            excluded.append(ExcludedColumn(name, f"the label; rows where it is {tables.normal_label.value} are used"))
-        elif name == tables.device_column:
-            excluded.append(ExcludedColumn(name, "the device"))
-        elif name == tables.time_column:
-            excluded.append(ExcludedColumn(name, f"the {'reading' if tables.has_reading_rows else 'record'}'s time"))
-        elif name == RECORD:
-            excluded.append(ExcludedColumn(name, "the record's id"))
-        elif form == "time" and tables.time_column is None and not has_chosen_kind:
-            tables.time_column = name  # the first column of dates or timestamps
-            excluded.append(ExcludedColumn(name, "the record's time"))
-        else:
-            tables.feature_columns.append(name)
-    if not tables.feature_columns:
-        raise InputError(
-            f"{tables.description}: none of the columns ({join_names(column_names)}) can be a feature; "
-            "name fewer columns in --exclude, or add columns to the table"
-        )
-    return [*excluded, *index_columns]
+
+
+def _find_time_column(tables: InputTables, options: DataOptions) -> str | None:
+    """Return the first column of dates or timestamps that no option makes a feature or excludes, None without one."""
+    features = {*options.discrete, *options.continuous, *dict(options.cycle)}
+    for column in tables.schema:
+        is_time = classify_type(column.type) == "time" and column.name not in features
+        if is_time and _explain_exclusion(column.name, None, tables, options) is None:
+            return str(column.name)
+    return None
+
+
+def _explain_exclusion(name: str, time_column: str | None, tables: InputTables, options: DataOptions) -> str | None:
+    """Return why a column of a wide table cannot be a feature, None if it can.
+
+    Args:
+        name: The column.
+        time_column: The column with the time, None if there is none.
+        tables: The input.
+        options: The options of the user.
+    """
+    if name in options.exclude:
+        return "excluded by --exclude"
+    if tables.normal_label is not None and name == tables.normal_label.column:
+        return f"the label; rows where it is {tables.normal_label.value} are used"
+    if name == tables.device_column:
+        return "the device"
+    if name == time_column:
+        return f"the {'reading' if tables.has_reading_rows else 'record'}'s time"
+    return "the record's id" if name == RECORD else None
 
 
 def collect_statistics(

@@ -35,7 +35,7 @@ from deformer_stream.model.windows import format_duration
 from deformer_stream.settings.base import to_flag
 from trainer import checkpoint
 from trainer.batches import BatchSource
-from trainer.budget import Costs, TimeBudget, choose_batch_size
+from trainer.budget import NO_COSTS, Costs, TimeBudget, choose_batch_size
 from trainer.data import PreparedTable
 from trainer.distributed import Ranks
 from trainer.evaluate import BATCH_SIZE
@@ -168,8 +168,9 @@ class TrainingResult:
         initial_validation: The validation loss of the initial weights, which predict what the Gaussian prior or the old
             model (`--init-from`) predicts.
         planned_steps: Number of steps of the complete schedule.
-        num_train_records: Number of different training records that the steps used.
-        num_validation_records: Number of records of each validation.
+        num_train_examples: Number of different training records that the steps used, or of blocks of records with
+            irregular readings.
+        num_validation_examples: Number of records or blocks of each validation.
         step_seconds: Mean seconds of a training step, without the first one; 0 if there was only one.
     """
 
@@ -182,8 +183,8 @@ class TrainingResult:
     best_validation: float
     initial_validation: float
     planned_steps: int
-    num_train_records: int
-    num_validation_records: int
+    num_train_examples: int
+    num_validation_examples: int
     step_seconds: float
 
 
@@ -286,7 +287,7 @@ class TrainingRun:
         self,
         should_stop: Callable[[], bool] = lambda: False,
         on_status: Callable[[TrainingStatus], None] = lambda status: None,
-        measure_costs: Callable[[DEformer], Costs] = lambda model: Costs(0.0, 0.0),
+        costs: Costs = NO_COSTS,
         measure_again: Callable[[DEformer], Costs] | None = None,
     ) -> TrainingResult:
         """Train until the schedule or the time ends, for at least one step.
@@ -294,8 +295,8 @@ class TrainingRun:
         Args:
             should_stop: Called after every step. If it returns True, a checkpoint is written and training stops.
             on_status: Called after every step.
-            measure_costs: Called with the model before the first step if there is a time limit. It returns the seconds
-                that validation and the work after training take.
+            costs: The seconds that validation and the work after training take, for which time is reserved if there is
+                a time limit.
             measure_again: Called with the averaged model during a training with a time limit, at the shares
                 `MEASURED_AGAIN_AT` of its schedule. It returns the seconds at present. The time for training becomes
                 longer or shorter accordingly. None to keep the first costs.
@@ -308,7 +309,7 @@ class TrainingRun:
             ConfigError: Training diverged.
         """
         if self.budget.limit is not None and not self.has_measured_costs:
-            self._reserve_time(measure_costs(self.averaged_model), self.budget.limit)
+            self._reserve_time(costs, self.budget.limit)
         if measure_again is None or self.budget.limit is None:
             shares_left = []
         else:
@@ -368,8 +369,8 @@ class TrainingRun:
             best_validation=self.best_validation,
             initial_validation=self.initial_validation,
             planned_steps=self.steps,
-            num_train_records=min(len(self.train_rows), self.step * self.batch_size),
-            num_validation_records=len(self.validation_rows),
+            num_train_examples=min(len(self.train_rows), self.step * self.batch_size),
+            num_validation_examples=len(self.validation_rows),
             step_seconds=seconds_of_steps / max(self.step - num_steps_before - 1, 1),
         )
 

@@ -50,6 +50,12 @@ MAX_PROBABILITY = 1e-6
 MAX_EXACT_INTEGER = 2.0**53
 """Not every larger integer has an exact float64 value. Only ids are so large; no sensor has such a resolution."""
 
+UNIX_UNITS: tuple[TimeUnit, ...] = ("s", "ms", "us", "ns")
+"""The units in which numbers are recognised as Unix times, in the order in which they are tried.
+
+A further unit that the commands can read is not one of them. It would take measurements for clocks.
+"""
+
 _FIRST_UNIX_SECOND, _LAST_UNIX_SECOND = 315_532_800.0, 4_102_444_800.0  # the years 1980 to 2100
 
 
@@ -182,7 +188,8 @@ def _describe_unix_times(sample: NDArray[np.float64], order: OrderStatistics) ->
 
 def find_unix_unit(smallest: float, largest: float) -> TimeUnit | None:
     """Return the unit in which two numbers are Unix times of the years 1980 to 2100, None if there is none."""
-    for unit, units_per_second in UNITS_PER_SECOND.items():
+    for unit in UNIX_UNITS:
+        units_per_second = UNITS_PER_SECOND[unit]
         if smallest >= _FIRST_UNIX_SECOND * units_per_second and largest <= _LAST_UNIX_SECOND * units_per_second:
             return unit
     return None

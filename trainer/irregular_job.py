@@ -31,6 +31,7 @@ from deformer_stream.model.bounded_context import ContextLimit
 from deformer_stream.model.deformer import DEformer
 from trainer.budget import (
     MIN_HELD_OUT_PASSES,
+    NO_COSTS,
     Costs,
     PhaseBudget,
     PhaseCosts,
@@ -178,7 +179,7 @@ def train_irregular(
         warnings.add(*(TrainingWarning(code, message) for code, message in data.warnings))
         run = job.plan()
         seen_records = _collect_seen_records(data)
-        result = run.run(should_stop, on_status, job.compute_costs, job.measure_costs_again)
+        result = run.run(should_stop, on_status, job.compute_costs(), job.measure_costs_again)
         budget.mark_phase("training")
         has_prior = run.model.process is not None
         warnings.add(*check_training(result, budget.limit, has_prior, has_old_model=False))
@@ -211,7 +212,7 @@ def train_irregular(
                 "held_out": held_out.num_records,
             },
             "blocks_used": {
-                "train": result.num_train_records,
+                "train": result.num_train_examples,
                 "validation": len(run.validation_rows),
                 "held_out": held_out.num_blocks,
             },
@@ -237,6 +238,23 @@ def train_irregular(
         data=data,
         held_out=held_out,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _MeasuredRun:
+    """A training run with one of the presets, and what it costs.
+
+    Attributes:
+        run: The run.
+        settings: All options, with the preset of the run.
+        step_cost: The cost of a training step with a single batch, 0 if it was not measured.
+        phase_costs: The measured costs of the phases after training. None without a time limit.
+    """
+
+    run: TrainingRun
+    settings: TrainConfig
+    step_cost: StepCost
+    phase_costs: PhaseCosts | None
 
 
 class _Job(PresetPlanner):
@@ -324,15 +342,16 @@ class _Job(PresetPlanner):
         budget.mark_phase("prior")
         if budget.limit is not None and not self.is_rushed:
             self.on_message("measuring how long training and calibration take")
-        run, cost = self._choose_preset(process)
-        costs = self.costs
+        chosen, self.preset_reason = self._choose_preset(process)
+        run, self.settings, costs = chosen.run, chosen.settings, chosen.phase_costs
+        self._measured = [] if costs is None else [costs]
         if costs is not None:  # there is a time limit
             batch = run.recipe.batch
             if self.state is not None:
                 batch = self.state["identity"]["batch"]
             elif not self.is_rushed:
                 validation_seconds = _estimate_validation_seconds(costs)
-                batch = self._choose_batch(run, cost, costs, self.maximum, validation_seconds, "block")
+                batch = self._choose_batch(run, chosen.step_cost, costs, self.maximum, validation_seconds, "block")
             if batch != run.recipe.batch:
                 run = self._create_run(self.settings, process, batch)
         budget.mark_phase("planning")
@@ -407,58 +426,42 @@ class _Job(PresetPlanner):
         folder = get_working_folder(settings.out)
         return TrainingRun(examples, model, recipe, settings.seed, folder, self.budget, convert_identity(identity))
 
-    def _choose_preset(self, process: dict[str, torch.Tensor] | None) -> tuple[TrainingRun, StepCost]:
-        """Create the run with the preset that suits the time, and measure its costs.
+    def _choose_preset(self, process: dict[str, torch.Tensor] | None) -> tuple[_MeasuredRun, str]:
+        """Return the run with the preset that suits the time, and the reason for the preset, as text for the user.
 
         With `--preset auto`, it is the larger one of `AUTO_PRESETS` if the time limit leaves enough training steps. It
         is also the larger one if the schedule of the smaller one would end before the time does.
-
-        Returns:
-            The run, and the cost of a training step with a single batch, 0 if it was not measured.
         """
         chosen = self._choose_without_measuring()
         if chosen is not None:
-            self.settings, self.preset_reason = chosen
-            return self._measure_run(self.settings, process)
-        large, small = AUTO_PRESETS
-        large_settings, small_settings = self._set_preset(large), self._set_preset(small)
-        run, cost = self._measure_run(large_settings, process)
-        num_steps = self._estimate_steps(run, cost)
-        num_needed = min(MIN_STEPS_OF_LARGER_PRESET, run.steps)
+            settings, reason = chosen
+            return self._measure_run(settings, process), reason
+        large_preset, small_preset = AUTO_PRESETS
+        large = self._measure_run(self._set_preset(large_preset), process)
+        num_steps, num_needed = self._estimate_steps(large), min(MIN_STEPS_OF_LARGER_PRESET, large.run.steps)
         if num_steps >= num_needed:
-            self.settings = large_settings
-            self.preset_reason = "the time limit leaves enough training steps for it"
-            return run, cost
-        large_measured = self._measured
-        small_run, small_cost = self._measure_run(small_settings, process)
-        if self._estimate_steps(small_run, small_cost) > small_run.steps:
-            self.settings, self._measured = large_settings, large_measured
-            self.preset_reason = f"preset {small} would end its training before --max-time"
-            return run, cost
-        self.settings, self.preset_reason = small_settings, self._explain_smaller_preset(num_steps, num_needed)
-        return small_run, small_cost
+            return large, "the time limit leaves enough training steps for it"
+        small = self._measure_run(self._set_preset(small_preset), process)
+        if self._estimate_steps(small) > small.run.steps:
+            return large, f"preset {small_preset} would end its training before --max-time"
+        return small, self._explain_smaller_preset(num_steps, num_needed)
 
-    def _measure_run(
-        self, settings: TrainConfig, process: dict[str, torch.Tensor] | None
-    ) -> tuple[TrainingRun, StepCost]:
-        """Create the run of a preset. Under a time limit, measure its costs in place of those of another preset.
-
-        Returns:
-            The run, and the cost of a training step with a single batch, 0 if it was not measured.
-        """
+    def _measure_run(self, settings: TrainConfig, process: dict[str, torch.Tensor] | None) -> _MeasuredRun:
+        """Create the run of a preset, and measure its costs under a time limit."""
         run = self._create_run(settings, process)
-        if self.budget.limit is not None:
-            self._measured = [self._measure_costs(run.averaged_model)]
-        return run, self._measure_step(run)
+        phase_costs = None if self.budget.limit is None else self._measure_costs(run.averaged_model)
+        return _MeasuredRun(run, settings, self._measure_step(run), phase_costs)
 
-    def _estimate_steps(self, run: TrainingRun, cost: StepCost) -> int:
-        """Return about how many training steps of a run fit into the time before the work after training."""
-        return self._count_steps(run, cost, STEPS_SHARE * max(0.0, self._estimate_training_seconds()))
+    def _estimate_steps(self, measured: _MeasuredRun) -> int:
+        """Return about how many training steps of a run fit into the time before the work after training.
 
-    def _estimate_training_seconds(self) -> float:
-        """Return the seconds that are left for training, if the first and the last validation are short."""
-        costs = combine_costs(self._measured)
-        return estimate_training_seconds(self.budget, costs, self.maximum, _estimate_validation_seconds(costs))
+        The first and the last validation are assumed to be short. Without a time limit, all steps of the schedule fit.
+        """
+        run, costs = measured.run, measured.phase_costs
+        if costs is None:
+            return run.steps
+        seconds = estimate_training_seconds(self.budget, costs, self.maximum, _estimate_validation_seconds(costs))
+        return self._count_steps(run, measured.step_cost, STEPS_SHARE * max(0.0, seconds))
 
     @property
     def costs(self) -> PhaseCosts | None:
@@ -526,14 +529,11 @@ class _Job(PresetPlanner):
         num_readings = self.data.num_readings[rows]
         return rows[np.argsort(np.abs(num_readings - num_readings.mean()), kind="stable")][:MAX_MEASURED_RECORDS]
 
-    def compute_costs(self, model: DEformer) -> Costs:
-        """Return the seconds to reserve for the work after training, and the seconds to validate a block.
-
-        The model is not used, because the costs were measured when the run was planned.
-        """
+    def compute_costs(self) -> Costs:
+        """Return the seconds to reserve for the work after training, and the seconds to validate a block."""
         costs = self.costs
         if costs is None or self.budget.limit is None:
-            return Costs(after=0.0, record=0.0)
+            return NO_COSTS
         after = compute_reserve(costs, self.maximum, self.budget.limit)
         return Costs(after, record=costs.held_out / BLOCKS_PER_PASS)
 
@@ -547,7 +547,7 @@ class _Job(PresetPlanner):
         """
         if not self.is_rushed:
             self._measured.append(self._measure_costs(model))
-        return self.compute_costs(model)
+        return self.compute_costs()
 
     def _has_sums(self) -> bool:
         """Return whether the anomaly score is that of cumulative sums, to which a scale is fitted.
@@ -664,7 +664,7 @@ class _Job(PresetPlanner):
         """Return about how many different training records the steps used: all if they used all blocks."""
         num_records = len(self.data.select_rows(Split.TRAIN))
         num_blocks = len(self._create_examples(self.settings).train_indexes)
-        return min(num_records, result.num_train_records) if result.num_train_records < num_blocks else num_records
+        return min(num_records, result.num_train_examples) if result.num_train_examples < num_blocks else num_records
 
 
 def _estimate_validation_seconds(costs: PhaseCosts) -> float:

@@ -11,7 +11,7 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -30,6 +30,7 @@ from deformer_stream.model.deformer import DEformer
 from trainer.alert_distance import AlertDistanceResult, add_alert_distance
 from trainer.alert_prior import add_alert_prior
 from trainer.budget import (
+    NO_COSTS,
     Costs,
     Phase,
     PhaseBudget,
@@ -189,7 +190,7 @@ def train(
         DeformerError: A file or an option cannot be used.
         Interrupted: `should_stop` returned True.
     """
-    from trainer.report import estimate_records_per_day, render
+    from trainer.report import render
 
     budget = budget or TimeBudget(settings.max_time)
     warnings = WarningList(on_message)
@@ -224,25 +225,11 @@ def train(
         warnings.add(*check_row_order(distance_result.row_order))
         scores = final_phases.score_calibration_records(result.model, data, order, settings.seed, part)
         budget.mark_phase("calibration")
-        # Cross-conformal calibration: the records of each further fold are scored by a model trained without them.
         # All records calibrate, also those that one model has left out as suspects (--contamination).
         calibrated_data = restore_left_out(data) if settings.folds or data.left_out is not None else data
-        fold_tables = split_folds(calibrated_data, settings.folds, settings.seed) if settings.folds else ()
-        for number, fold_data in enumerate(fold_tables, 2):
-            on_message(f"fold {number} of {settings.folds}")
-            scores += _score_fold(
-                fold_data,
-                settings,
-                planned,
-                number,
-                order,
-                folder=folder,
-                budget=budget,
-                final_phases=final_phases,
-                should_stop=should_stop,
-                on_message=on_message,
-            )
-            budget.mark_phase("folds")
+        if settings.folds:
+            further_scores = _score_folds(calibrated_data, planned, order, folder, final_phases, should_stop)
+            scores = sum(further_scores, start=scores)
         model = final_phases.add_ranking(result.model, data, run.priors)
         record_scores = final_phases.score_complete_records(model, data, scores, run.priors)
         calibration = build_calibration(
@@ -255,23 +242,18 @@ def train(
             *_check_results(settings, calibrated_data, held_out, final_phases.held_out_rows, calibration, budget.limit)
         )
         on_message("writing the report and the model directory")
-        preset = planned.settings.preset, planned.preset_reason
         summary = summarize_job(
             settings,
             data,
             run.recipe,
             result=result,
             held_out=_summarize_held_out(data, held_out),
-            preset=preset,
+            preset=(planned.settings.preset, planned.preset_reason),
             budget=budget,
             warnings=warnings.warnings,
         )
         summary |= _count_records(planned, result, final_phases, calibrated_data, scores, calibration, held_out)
-        if distance_result.row_order is not None:
-            summary["row_order_ratio"] = round(distance_result.row_order.ratio, 4)
-        if data.left_out is not None:
-            summary["left_out"] = data.left_out
-        summary["records_per_day"] = estimate_records_per_day(data)
+        summary |= _summarize_table(data, distance_result)
         page = render(data, result, calibration, held_out, summary)
         fingerprint = model_store.write(settings.out, model, calibration, summary, page, seen_records)
         _learn_faults(tables, settings, on_message)
@@ -323,8 +305,8 @@ def _count_records(
     run, config = planned.run, result.model.config
     return {
         "records_used": {
-            "train": result.num_train_records,
-            "validation": result.num_validation_records,
+            "train": result.num_train_examples,
+            "validation": result.num_validation_examples,
             "prior": planned.num_prior_records,
             "calibration": len(calibration.scores),
             "calibration_trimmed": len(scores.statistics) - len(calibration.scores),
@@ -340,6 +322,19 @@ def _count_records(
             "table": run.data.num_input_records,
         },
     }
+
+
+def _summarize_table(data: PreparedTable, distance_result: AlertDistanceResult) -> dict[str, Any]:
+    """Return what is known about the rows of the table and the suspected anomalies, for the model's manifest."""
+    from trainer.report import estimate_records_per_day
+
+    summary: dict[str, Any] = {}
+    if distance_result.row_order is not None:
+        summary["row_order_ratio"] = round(distance_result.row_order.ratio, 4)
+    if data.left_out is not None:
+        summary["left_out"] = data.left_out
+    summary["records_per_day"] = estimate_records_per_day(data)
+    return summary
 
 
 def _learn_faults(tables: Sequence[TableSource], settings: TrainConfig, on_message: Callable[[str], None]) -> None:
@@ -433,7 +428,7 @@ class _FinalPhases:
     def __init__(
         self, settings: TrainConfig, budget: TimeBudget, costs: PhaseCosts | None, on_message: Callable[[str], None]
     ) -> None:
-        self.settings, self.budget, self.costs = settings, budget, costs
+        self.settings, self.budget, self.costs, self.on_message = settings, budget, costs, on_message
         self._phases = PhaseBudget(budget, costs, on_message)
         self.num_ranking_records = 0
         self.calibration_rows: list[NDArray[np.int64]] = []  # the scored records of each call
@@ -653,18 +648,11 @@ def _train_model(
         Interrupted: `should_stop` returned True.
         ConfigError: Training diverged.
     """
-
-    def compute_costs(model: DEformer) -> Costs:
-        """Return the seconds to reserve for the work after training, and the seconds to validate a record.
-
-        The model is not used, because the costs were measured when the run was planned.
-        """
-        if planned.costs is None or planned.run.budget.limit is None:  # there is no time limit
-            return Costs(after=0.0, record=0.0)
-        after = compute_reserve(planned.costs, planned.maximum, planned.run.budget.limit)
-        return Costs(after, record=planned.costs.held_out)  # validation computes the same likelihoods
-
-    return planned.run.run(should_stop, on_status, compute_costs)
+    costs, limit = NO_COSTS, planned.run.budget.limit
+    if planned.costs is not None and limit is not None:
+        after = compute_reserve(planned.costs, planned.maximum, limit)
+        costs = Costs(after, record=planned.costs.held_out)  # validation computes the same likelihoods
+    return planned.run.run(should_stop, on_status, costs)
 
 
 def _prepare_run(
@@ -784,53 +772,71 @@ def _leave_out_outliers(
     return data, SearchSize(num_references)
 
 
+def _score_folds(
+    data: PreparedTable,
+    first: PlannedRun,
+    order: Order,
+    folder: Path,
+    final_phases: _FinalPhases,
+    should_stop: Callable[[], bool],
+) -> Iterator[CalibrationScores]:
+    """Yield the scores of the records of each further fold of cross-conformal calibration (`--folds`).
+
+    The records of each fold are scored by a model that is trained without them.
+
+    Args:
+        data: The table, whose records all calibrate.
+        first: The run of the first model, which has scored the records of the first fold.
+        order: The arrival-order distribution of the calibration.
+        folder: The working folder of the job.
+        final_phases: The phases after training.
+        should_stop: Called after every training step. If it returns True, training stops.
+
+    Raises:
+        Interrupted: `should_stop` returned True.
+    """
+    num_folds = final_phases.settings.folds or 1
+    for number, fold_data in enumerate(split_folds(data, num_folds, final_phases.settings.seed), 2):
+        final_phases.on_message(f"fold {number} of {num_folds}")
+        yield _score_fold(fold_data, first, number, order, folder, final_phases, should_stop)
+        final_phases.budget.mark_phase("folds")
+
+
 def _score_fold(
     fold_data: PreparedTable,
-    settings: TrainConfig,
     first: PlannedRun,
     number: int,
     order: Order,
-    *,
     folder: Path,
-    budget: TimeBudget,
     final_phases: _FinalPhases,
     should_stop: Callable[[], bool],
-    on_message: Callable[[str], None],
 ) -> CalibrationScores:
     """Train one further model for cross-conformal calibration (`--folds`), and score the records of its fold.
 
     Args:
         fold_data: The table, with the fold as its calibration records.
-        settings: All options of `deformer-train`.
         first: The run of the first model.
-        number: Number of the model, from 2 to `settings.folds`.
+        number: Number of the model, from 2 to the value of `--folds`.
         order: The arrival-order distribution of the calibration.
         folder: The working folder of the job.
-        budget: The time that the job may take.
         final_phases: The phases after training.
         should_stop: Called after every training step. If it returns True, training stops.
-        on_message: Called with a line of text about the progress.
 
     Raises:
         Interrupted: `should_stop` returned True.
     """
+    settings, budget = final_phases.settings, final_phases.budget
     if settings.contamination:
         search = _get_search_size(first.run.identity)
-        fold_data, _ = _leave_out_outliers(fold_data, settings, budget, search, on_message)
-    planned = _plan_fold(fold_data, settings, first, number, folder, budget, final_phases)
+        fold_data, _ = _leave_out_outliers(fold_data, settings, budget, search, final_phases.on_message)
+    planned = _plan_fold(fold_data, first, number, folder, final_phases)
     model, seed = _train_model(planned, should_stop).model, settings.seed + number
     add_alert_prior(model, fold_data, planned.run.priors, order, seed, settings.alert_prior)
     return final_phases.score_calibration_records(model, fold_data, order, seed, planned.run.budget)
 
 
 def _plan_fold(
-    fold_data: PreparedTable,
-    settings: TrainConfig,
-    first: PlannedRun,
-    number: int,
-    folder: Path,
-    budget: TimeBudget,
-    final_phases: _FinalPhases,
+    fold_data: PreparedTable, first: PlannedRun, number: int, folder: Path, final_phases: _FinalPhases
 ) -> PlannedRun:
     """Plan the training run of one further model for cross-conformal calibration (`--folds`).
 
@@ -839,13 +845,12 @@ def _plan_fold(
 
     Args:
         fold_data: The table, with the fold as its calibration records.
-        settings: All options of `deformer-train`.
         first: The run of the first model, whose preset, batch and costs are used.
-        number: Number of the model, from 2 to `settings.folds`.
+        number: Number of the model, from 2 to the value of `--folds`.
         folder: The working folder of the job.
-        budget: The time that the job may take. The models that remain share it equally.
-        final_phases: The phases after training, for which time is reserved.
+        final_phases: The phases after training, for which time is reserved. The models that remain share the rest.
     """
+    settings = final_phases.settings
     fold_folder = folder / f"fold-{number}"
     fold_folder.mkdir(exist_ok=True)
     final_seconds = 0.0
@@ -854,7 +859,7 @@ def _plan_fold(
         minimum = replace(compute_min_counts(count_all_records(fold_data)), calibration=0)
         final_seconds = minimum.estimate_seconds(final_phases.costs) + final_phases.costs.fixed
     num_remaining = (settings.folds or 1) + 1 - number  # models that are not trained, including this one
-    fold_budget = budget.create_equal_part(num_remaining, final_seconds)
+    fold_budget = final_phases.budget.create_equal_part(num_remaining, final_seconds)
     # Another seed gives each model its own random numbers.
     fold_settings = settings.model_copy(update={"seed": settings.seed + number})
     return RunPlanner(fold_settings, fold_folder, fold_budget).plan_fold(fold_data, _read_old_model(settings), first)

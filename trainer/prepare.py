@@ -179,7 +179,8 @@ def collect_input(
     """
     tables = open_with_options(sources, options, window)
     tables.monitor, tables.max_rows = monitor or ReadingMonitor(), max_rows
-    excluded_by_name = choose_columns(tables, options)
+    choice = choose_columns(tables, options)
+    tables.time_column, tables.feature_columns = choice.time_column, choice.feature_columns
     tables.monitor.start_pass("counting the records")
     index_records(tables)  # first pass over the input: numbers the records
     if tables.num_records < MIN_RECORDS:
@@ -196,7 +197,7 @@ def collect_input(
     )
     # Statistics of the columns that became features. The names in the input are those of sensors.
     feature_statistics = {name: column for name, column in statistics.items() if name in schema.sensor_names}
-    excluded_columns = (*excluded_by_name, *excluded_by_values)
+    excluded_columns = (*choice.excluded, *excluded_by_values)
     return CollectedInput(tables, schema, excluded_columns, split, feature_statistics, num_input_records)
 
 
@@ -352,7 +353,8 @@ def count_records(sources: Sequence[TableSource], options: DataOptions) -> int:
     """
     window, _ = choose_window(options)
     tables = open_with_options(sources, options, window)
-    choose_columns(tables, options)
+    choice = choose_columns(tables, options)
+    tables.time_column, tables.feature_columns = choice.time_column, choice.feature_columns
     index_records(tables)
     return tables.num_records
 

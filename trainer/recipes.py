@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from deformer_stream.errors import ConfigError
-from deformer_stream.model.config import IRREGULAR
-from deformer_stream.model.deformer import PRESETS, ModelConfig
+from deformer_stream.model.config import IRREGULAR, PRESETS
+from deformer_stream.model.deformer import ModelConfig
 from deformer_stream.model.process_conditionals import check_outlier_limit
 from trainer import finetune
 from trainer.exemplars import MAX_EXEMPLARS

@@ -34,7 +34,7 @@ from deformer_stream.engine.events import NO_TIME
 from deformer_stream.errors import ConfigError, InputError
 from deformer_stream.model.windows import Window, floor_to_window
 from deformer_stream.settings.base import Layout
-from deformer_stream.tables.discovery import CSV, PARQUET, find_data_files, is_delta_table
+from deformer_stream.tables.discovery import TABLES, find_data_files, is_delta_table
 from deformer_stream.tables.labels import encode_labels, match_normal_label, normalize_label
 from deformer_stream.tables.table import CellForm, Table, TableOptions, join_names
 from trainer.fill_values import ChosenFillValues
@@ -465,7 +465,7 @@ def _open_sources(sources: Sequence[TableSource], options: TableOptions) -> list
     """
     tables: list[Table] = []
     paths = [source for source in sources if not isinstance(source, Table)]
-    opened = iter(Table.open_all(find_data_files(paths, PARQUET + CSV), options) if paths else [])
+    opened = iter(Table.open_all(find_data_files(paths, TABLES), options) if paths else [])
     tables.extend(opened)
     tables.extend(source for source in sources if isinstance(source, Table))
     return tables

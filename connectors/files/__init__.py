@@ -5,6 +5,7 @@ scores, closed records and explanations as tables, and alerts and dead letters (
 modules are:
 
     lines         reading JSON lines
+    open_tables   opening the tables among the input files
     sources       event sources for the pipeline
     shards        parts of the input that hold whole records, for `replay --output-dir` and `calibrate --workers`
     reorder       another order for the readings of logs, for `--order random` and `--order schema`
@@ -35,7 +36,7 @@ from connectors.files.sinks import (
 )
 from connectors.files.sources import FileSource, InputFiles, ReadOptions, StandardInput, open_input_files, open_source
 from connectors.files.state_folder import StateFolder
-from connectors.files.table_events import iterate_events
+from connectors.files.table_events import SendOptions, iterate_events
 from connectors.files.terminal import TerminalAlerts
 
 __all__ = [
@@ -50,6 +51,7 @@ __all__ = [
     "RecordsTable",
     "RejectedLines",
     "ScoresTable",
+    "SendOptions",
     "StandardInput",
     "StateFolder",
     "SuspiciousRecordLines",

@@ -14,6 +14,10 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 
+NUM_ITEMS_AHEAD = 2
+"""Largest number of items that a `Prefetcher` computes before they are requested."""
+
+
 class Prefetcher(Generic[T]):
     """An iterator that computes the items of another iterator in a background thread, before they are requested.
 
@@ -22,12 +26,11 @@ class Prefetcher(Generic[T]):
 
     Args:
         items: The iterator to read. Its items must not be None.
-        depth: Maximum number of items that are computed before they are requested.
     """
 
-    def __init__(self, items: Iterator[T], depth: int = 2) -> None:
-        self._items, self._depth = items, depth
-        self._pending: deque[Future[T | None]] = deque()  # `depth` items that are computed ahead, in order
+    def __init__(self, items: Iterator[T]) -> None:
+        self._items = items
+        self._pending: deque[Future[T | None]] = deque()  # the items that are computed ahead, in order
         self._executor: ThreadPoolExecutor | None = None
 
     def __iter__(self) -> Iterator[T]:
@@ -38,7 +41,7 @@ class Prefetcher(Generic[T]):
         """Return the next item, and start to compute another one in the background."""
         if self._executor is None:  # the first call
             self._executor = ThreadPoolExecutor(1, "reading")
-            self._pending.extend(self._request_item(self._executor) for _ in range(self._depth))
+            self._pending.extend(self._request_item(self._executor) for _ in range(NUM_ITEMS_AHEAD))
         item = self._pending.popleft().result() if self._pending else None
         if item is None:  # there are no more items, or the iterator was closed
             self.close()

@@ -30,8 +30,9 @@ from connectors.files.imputed_tables import (
     open_imputed_tables,
     unify_column_types,
 )
+from connectors.files.open_tables import log_bad_rows, log_dialects
 from connectors.files.sinks import write_rows
-from connectors.files.sources import choose_cell_forms, log_bad_rows, log_dialects
+from connectors.files.sources import choose_cell_forms
 from deformer_stream import log
 from deformer_stream.codec import Codec
 from deformer_stream.codec.columns import convert_times_of_day, decode_dictionary, is_text, parse_numbers

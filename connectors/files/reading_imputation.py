@@ -38,8 +38,8 @@ from connectors.files.imputed_tables import (
     open_imputed_tables,
     unify_column_types,
 )
+from connectors.files.open_tables import log_bad_rows, log_dialects
 from connectors.files.sinks import write_rows
-from connectors.files.sources import log_bad_rows, log_dialects
 from deformer_stream import log
 from deformer_stream.codec import Codec, FieldNames, WindowAssigner
 from deformer_stream.codec.columns import decode_dictionary, is_text

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -17,15 +17,11 @@ from typing import Any
 import numpy as np
 import orjson
 import pyarrow as pa
+from numpy.typing import NDArray
 
 from connectors.files.lines import read_lines
-from connectors.files.sources import (
-    DEFAULT_DEVICE_COLUMN,
-    log_bad_rows,
-    log_dialects,
-    make_record_prefixes,
-    open_table_files,
-)
+from connectors.files.open_tables import log_bad_rows, log_dialects, make_record_prefixes, open_table_files
+from connectors.files.sources import DEFAULT_DEVICE_COLUMN
 from deformer_stream.codec.columns import (
     convert_ids,
     convert_times_of_day,
@@ -97,50 +93,75 @@ class SkippedRows:
         return f"{self.num_rows} rows were left out, the first one: {self.first}"
 
 
-def iterate_events(
-    inputs: Sequence[str | Path],
-    *,
-    shuffle_within: float = 0.0,
-    seed: int = 0,
-    layout: Layout | None = None,
-    record_column: str = DEFAULT_RECORD_COLUMN,
-    time_column: str | None = None,
-    exclude: Sequence[str] = (),
-    features: Sequence[str] | None = None,
-    prefix: str = "",
-    table_options: TableOptions | None = None,
-    device_column: str | None = None,
-    has_windows: bool = False,
-    skipped_rows: SkippedRows | None = None,
-) -> Iterator[OutgoingEvent]:
-    """Return the readings of tables as events of one reading each, in the order of their times.
+@dataclass(frozen=True, slots=True)
+class SendOptions:
+    """Which readings of tables are sent, and how.
 
-    The time of a reading is the time of its row plus a random delay, uniform between 0 and `shuffle_within`. A row
-    without a time gets that of the row before. If a table has no time column, row n of the input is at n seconds since
-    1970. Rows must be sorted by time; the readings of a row that is out of order are sent as soon as it is read. Nulls
-    and numbers that are not finite give no event. Rows whose time or record id cannot be read are left out.
-
-    A table is wide (a row is a record) or long (a row is one reading). If a long table has a column of devices instead
-    of records, its events name the device, so that the consumer can assign them to time windows (`--window`). The
-    events of a wide table name the device if `has_windows` is true, unless it has a column of record ids, or has no
-    times. JSON lines are passed on unchanged and without a delay.
-
-    Args:
-        inputs: Paths of files and folders.
-        shuffle_within: Maximum delay in seconds.
-        seed: The seed of the delays; equal arguments give equal streams.
+    Attributes:
+        shuffle_within: Maximum delay of a reading in seconds.
+        seed: The seed of the delays; equal options give equal streams.
         layout: The layout of all tables, "wide" or "long". None chooses it for each table by its column names.
         record_column: The column of record ids of wide tables. In a table without it, records are named as in
             `open_source`.
         time_column: The column of times. None selects the first column with timestamps of a wide table, and the column
             `time` of a long table.
         exclude: Columns of wide tables, or features of long tables, that are not sent.
-        features: The only features that are sent, or None for all.
+        features: The only features that are sent, or None for all. A set, if there are many.
         prefix: Text that is put before each record id or device.
-        table_options: How tables are read: dialect of CSV files and zone of times. None for the defaults.
+        table_options: How tables are read: dialect of CSV files and zone of times.
         device_column: The column of devices of wide tables, if records are time windows. None for `device`, if there is
             such a column; otherwise the name of the file is the device.
         has_windows: Whether records are time windows of devices, which the consumer forms.
+    """
+
+    shuffle_within: float = 0.0
+    seed: int = 0
+    layout: Layout | None = None
+    record_column: str = DEFAULT_RECORD_COLUMN
+    time_column: str | None = None
+    exclude: Sequence[str] = ()
+    features: Collection[str] | None = None
+    prefix: str = ""
+    table_options: TableOptions = field(default_factory=TableOptions)
+    device_column: str | None = None
+    has_windows: bool = False
+
+    def is_sent(self, feature: object) -> bool:
+        """Return whether readings of a feature are sent."""
+        return feature not in self.exclude and (self.features is None or feature in self.features)
+
+    def choose_window_time(self, table: Table) -> str | None:
+        """Return the time column of a wide table whose readings are those of devices; None if its rows are records."""
+        if not self.has_windows or self.record_column in table.schema.names:
+            return None
+        # A feature of the model is no column of times.
+        return self.time_column or table.choose_time_column(self.features or (), has_windows=True)
+
+
+DEFAULT_SEND_OPTIONS = SendOptions()
+"""All readings are sent, without a delay."""
+
+
+def iterate_events(
+    inputs: Sequence[str | Path],
+    options: SendOptions = DEFAULT_SEND_OPTIONS,
+    skipped_rows: SkippedRows | None = None,
+) -> Iterator[OutgoingEvent]:
+    """Return the readings of tables as events of one reading each, in the order of their times.
+
+    The time of a reading is the time of its row plus a random delay, uniform between 0 and `options.shuffle_within`. A
+    row without a time gets that of the row before. If a table has no time column, row n of the input is at n seconds
+    since 1970. Rows must be sorted by time; the readings of a row that is out of order are sent as soon as it is read.
+    Nulls and numbers that are not finite give no event. Rows whose time or record id cannot be read are left out.
+
+    A table is wide (a row is a record) or long (a row is one reading). If a long table has a column of devices instead
+    of records, its events name the device, so that the consumer can assign them to time windows (`--window`). The
+    events of a wide table name the device if `options.has_windows` is true, unless it has a column of record ids, or
+    has no times. JSON lines are passed on unchanged and without a delay.
+
+    Args:
+        inputs: Paths of files and folders.
+        options: Which readings are sent, and how.
         skipped_rows: Counts the rows that are left out.
 
     Raises:
@@ -148,61 +169,26 @@ def iterate_events(
             iterator when it reaches them.
         ConfigError: No table has a column that was excluded.
     """
+    shuffle_within, table_options = options.shuffle_within, options.table_options
     if shuffle_within < 0 or not isfinite(shuffle_within):
         raise InputError(f"--shuffle-within {shuffle_within}: the maximum delay must be finite and at least 0 seconds")
     files = find_data_files(inputs)
     prefix_by_file = make_record_prefixes(files)
-    table_options = table_options or TableOptions()
-    chosen_columns = {record_column, *(features or ()), *filter(None, (time_column, device_column))}
+    chosen_columns = {options.record_column, *(options.features or ())}
+    chosen_columns.update(filter(None, (options.time_column, options.device_column)))
     kept_columns = table_options.kept_columns | chosen_columns
     table_by_file = open_table_files(files, replace(table_options, kept_columns=kept_columns))
     if table_options.where is not None:  # other files have no rows to send
         files = list(table_by_file)
-    if exclude:
-        _check_excluded(exclude, files, table_by_file, layout)
+    if options.exclude:
+        _check_excluded(options.exclude, files, table_by_file, options.layout)
     log_dialects(table_by_file.values())
-    selection = _FeatureSelection(frozenset(exclude), None if features is None else frozenset(features))
-    max_delay, rng = round(shuffle_within * 1e6), np.random.default_rng(seed)
-    skipped_rows = SkippedRows() if skipped_rows is None else skipped_rows
-    columns = _RowColumns(record_column, time_column, device_column, has_windows, tuple(features or ()), skipped_rows)
     return _iterate_delayed(
         {path: prefix_by_file[path] for path in files},
         table_by_file,
-        max_delay,
-        rng=rng,
-        layout=layout,
-        columns=columns,
-        selection=selection,
-        prefix=prefix,
-        time_format=table_options.time_format,
+        options,
+        SkippedRows() if skipped_rows is None else skipped_rows,
     )
-
-
-@dataclass(frozen=True, slots=True)
-class _RowColumns:
-    """How the rows of a table are assigned to records or devices.
-
-    Attributes:
-        record: The column of record ids of wide tables.
-        time: The column of times, None to choose it.
-        device: The column of devices of wide tables, None for the default one.
-        has_windows: Whether records are time windows of devices.
-        features: The features of the model, which are no column of times.
-        skipped_rows: Counts the rows that are left out.
-    """
-
-    record: str
-    time: str | None
-    device: str | None
-    has_windows: bool
-    features: tuple[str, ...]
-    skipped_rows: SkippedRows
-
-    def choose_window_time(self, table: Table) -> str | None:
-        """Return the time column of a wide table whose readings are those of devices; None if its rows are records."""
-        if not self.has_windows or self.record in table.schema.names:
-            return None
-        return self.time or table.choose_time_column(self.features, has_windows=True)
 
 
 def _check_excluded(
@@ -249,13 +235,8 @@ def _choose_id_column(table: Table) -> str:
 def _iterate_delayed(
     prefix_by_file: Mapping[DataFile, str | None],
     table_by_file: Mapping[DataFile, Table],
-    max_delay: int,
-    rng: np.random.Generator,
-    layout: Layout | None,
-    columns: _RowColumns,
-    selection: _FeatureSelection,
-    prefix: str,
-    time_format: TimeFormat,
+    options: SendOptions,
+    skipped_rows: SkippedRows,
 ) -> Iterator[OutgoingEvent]:
     """Yield the readings of all files as events in the order of their times, which include a random delay.
 
@@ -266,15 +247,13 @@ def _iterate_delayed(
     Args:
         prefix_by_file: The files in the order in which they are read, with the texts that distinguish their records.
         table_by_file: The table of each file that is not JSON lines.
-        max_delay: Maximum delay of a reading in microseconds.
-        rng: The generator of the delays.
-        layout: The layout of all tables, or None to choose it for each table by its column names.
-        columns: The columns that say to what a row belongs.
-        selection: The features that are sent.
-        prefix: Text that is put before each id of a record or device.
-        time_format: The unit in which times are written, as they are in the tables and in JSON lines.
+        options: Which readings are sent, and how.
+        skipped_rows: Counts the rows that are left out.
     """
+    # Times are written in the same unit as in the tables and in JSON lines.
+    time_format = options.table_options.time_format
     micros_per_unit = 1e6 / time_format.units_per_second
+    max_delay, rng = round(options.shuffle_within * 1e6), np.random.default_rng(options.seed)
     # A heap of delayed events: time, number of the event (which keeps the order of equal times), key and document.
     delayed: list[tuple[int, int, bytes, dict[str, Any]]] = []
     num_events = 0
@@ -287,11 +266,11 @@ def _iterate_delayed(
             yield from _iterate_json_lines(path, time_format)
             continue
         id_field = _choose_id_column(table)
-        if table.choose_layout(layout, id_field) == "long":
-            rows = _iterate_long_rows(table, id_field, columns, selection, default_times)
+        if table.choose_layout(options.layout, id_field) == "long":
+            rows = _iterate_long_rows(table, id_field, options, skipped_rows, default_times)
         else:
-            id_field = "record" if columns.choose_window_time(table) is None else "device"
-            rows = _iterate_wide_rows(table, record_prefix, columns, selection, default_times)
+            id_field = "record" if options.choose_window_time(table) is None else "device"
+            rows = _iterate_wide_rows(table, record_prefix, options, skipped_rows, default_times)
         for row_time, row_id, readings in _map_row_errors(path, rows):
             # Rows are sorted by time, so no later row has an event before `row_time`. A full heap is emptied earlier,
             # to bound the memory.
@@ -301,13 +280,9 @@ def _iterate_delayed(
             delays = rng.integers(0, max_delay + 1, num_readings).tolist() if max_delay else [0] * num_readings
             for (feature, value), delay in zip(readings, delays, strict=True):
                 time = row_time + delay
-                document = {
-                    id_field: prefix + row_id,
-                    "feature": feature,
-                    "value": value,
-                    "time": time / micros_per_unit,
-                }
-                heapq.heappush(delayed, (time, num_events, (prefix + row_id).encode(), document))
+                key = options.prefix + row_id
+                document = {id_field: key, "feature": feature, "value": value, "time": time / micros_per_unit}
+                heapq.heappush(delayed, (time, num_events, key.encode(), document))
                 num_events += 1
     while delayed:
         yield _encode_event(*heapq.heappop(delayed))
@@ -325,28 +300,11 @@ def _map_row_errors(path: DataFile, rows: Iterator[RowReadings]) -> Iterator[Row
         yield from rows
 
 
-@dataclass(frozen=True, slots=True)
-class _FeatureSelection:
-    """The choice of the features whose readings are sent.
-
-    Attributes:
-        excluded: Names of features that are not sent.
-        included: Names of the only features that are sent, or None for all that are not excluded.
-    """
-
-    excluded: frozenset[str]
-    included: frozenset[str] | None
-
-    def contains(self, name: object) -> bool:
-        """Return whether readings of the feature called `name` are sent."""
-        return name not in self.excluded and (self.included is None or name in self.included)
-
-
 def _iterate_wide_rows(
     table: Table,
     id_prefix: str | None,
-    row_columns: _RowColumns,
-    selection: _FeatureSelection,
+    options: SendOptions,
+    skipped_rows: SkippedRows,
     default_times: Iterator[int],
 ) -> Iterator[RowReadings]:
     """Yield the time, the record id or the device, and the readings of each row of a wide table.
@@ -357,24 +315,23 @@ def _iterate_wide_rows(
         table: The table.
         id_prefix: If the table has no record ids, they are made of this text and the row number ("prefix:0"). None
             makes them of the row number alone.
-        row_columns: The columns that say to what a row belongs.
-        selection: The features that are sent.
+        options: Which readings are sent.
+        skipped_rows: Counts the rows that are left out.
         default_times: An iterator over the times of rows in a table without a time column, in microseconds.
 
     Raises:
         InputError: The table lacks a column or has nothing to send.
     """
-    columns, skipped_rows = table.schema.names, row_columns.skipped_rows
-    window_time = row_columns.choose_window_time(table)
-    time_column = row_columns.time
+    columns, time_column = table.schema.names, options.time_column
+    window_time = options.choose_window_time(table)
     if window_time is None:
-        table.check_columns(time_column, row_columns.record)
-        id_column = row_columns.record if row_columns.record in columns else None
+        table.check_columns(time_column, options.record_column)
+        id_column = options.record_column if options.record_column in columns else None
     else:
         time_column = window_time
-        table.check_columns(time_column, device=row_columns.device)
+        table.check_columns(time_column, device=options.device_column)
         table.check_time_zone(time_column)
-        device_column = row_columns.device or DEFAULT_DEVICE_COLUMN
+        device_column = options.device_column or DEFAULT_DEVICE_COLUMN
         id_column = device_column if device_column in columns else None
     type_by_column = dict(zip(columns, table.schema.types, strict=True))
     time_column = time_column or table.choose_time_column()
@@ -382,7 +339,7 @@ def _iterate_wide_rows(
         name
         for name in columns
         if name not in (id_column, time_column)
-        and selection.contains(name)
+        and options.is_sent(name)
         and (is_scalar(type_by_column[name]) or is_time_of_day(type_by_column[name]))
     ]
     if not feature_columns:
@@ -390,9 +347,9 @@ def _iterate_wide_rows(
             f"{table.name}: there is no column to send as a feature (the columns are {table.format_column_names()}); "
             "check --exclude and --model"
         )
-    last_time = 0
     read_columns = [*feature_columns, *(name for name in (id_column, time_column) if name is not None)]
     forms = _choose_forms(id_column, time_column)
+    row_filter = _RowFilter(table, id_column, time_column, default_times, skipped_rows)
     for batch, rows in table.iterate_numbered(read_columns, ROWS_PER_BATCH, forms):
         if id_column is not None:
             ids = _get_ids(table, batch, id_column)
@@ -400,28 +357,21 @@ def _iterate_wide_rows(
             ids = [table.stem] * batch.num_rows
         else:
             ids = [str(row) if id_prefix is None else f"{id_prefix}:{row}" for row in rows.tolist()]
-        times, error_by_row = _get_times(table, batch, time_column, default_times)
         cells_by_column = [_list_cells(table, batch.column(name), name) for name in feature_columns]
-        for i, row_id in enumerate(ids):
-            fault = _find_fault(row_id, error_by_row.get(i), id_column, time_column)
-            if row_id is None or fault is not None:
-                skipped_rows.add(f"{table.name}: row {rows[i]}, {fault}")
-                continue
-            # A row without a time has the time of the row before.
-            last_time = times[i] if times[i] != NO_TIME else last_time
+        for i, time, row_id in row_filter.iterate(batch, rows, ids):
             readings = [
                 (name, cells[i])
                 for name, cells in zip(feature_columns, cells_by_column, strict=True)
                 if cells[i] is not None
             ]
-            yield last_time, row_id, readings
+            yield time, row_id, readings
 
 
 def _iterate_long_rows(
     table: Table,
     id_column: str,
-    row_columns: _RowColumns,
-    selection: _FeatureSelection,
+    options: SendOptions,
+    skipped_rows: SkippedRows,
     default_times: Iterator[int],
 ) -> Iterator[RowReadings]:
     """Yield the time, the record id or device and the reading of each row of a table in which a row is one reading.
@@ -431,14 +381,14 @@ def _iterate_long_rows(
     Args:
         table: The table.
         id_column: The column with the record or the device of a reading.
-        row_columns: The columns that say to what a row belongs.
-        selection: The features that are sent.
+        options: Which readings are sent.
+        skipped_rows: Counts the rows that are left out.
         default_times: An iterator over the times of rows in a table without a time column, in microseconds.
 
     Raises:
         InputError: The table lacks a column.
     """
-    columns, time_column = table.schema.names, row_columns.time
+    columns, time_column = table.schema.names, options.time_column
     for name in (id_column, "feature", "value"):
         if name not in columns:
             raise InputError(
@@ -449,64 +399,83 @@ def _iterate_long_rows(
     time_column = time_column or ("time" if "time" in columns else None)
     known_columns = (id_column, "feature", "value", "label", time_column)
     read_columns = [name for name in known_columns if name is not None and name in columns]
-    last_time = 0
     forms = _choose_forms(id_column, time_column) | {"value": "mixed"}
     if "label" in read_columns:
         forms["label"] = "text"
     if time_column is not None:
         table.check_time_zone(time_column)
+    row_filter = _RowFilter(table, id_column, time_column, default_times, skipped_rows)
     for batch, rows in table.iterate_numbered(read_columns, ROWS_PER_BATCH, forms):
-        times, error_by_row = _get_times(table, batch, time_column, default_times)
         cells = convert_times_of_day(batch.column("value")).to_pylist()
         values = [_convert_number_text(_to_json_value(cell)) for cell in cells]
         if "label" in read_columns:  # the reading of a discrete feature is in this column
             labels = [_to_json_value(label) for label in batch.column("label").to_pylist()]
             values = [value if label is None else label for value, label in zip(values, labels, strict=True)]
         feature_names = batch.column("feature").to_pylist()
-        for i, row_id in enumerate(_get_ids(table, batch, id_column)):
-            fault = _find_fault(row_id, error_by_row.get(i), id_column, time_column)
-            if row_id is None or fault is not None:
-                row_columns.skipped_rows.add(f"{table.name}: row {rows[i]}, {fault}")
-                continue
-            # A row without a time has the time of the row before.
-            last_time = times[i] if times[i] != NO_TIME else last_time
-            if values[i] is not None and selection.contains(feature_names[i]):
-                yield last_time, row_id, [(feature_names[i], values[i])]
+        for i, time, row_id in row_filter.iterate(batch, rows, _get_ids(table, batch, id_column)):
+            if values[i] is not None and options.is_sent(feature_names[i]):
+                yield time, row_id, [(feature_names[i], values[i])]
 
 
-def _find_fault(
-    row_id: str | None, time_error: RejectionError | None, id_column: str | None, time_column: str | None
-) -> str | None:
-    """Return why a row cannot be sent, None if it can.
+class _RowFilter:
+    """Selects the rows of a table that can be sent, which have an id and no invalid time.
 
     Args:
-        row_id: The record id or the device, None if the cell is null.
-        time_error: Why the time cannot be read, None if it can.
-        id_column: The column of record ids or devices.
-        time_column: The column of times.
-    """
-    if row_id is None:
-        return f"column {id_column!r}, has no id of a record or device"
-    return None if time_error is None else f"column {time_column!r}, holds no valid time ({time_error.detail})"
-
-
-def _get_times(
-    table: Table, batch: pa.RecordBatch, time_column: str | None, default_times: Iterator[int]
-) -> tuple[list[int], dict[int, RejectionError]]:
-    """Return the time of each row in microseconds since 1970, and by row the errors of times that cannot be read.
-
-    The time is `NO_TIME` for a null and for a time that cannot be read.
-
-    Args:
-        table: The table, for error messages.
-        batch: Rows of the table.
+        table: The table.
+        id_column: The column of record ids or devices. None if the table has none, so that all rows have an id.
         time_column: The column of times, or None if the table has none.
-        default_times: An iterator over the times to return if the table has no time column.
+        default_times: An iterator over the times of rows in a table without a time column, in microseconds.
+        skipped_rows: Counts the rows that are left out.
     """
-    if time_column is None:
-        return list(itertools.islice(default_times, batch.num_rows)), {}
-    times, error_by_row = parse_times(batch.column(time_column), f"{table.name}: column {time_column!r}")
-    return times.tolist(), error_by_row
+
+    def __init__(
+        self,
+        table: Table,
+        id_column: str | None,
+        time_column: str | None,
+        default_times: Iterator[int],
+        skipped_rows: SkippedRows,
+    ) -> None:
+        self._table, self._id_column, self._time_column = table, id_column, time_column
+        self._default_times, self._skipped_rows = default_times, skipped_rows
+        self._last_time = 0  # of the row before, in microseconds since 1970
+
+    def iterate(
+        self, batch: pa.RecordBatch, row_numbers: NDArray[np.int64], ids: Sequence[str | None]
+    ) -> Iterator[tuple[int, int, str]]:
+        """Yield the index in the batch, the time in microseconds since 1970, and the id of each row that can be sent.
+
+        A row without a time has the time of the row before.
+
+        Args:
+            batch: The next N rows of the table.
+            row_numbers: (N,) Numbers of the rows, for messages.
+            ids: N record ids or devices, None for a null.
+        """
+        times, error_by_row = self._get_times(batch)
+        for i, row_id in enumerate(ids):
+            fault = None
+            if row_id is None:
+                fault = f"column {self._id_column!r}, has no id of a record or device"
+            elif i in error_by_row:
+                fault = f"column {self._time_column!r}, holds no valid time ({error_by_row[i].detail})"
+            if row_id is None or fault is not None:
+                self._skipped_rows.add(f"{self._table.name}: row {row_numbers[i]}, {fault}")
+                continue
+            if times[i] != NO_TIME:
+                self._last_time = times[i]
+            yield i, self._last_time, row_id
+
+    def _get_times(self, batch: pa.RecordBatch) -> tuple[list[int], dict[int, RejectionError]]:
+        """Return the time of each row in microseconds since 1970, and by row the errors of times that cannot be read.
+
+        The time is `NO_TIME` for a null and for a time that cannot be read.
+        """
+        if self._time_column is None:
+            return list(itertools.islice(self._default_times, batch.num_rows)), {}
+        name = f"{self._table.name}: column {self._time_column!r}"
+        times, error_by_row = parse_times(batch.column(self._time_column), name)
+        return times.tolist(), error_by_row
 
 
 def _get_ids(table: Table, batch: pa.RecordBatch, column: str) -> list[str | None]:

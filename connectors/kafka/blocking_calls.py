@@ -10,15 +10,12 @@ from typing import Generic, TypeVar
 
 from connectors.kafka import client
 from deformer_stream.errors import Unavailable
+from deformer_stream.runtime.ports import do_nothing
 
 WAIT_SECONDS = 1.0
 """Longest time in seconds between two calls of `on_wait` while this process waits for the brokers."""
 
 Result = TypeVar("Result")
-
-
-def do_nothing() -> None:
-    """Do nothing; the default of functions that are called at certain moments."""
 
 
 @contextmanager

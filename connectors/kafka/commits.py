@@ -13,11 +13,10 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from connectors.kafka import client
-from connectors.kafka.blocking_calls import do_nothing
 from connectors.kafka.delivery import Delivery
 from connectors.kafka.ports import CommittedOffset, Consumer, Offsets, OutgoingMessage, TopicPartition
 from connectors.kafka.state import CommitAttempt, StateReference, StateTopic, make_model_metadata
-from deformer_stream.runtime.ports import PartitionState
+from deformer_stream.runtime.ports import PartitionState, do_nothing
 
 
 class CommitRequest(NamedTuple):

@@ -16,10 +16,11 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 from connectors.kafka import client
-from connectors.kafka.blocking_calls import BackgroundCall, do_nothing
+from connectors.kafka.blocking_calls import BackgroundCall
 from connectors.kafka.client import MESSAGE_TOO_LARGE, estimate_size, load_client, make_error
 from connectors.kafka.ports import MAX_BATCH_BYTES, KafkaCluster, Offsets, OutgoingMessage, Producer, ProducerFenced
 from deformer_stream.errors import DeformerError, Unavailable
+from deformer_stream.runtime.ports import do_nothing
 
 TRANSACTION_SECONDS = 30.0
 """Seconds of silence after which the broker aborts a transaction. Readers of the topics wait for it."""

@@ -12,7 +12,6 @@ from typing import Any, Literal
 import numpy as np
 
 from connectors.kafka import client
-from connectors.kafka.blocking_calls import do_nothing
 from connectors.kafka.client import INVALID_NAME, check_reachable, load_client, make_error
 from connectors.kafka.commits import CommitManager
 from connectors.kafka.delivery import Delivery
@@ -38,7 +37,14 @@ from deformer_stream import log
 from deformer_stream.codec.payloads import Messages
 from deformer_stream.engine.events import NO_TIME
 from deformer_stream.errors import DeformerError, Unavailable
-from deformer_stream.runtime.ports import NO_STATE, PartitionState, PollResult, RestoredPartition, SourceCallbacks
+from deformer_stream.runtime.ports import (
+    NO_STATE,
+    PartitionState,
+    PollResult,
+    RestoredPartition,
+    SourceCallbacks,
+    do_nothing,
+)
 
 CONFIRM_SECONDS = 10.0
 """Seconds after which unchanged offsets are committed again. If another process uses the same instance name, the broker

@@ -22,7 +22,6 @@ from typing import NamedTuple
 import orjson
 
 from connectors.kafka import client
-from connectors.kafka.blocking_calls import do_nothing
 from connectors.kafka.client import load_client
 from connectors.kafka.delivery import TRANSACTION_SECONDS
 from connectors.kafka.ports import (
@@ -37,7 +36,7 @@ from connectors.kafka.ports import (
 )
 from connectors.kafka.topic_reader import TopicReader, poll_existing_messages
 from deformer_stream.errors import ConfigError, InvariantViolated, StateError, Unavailable
-from deformer_stream.runtime.ports import PartitionState
+from deformer_stream.runtime.ports import PartitionState, do_nothing
 
 FORMAT_VERSION = 1
 METADATA_PREFIX = '{"deformer":'

@@ -10,6 +10,6 @@ config. Each of `bridge`, `calibrate`, `completion`, `dead_letters`, `feedback`,
     shards               runs in shards
     calibration_records, record_collector, seen_records, calibration_review, recalibration_report   parts of calibrate
     incident_files, incident_delivery, proposal_report   parts of replay, incidents and propose
-    kafka_cluster, mqtt  connections
+    kafka_cluster, consume_topics, mqtt  connections
     examples, config_report, model_summary, label_report       texts
 """

@@ -16,6 +16,7 @@ import click
 
 from deformer_stream.cli import codecs, incident_files, input_files, served_models
 from deformer_stream.cli.examples import EXAMPLES_BY_COMMAND
+from deformer_stream.cli.label_report import adopt_training_label
 from deformer_stream.cli_utils import (
     HELP,
     INTERRUPTED_EXIT_CODE,
@@ -176,18 +177,17 @@ def _choose_normal_rows(inputs: Sequence[str], settings: CalibrateSettings, mode
         settings: Options of `calibrate`. If they have a label, they stay as they are.
         models: The model.
     """
-    from connectors.files.sources import open_table_files
+    from connectors.files.open_tables import open_table_files
     from deformer_stream.tables.discovery import JSON_LINES, find_data_files, has_ending
     from deformer_stream.tables.table import TableOptions
 
-    if settings.label is not None or "-" in inputs or models.training_label is None:
+    adopted = adopt_training_label(settings, models)
+    label = adopted.label
+    if label is None or label == settings.label or "-" in inputs:
         return settings
-    label, normal = models.training_label
     files = [file for file in find_data_files(inputs) if not has_ending(file, JSON_LINES)]
     tables = open_table_files(files, TableOptions.from_settings(settings, {label}))
-    if not any(label in table.schema.names for table in tables.values()):
-        return settings
-    return settings.model_copy(update={"label": label, "normal": normal})
+    return adopted if any(label in table.schema.names for table in tables.values()) else settings
 
 
 def _collect_statistics(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
     from connectors.files import FileSource, InputFiles, StandardInput
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from deformer_stream.errors import InputError
     from deformer_stream.runtime.label_outcomes import LabelOutcome, LabelOutcomeSink, LabelReport
     from deformer_stream.runtime.record_labels import RecordLabels
-    from deformer_stream.settings import ReplaySettings
+    from deformer_stream.settings import CalibrateSettings, ReplaySettings
 
 MAX_LABELS = 20
 """Largest number of labels of faults that the table lists."""
@@ -25,11 +25,14 @@ MAX_NAMED_LABELS = 10
 """Largest number of labels that are named if none of them is the normal one."""
 
 
-def adopt_training_label(settings: ReplaySettings, models: ServedModels) -> ReplaySettings:
+LabelSettings = TypeVar("LabelSettings", "ReplaySettings", "CalibrateSettings")
+
+
+def adopt_training_label(settings: LabelSettings, models: ServedModels) -> LabelSettings:
     """Return the settings with the options `--label` and `--normal` of the training, if they have none.
 
     Args:
-        settings: Options of `replay`.
+        settings: Options of `replay` or `calibrate`.
         models: The models.
     """
     if settings.label is not None or models.training_label is None:

@@ -11,7 +11,6 @@ import math
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +26,7 @@ from deformer_stream.cli import (
     registry_clients,
     served_models,
 )
+from deformer_stream.cli.consume_topics import connect_to_kafka
 from deformer_stream.cli.examples import EXAMPLES_BY_COMMAND
 from deformer_stream.cli_utils import (
     HELP,
@@ -43,19 +43,19 @@ from deformer_stream.runtime import process
 if TYPE_CHECKING:
     import threading
 
-    from connectors.kafka.topics import TopicSpec
     from connectors.schema_registry import SchemaRegistry
     from deformer_stream.cli.served_models import ServedModels
     from deformer_stream.codec import Codec
     from deformer_stream.codec.model_choice import ModelDecoder
-    from deformer_stream.codec.output_formats import OutputSchema
     from deformer_stream.engine.engine_set import EngineSet
     from deformer_stream.model_store import Artifact
+    from deformer_stream.runtime.incident_sink import IncidentSink
     from deformer_stream.runtime.metrics import Metrics
     from deformer_stream.runtime.pipeline import Pipeline
     from deformer_stream.runtime.ports import EventSource, Sink
+    from deformer_stream.runtime.record_labels import RecordLabels
     from deformer_stream.runtime.reload import ModelReload
-    from deformer_stream.settings import ConsumeSettings
+    from deformer_stream.settings import ConsumeSettings, ReplaySettings
 
 
 def build_consume() -> click.Command:
@@ -235,7 +235,7 @@ def _connect(
         InputError: The file of `--source` cannot be read.
     """
     from connectors.files import AlertLines, ReadOptions, RejectedLines, TerminalAlerts, open_source
-    from deformer_stream.tables.discovery import CSV, PARQUET, has_ending
+    from deformer_stream.tables.discovery import TABLES, has_ending
     from deformer_stream.tables.table import TableOptions
 
     source: EventSource
@@ -261,12 +261,12 @@ def _connect(
         try:
             source = open_source([str(settings.source)], list(models.schema_by_name.values()), options)
         except InputError as error:
-            if not has_ending(str(settings.source), PARQUET + CSV):
+            if not has_ending(str(settings.source), TABLES):
                 raise
             raise InputError(f"{error} (consume has no options for tables; deformer-stream replay has them)") from error
         cleanup.callback(source.close)
     else:
-        source, sinks = _connect_to_kafka(
+        source, sinks = connect_to_kafka(
             settings,
             servers,
             topic,
@@ -328,154 +328,6 @@ def _find_kafka_topic(settings: ConsumeSettings) -> tuple[str, str | None]:
     return servers, topic
 
 
-@dataclass(frozen=True, slots=True)
-class ConsumeTopics:
-    """The Kafka topics of `consume`.
-
-    Attributes:
-        events: Topic of the events.
-        alerts: Topic of the alerts.
-        dead_letters: Topic of the rejected events.
-        state: Topic of the state of open records.
-        evidence: Topic of the evidence, None if none is written.
-        next_readings: Topic of suspicious records with the readings to take next, None if none are written.
-    """
-
-    events: str
-    alerts: str
-    dead_letters: str
-    state: str
-    evidence: str | None
-    next_readings: str | None
-
-    @staticmethod
-    def from_settings(settings: ConsumeSettings, topic: str) -> ConsumeTopics:
-        """Return the topics that the options of `consume` name.
-
-        Args:
-            settings: The options.
-            topic: The topic of the events.
-
-        Raises:
-            ConfigError: Two of them are the same.
-        """
-        from deformer_stream.settings.topics import name_topic
-
-        has_evidence, has_next_readings = settings.evidence == "on", settings.next_reading > 0
-        topics = ConsumeTopics(
-            topic,
-            alerts=name_topic(settings.alerts_topic, topic, "alerts"),
-            dead_letters=name_topic(settings.dead_letter_topic, topic, "dead-letter"),
-            state=settings.state_topic or f"{settings.group}-{topic}-state",
-            evidence=name_topic(settings.evidence_topic, topic, "evidence") if has_evidence else None,
-            next_readings=name_topic(settings.next_readings_topic, topic, "next-readings")
-            if has_next_readings
-            else None,
-        )
-        names = [topics.events, topics.dead_letters, topics.state, *topics.topic_by_schema.values()]
-        if len(set(names)) < len(names):
-            raise ConfigError(
-                "--topic, --alerts-topic, --dead-letter-topic, --state-topic, --evidence-topic and "
-                "--next-readings-topic must differ, because the command would otherwise read its own output as events; "
-                "choose different topics"
-            )
-        return topics
-
-    @property
-    def topic_by_schema(self) -> dict[OutputSchema, str]:
-        """The topics whose messages have a schema, by its name."""
-        topics: dict[OutputSchema, str] = {"alerts": self.alerts}
-        if self.evidence is not None:
-            topics["evidence"] = self.evidence
-        if self.next_readings is not None:
-            topics["next-readings"] = self.next_readings
-        return topics
-
-    def describe(self, num_partitions: int) -> dict[str, TopicSpec]:
-        """Return how the topics that `consume` writes are created, by name.
-
-        Args:
-            num_partitions: Number of partitions of the topic of events.
-        """
-        from connectors.kafka import describe_evidence_topic, describe_next_reading_topic, describe_output_topics
-
-        specs = describe_output_topics(self.alerts, self.dead_letters, self.state, num_partitions)
-        if self.evidence is not None:
-            specs |= describe_evidence_topic(self.evidence)
-        if self.next_readings is not None:
-            specs |= describe_next_reading_topic(self.next_readings)
-        return specs
-
-
-def _connect_to_kafka(
-    settings: ConsumeSettings,
-    servers: str,
-    topic: str,
-    codec: ModelDecoder,
-    model: str,
-    registry: SchemaRegistry | None,
-    metrics: Metrics,
-    stop: threading.Event,
-    cleanup: ExitStack,
-) -> tuple[EventSource, list[Sink]]:
-    """Return a source that reads events from a topic, and sinks that write alerts and the like to other topics.
-
-    A dead letter is a rejected event with the reason of the rejection. Source and sinks share a Kafka producer, so that
-    alerts, dead letters, evidence, suspicious records and offsets can be committed in one transaction. Topics that do
-    not exist are created if the options allow it.
-
-    Args:
-        settings: Options of `consume`.
-        servers: Kafka brokers as host:port, comma-separated.
-        topic: The topic with the events.
-        codec: Encodes alerts.
-        model: Fingerprint (hash) of the model, or of the set of models.
-        registry: The schema registry, if the options name one.
-        metrics: Records that the process makes progress while it waits for the brokers.
-        stop: Set when the command must end.
-        cleanup: An exit stack, to which the functions that close the source and the sinks are added.
-
-    Raises:
-        ConfigError: Two of the topics are the same, or the schema registry refuses a schema.
-        Unavailable: No broker responds, or the schema registry does not.
-    """
-    from functools import partial
-
-    from connectors.kafka import KafkaEvidenceSink, KafkaNextReadingSink, KafkaSink, count_partitions
-    from deformer_stream.cli.kafka_cluster import connect_with_retries, get_start_patience, join_group, make_cluster
-    from deformer_stream.codec.state import check_state
-
-    cluster = make_cluster(settings, servers)
-    topics = ConsumeTopics.from_settings(settings, topic)
-    format_by_schema = registry_clients.register_output_schemas(settings, registry, topics.topic_by_schema)
-
-    def connect(attempt: ExitStack) -> tuple[EventSource, list[Sink]]:
-        """Connect to the brokers; the connections are closed if that fails."""
-        source, delivery = join_group(
-            cluster,
-            settings,
-            topic,
-            settings.group,
-            spec_by_topic=topics.describe(count_partitions(cluster, topic)),
-            state_topic=topics.state,
-            verify_state=partial(check_state, has_one_model=settings.models is None),
-            max_poll_messages=settings.poll_messages,
-            attempt=attempt,
-            model=model,
-        )
-        # The sinks have no connection of their own, so only the producer must be closed.
-        sinks: list[Sink] = [
-            KafkaSink(topics.alerts, topics.dead_letters, codec, delivery, topic, format_by_schema["alerts"])
-        ]
-        if topics.evidence is not None:
-            sinks.append(KafkaEvidenceSink(topics.evidence, delivery, topic, format_by_schema["evidence"]))
-        if topics.next_readings is not None:
-            sinks.append(KafkaNextReadingSink(topics.next_readings, delivery, topic, format_by_schema["next-readings"]))
-        return source, sinks
-
-    return connect_with_retries(connect, get_start_patience(settings), stop, metrics.record_progress, cleanup)
-
-
 def build_replay() -> click.Command:
     """Return the command `replay`, which scores historical logs."""
     from deformer_stream.settings import PathText, ReplaySettings, add_options, load_settings, to_flag
@@ -511,57 +363,117 @@ def build_replay() -> click.Command:
             from deformer_stream.cli.shards.replay import replay_in_shards
 
             return replay_in_shards(inputs, settings, settings.output_dir, flags["label"] is not None, stop)
-        drift_odds = None if settings.drift == "off" else settings.drift or served_models.DEFAULT_DRIFT_ODDS
-        models = served_models.load_models(settings, drift_odds, settings.suspicious_records is not None)
-        engines = models.make_engines()
-        given, settings = settings, label_report.adopt_training_label(settings, models)
-        codec, source = input_files.open_inputs(inputs, models, settings)
-        settings = label_report.drop_missing_label(settings, given, source, flags["label"] is not None)
-        labels = file_runs.make_record_labels(settings)
-        outcome_sink = None if labels is None else label_report.open_outcome_sink(settings, labels)
-        with ExitStack() as cleanup:
-            file_sinks = file_runs.open_replay_sinks(
-                settings, models.schema_by_name, cleanup, models.has_faults, labels
-            )
-            sinks: list[Sink] = [*file_sinks]
-            output_files: list[file_runs.OutputFile] = [*file_sinks]
-            if outcome_sink is not None:
-                sinks.append(outcome_sink)
-            incident_sink = None
-            if settings.incidents:
-                incident_sink, incident_lines = incident_files.open_incident_sink(settings, cleanup)
-                sinks.append(incident_sink)
-                output_files.append(incident_lines)
-            file_runs.log_columns(source.ignored_columns, source.missing_columns)
-            send_drift_notices = settings.drift is not None
-            totals, num_rows = file_runs.run_on_files(
-                "replay", source, codec, engines, sinks, stop, send_drift_notices, labels
-            )
-            is_interrupted = stop.is_set()
-            for sink in (outcome_sink, incident_sink):
-                if sink is not None:
-                    sink.close()
-            # After an error, `cleanup` calls `discard` of each file instead.
-            partial_paths = file_runs.close_outputs(output_files, is_interrupted)
-            source.close()
-        warnings = totals.describe_warnings()
-        if not (totals.events or totals.rejected or is_interrupted):
-            warnings.append(file_runs.describe_empty_input(settings.where, num_rows))
-        error: InputError | None = None
-        if outcome_sink is not None:
-            report = outcome_sink.outcomes.summarize()
-            click.echo(label_report.format_label_report(report, settings.alpha), err=True)
-            label_warnings, error = label_report.check_normal_label(report, settings, given)
-            warnings += label_warnings
-        click.echo(file_runs.summarize_totals(totals, settings.alpha, is_interrupted, warnings), err=True)
-        if incident_sink is not None:
-            click.echo(incident_files.summarize_incidents(incident_sink), err=True)
-        if partial_paths:
-            click.echo(file_runs.describe_partial_files(partial_paths), err=True)
-        if is_interrupted:
-            return INTERRUPTED_EXIT_CODE
-        if error is not None:
-            raise error
-        return file_runs.choose_exit_code(totals.events, totals.rejected.total())
+        return _replay_files(inputs, settings, flags["label"] is not None, stop)
 
     return replay
+
+
+def _replay_files(inputs: Sequence[str], settings: ReplaySettings, is_label_flag: bool, stop: threading.Event) -> int:
+    """Score files in this process, and print what became of them.
+
+    Args:
+        inputs: Files, folders and patterns of files; `-` is standard input.
+        settings: Options of `replay`.
+        is_label_flag: Whether the label was given on the command line.
+        stop: Set when the command must end.
+
+    Returns:
+        The exit code of the command.
+
+    Raises:
+        DeformerError: An option, a file or the model cannot be used.
+    """
+    drift_odds = None if settings.drift == "off" else settings.drift or served_models.DEFAULT_DRIFT_ODDS
+    models = served_models.load_models(settings, drift_odds, settings.suspicious_records is not None)
+    engines = models.make_engines()
+    given, settings = settings, label_report.adopt_training_label(settings, models)
+    codec, source = input_files.open_inputs(inputs, models, settings)
+    settings = label_report.drop_missing_label(settings, given, source, is_label_flag)
+    labels = file_runs.make_record_labels(settings)
+    with ExitStack() as cleanup:
+        outputs = _ReplayOutputs(settings, models, labels, cleanup)
+        file_runs.log_columns(source.ignored_columns, source.missing_columns)
+        send_drift_notices = settings.drift is not None
+        totals, num_rows = file_runs.run_on_files(
+            "replay", source, codec, engines, outputs.sinks, stop, send_drift_notices, labels
+        )
+        is_interrupted = stop.is_set()
+        outputs.close(is_interrupted)
+        source.close()
+    warnings = totals.describe_warnings()
+    if not (totals.events or totals.rejected or is_interrupted):
+        warnings.append(file_runs.describe_empty_input(settings.where, num_rows))
+    label_warnings, error = outputs.print_label_report(given)
+    summary = file_runs.summarize_totals(totals, settings.alpha, is_interrupted, [*warnings, *label_warnings])
+    for line in (summary, *outputs.summarize()):
+        click.echo(line, err=True)
+    if is_interrupted:
+        return INTERRUPTED_EXIT_CODE
+    if error is not None:
+        raise error
+    return file_runs.choose_exit_code(totals.events, totals.rejected.total())
+
+
+class _ReplayOutputs:
+    """The sinks and the output files of `replay`, and what is printed about them.
+
+    Args:
+        settings: Options of `replay`.
+        models: The models.
+        labels: Finds the labels of records, None if labels are not read.
+        cleanup: An exit stack, to which the functions that discard the files after an error are added.
+
+    Attributes:
+        sinks: All sinks of the pipeline.
+    """
+
+    def __init__(
+        self, settings: ReplaySettings, models: ServedModels, labels: RecordLabels | None, cleanup: ExitStack
+    ) -> None:
+        self._settings = settings
+        file_sinks = file_runs.open_replay_sinks(settings, models.schema_by_name, cleanup, models.has_faults, labels)
+        self.sinks: list[Sink] = [*file_sinks]
+        self._files: list[file_runs.OutputFile] = [*file_sinks]
+        self._partial_paths: list[Path] = []
+        self._outcome_sink = None if labels is None else label_report.open_outcome_sink(settings, labels)
+        if self._outcome_sink is not None:
+            self.sinks.append(self._outcome_sink)
+        self._incident_sink: IncidentSink | None = None
+        if settings.incidents:
+            self._incident_sink, incident_lines = incident_files.open_incident_sink(settings, cleanup)
+            self.sinks.append(self._incident_sink)
+            self._files.append(incident_lines)
+
+    def close(self, is_interrupted: bool) -> None:
+        """Complete the output files, or leave them under temporary names if the run was interrupted.
+
+        After an error this method is not called, and the exit stack discards the files.
+        """
+        for sink in (self._outcome_sink, self._incident_sink):
+            if sink is not None:
+                sink.close()
+        self._partial_paths = file_runs.close_outputs(self._files, is_interrupted)
+
+    def print_label_report(self, given: ReplaySettings) -> tuple[list[str], InputError | None]:
+        """Print what became of the records of each label, if labels are read.
+
+        Args:
+            given: The options without the label of the training.
+
+        Returns:
+            What `label_report.check_normal_label` returns: warnings, and the error with which the command ends.
+        """
+        if self._outcome_sink is None:
+            return [], None
+        report = self._outcome_sink.outcomes.summarize()
+        click.echo(label_report.format_label_report(report, self._settings.alpha), err=True)
+        return label_report.check_normal_label(report, self._settings, given)
+
+    def summarize(self) -> list[str]:
+        """Return lines about the incidents, and about files under temporary names."""
+        lines = []
+        if self._incident_sink is not None:
+            lines.append(incident_files.summarize_incidents(self._incident_sink))
+        if self._partial_paths:
+            lines.append(file_runs.describe_partial_files(self._partial_paths))
+        return lines

@@ -96,7 +96,7 @@ def _read_events(
         For each reading, the message key (the record id), the JSON message, and the event time in microseconds since
         1970.
     """
-    from connectors.files import iterate_events
+    from connectors.files import SendOptions, iterate_events
     from deformer_stream import model_store
     from deformer_stream.tables.table import TableOptions
 
@@ -106,9 +106,8 @@ def _read_events(
         has_windows = has_windows or "window" in manifest
         entries = manifest["features"]
         # A model of windows has several features per sensor (one per time slot). The input has the sensor's column.
-        features = [str(entry.get("sensor") or entry["name"]) for entry in entries]
-    return iterate_events(
-        list(inputs),
+        features = frozenset(str(entry.get("sensor") or entry["name"]) for entry in entries)
+    options = SendOptions(
         shuffle_within=settings.shuffle_within,
         seed=settings.seed,
         layout=settings.layout,
@@ -120,8 +119,8 @@ def _read_events(
         table_options=TableOptions.from_settings(settings),
         device_column=settings.device_column,
         has_windows=has_windows,
-        skipped_rows=skipped_rows,
     )
+    return iterate_events(inputs, options, skipped_rows)
 
 
 def _send_to_kafka(

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from deformer_stream.codec.fill_values import list_fill_values
 from deformer_stream.codec.labels import encode_label
-from deformer_stream.codec.payloads import Messages, UnreadablePayload
+from deformer_stream.codec.payloads import Messages, UnreadablePayload, is_arrow_stream
 from deformer_stream.codec.timestamps import (
     DEFAULT_TIME_FORMAT,
     MAX_SECOND,
@@ -47,9 +47,6 @@ from deformer_stream.codec.validation import (
 from deformer_stream.codec.windowing import WindowAssigner
 from deformer_stream.engine.events import NO_TIME, EventBatch, Rejection, RejectionReason
 from deformer_stream.model.schema import SECONDS_PER_DAY, Schema
-
-ARROW_PREFIX = b"\xff\xff\xff\xff"
-"""First bytes of an Arrow IPC stream. No JSON document starts with them."""
 
 MAX_NUMBER_CHARS = 400
 """Maximum number of characters of an integer that is converted. A longer one counts as infinite, since float64 holds
@@ -508,7 +505,7 @@ class MessageDecoder:
             broker_time: The broker's timestamp in microseconds since 1970, or `NO_TIME`.
             events: The events of the poll so far, to which the message's events are appended.
         """
-        if self._table_decoder is not None and payload is not None and payload[:4] == ARROW_PREFIX:
+        if self._table_decoder is not None and is_arrow_stream(payload):
             batches, rejections = self._table_decoder(payload, key, broker_time)
             for batch in batches:
                 events.add_batch(message_index, batch)

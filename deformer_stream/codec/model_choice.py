@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 from deformer_stream.codec.arrow_messages import split_stream
 from deformer_stream.codec.columns import decode_dictionary, encode_distinct, is_scalar
 from deformer_stream.codec.encode_outputs import encode_alert
-from deformer_stream.codec.json_messages import ARROW_PREFIX, parse_document
-from deformer_stream.codec.payloads import LongRows, Messages, Payload, UnreadablePayload, WideRows
+from deformer_stream.codec.json_messages import parse_document
+from deformer_stream.codec.payloads import LongRows, Messages, Payload, UnreadablePayload, WideRows, is_arrow_stream
 from deformer_stream.codec.validation import MAX_TEXT_CHARS, FieldNames, RejectionError, is_unicode, quote
 from deformer_stream.engine.events import Alert, EventBatch, Rejection, RejectionReason
 from deformer_stream.errors import InputError
@@ -296,7 +296,7 @@ class ModelCodecs:
         """
         if isinstance(payload, UnreadablePayload):
             raise RejectionError(payload.reason, payload.detail)
-        if payload is None or payload[:4] != ARROW_PREFIX:
+        if not is_arrow_stream(payload):
             return [(self._choose(parse_document(payload, self._max_bytes).get(self.choice.field), key), None)]
         streams = split_stream(payload, self.choice.field, self._max_bytes, lambda value: self._choose(value, key))
         return list(streams.items())

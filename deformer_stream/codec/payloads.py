@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeGuard
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +16,15 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
     from deformer_stream.engine.events import RejectionReason
+
+
+ARROW_PREFIX = b"\xff\xff\xff\xff"
+"""First bytes of an Arrow IPC stream. No JSON document starts with them."""
+
+
+def is_arrow_stream(payload: bytes | None) -> TypeGuard[bytes]:
+    """Return whether the value of a message is an Arrow IPC stream, and no JSON document or tombstone."""
+    return payload is not None and payload[:4] == ARROW_PREFIX
 
 
 class UnreadablePayload(bytes):

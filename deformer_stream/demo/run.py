@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import threading
 import time
-import webbrowser
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -129,7 +128,7 @@ def format_alert(alert: Alert, fault: str) -> Text:
     return Text.assemble(f"  {pump}  ", kind, f"  {progress}  p = {alert.p_value:<7.4f} ", Text(explanation, "dim"))
 
 
-def run_demo(output: Path, seed: int, train_time: str = "60s", open_report: bool = False) -> int:
+def run_demo(output: Path, seed: int, train_time: str = "60s") -> int:
     """Run the demo: simulate pumps, train a model, stream readings through it, and write a report.
 
     Args:
@@ -137,7 +136,6 @@ def run_demo(output: Path, seed: int, train_time: str = "60s", open_report: bool
             records), `labelled-pumps.parquet` (the same with the column `fault`) and `report.html` are written.
         seed: Seed of the simulated records and of the training.
         train_time: Time limit of the training, such as "60s".
-        open_report: Whether to open the report in the default browser.
 
     Returns:
         The exit code of the demo: 0, or the exit code of the trainer if the training fails.
@@ -195,8 +193,6 @@ def run_demo(output: Path, seed: int, train_time: str = "60s", open_report: bool
         f"{output / 'labelled-pumps.parquet'}",
         soft_wrap=True,
     )
-    if open_report:
-        webbrowser.open(path.as_uri())
     return 0
 
 

@@ -30,7 +30,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import orjson
@@ -38,7 +38,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-Order = Literal["random", "fixed", "bursty"]
 Floats = NDArray[np.float64]
 Columns = dict[str, Any]
 
@@ -164,23 +163,6 @@ class SimulatedFleet:
         order = np.argsort(times, kind="stable")
         return rows[order], features[order], times[order]
 
-    def to_long_table(self) -> pa.Table:
-        """Return the readings as a table with one row per reading, in order of arrival.
-
-        The columns are `record` (the id), `feature` (name of the sensor), `value` and `time` (of the arrival). The
-        values are text, because the mode of operation is a label and the other readings are numbers.
-        """
-        rows, features, times = self.sort_by_arrival()
-        texts = np.stack([self.table.column(name).cast(pa.string()).to_numpy() for name in FEATURES], 1)
-        return pa.table(
-            {
-                "record": self.table.column("record").take(pa.array(rows)),
-                "feature": pa.array(np.array(FEATURES, object)[features], pa.string()),
-                "value": pa.array(texts[rows, features], pa.string()),
-                "time": pa.array(times, pa.timestamp("us", "UTC")),
-            }
-        )
-
     def iterate_messages(self) -> Iterator[bytes]:
         """Yield one JSON message per reading in order of arrival, in the format that the consumer decodes.
 
@@ -204,10 +186,11 @@ def simulate(
     seed: int,
     fault_share: float = 0.0,
     num_pumps: int = 12,
-    order: Order = "random",
     fleet: int = 0,
 ) -> SimulatedFleet:
     """Simulate measurements of pumps, and return them as records. Equal arguments give equal records.
+
+    Each reading arrives after an independent delay, uniform from 0 to `MAX_DELAY` seconds.
 
     Args:
         num_records: Number of records. A record is one measurement of one pump, which is chosen at random.
@@ -216,16 +199,13 @@ def simulate(
         fault_share: Share of faulty records, from 0 to 1. They are at random positions, and all kinds of fault are
             equally frequent.
         num_pumps: Number of pumps.
-        order: Order in which the readings of a record arrive. It has no effect on their values. "random" draws an
-            independent uniform delay for each reading. "fixed" is the order of `FEATURES`. "bursty" draws a delay for
-            each device (which has several sensors), and its readings arrive shortly after it, in random order.
         fleet: Seed of the properties of the pumps (wear, piping, calibration errors).
 
     Returns:
         The records with the delays of their readings.
 
     Raises:
-        ValueError: If a number is out of range, or if the order is unknown.
+        ValueError: If a number is out of range.
     """
     if num_records < 0:
         raise ValueError(f"simulate: num_records is {num_records}; it must be at least 0")
@@ -265,7 +245,8 @@ def simulate(
         for field in table.schema
     ]
     table = table.cast(pa.schema(fields))
-    return SimulatedFleet(table, _draw_delays(num_records, order, np.random.default_rng([seed, 3])))
+    delays = np.random.default_rng([seed, 3]).uniform(0, MAX_DELAY, (num_records, len(FEATURES)))
+    return SimulatedFleet(table, delays)
 
 
 def _draw_pumps(num_pumps: int, rng: np.random.Generator) -> Columns:
@@ -507,37 +488,3 @@ def _count_earlier_records(pump: NDArray[np.int64]) -> NDArray[np.int64]:
     num_earlier = np.empty(len(pump), np.int64)
     num_earlier[order] = np.arange(len(pump)) - start_of_group
     return num_earlier
-
-
-def _draw_delays(num_records: int, order: Order, rng: np.random.Generator) -> Floats:
-    """Draw for each record the delays from its measurement to the arrival of its readings.
-
-    Args:
-        num_records: Number of records.
-        order: Order in which the readings of a record arrive: "random" for independent delays, "fixed" for the order of
-            `FEATURES`, "bursty" for sensors of one device that send together.
-        rng: Source of random numbers.
-
-    Returns:
-        The delays, from 0 to `MAX_DELAY` seconds, (num_records, F), for the F features in the order of `FEATURES`.
-
-    Raises:
-        ValueError: If the order is unknown.
-    """
-    shape = num_records, len(FEATURES)
-    if order == "random":
-        return rng.uniform(0, MAX_DELAY, shape)
-    if order == "fixed":  # readings at equal intervals
-        delays = np.arange(shape[1]) * MAX_DELAY / shape[1]
-        return np.broadcast_to(delays, shape).copy()  # a copy, because a broadcast array is read-only
-    if order == "bursty":
-        devices = sorted({sensor.device for sensor in SENSORS.values()})
-        device_index = np.array([devices.index(sensor.device) for sensor in SENSORS.values()])
-        # The time is divided into one interval per device. In each record (row) the devices get the intervals in random
-        # order.
-        intervals = rng.permuted(np.broadcast_to(np.arange(len(devices)), (num_records, len(devices))), axis=1)
-        width = MAX_DELAY / len(devices)
-        # A burst starts in the first 0.9 of its interval and lasts for 0.1 of it, so that bursts do not overlap.
-        burst_delay = (intervals + rng.uniform(0, 0.9, intervals.shape)) * width
-        return burst_delay[:, device_index] + rng.uniform(0, 0.1 * width, shape)
-    raise ValueError(f"simulate: the order of arrival {order!r} is unknown; use random, fixed or bursty")

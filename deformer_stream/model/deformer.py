@@ -51,7 +51,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from deformer_stream.model.attention import attend
-from deformer_stream.model.config import PRESETS, AttentionContext, ModelConfig
+from deformer_stream.model.config import AttentionContext, ModelConfig
 from deformer_stream.model.constants import MAX_CONDITIONING_VALUE
 from deformer_stream.model.distributions import Conditional, Head, build_prior_conditional
 from deformer_stream.model.gaussian_prior import GaussianPrior, PriorConditional
@@ -70,7 +70,7 @@ from deformer_stream.model.ranking import Ranking
 from deformer_stream.model.schema import LINEAR_LIMIT, Schema
 from deformer_stream.model.time_inputs import compute_gaps, encode_times
 
-__all__ = ["PRESETS", "DEformer", "KVCacheView", "ModelConfig", "StepOutput"]
+__all__ = ["DEformer", "KVCacheView", "ModelConfig", "StepOutput"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator
 from sse_starlette import ServerSentEvent
 
 from deformer_stream.page.store import IncidentStore
+from deformer_stream.runtime.ports import do_nothing
 
 MIN_SECONDS_BETWEEN_NOTICES = 0.5
 MAX_CONNECTIONS = 200
@@ -32,7 +33,7 @@ class ChangeNotifier:
         self._changed: set[asyncio.Event] = set()
         self._is_closing = False
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._unsubscribe = _do_nothing
+        self._unsubscribe = do_nothing
 
     def start(self) -> None:
         """Start to receive the changes of the store, which come from other threads."""
@@ -47,7 +48,7 @@ class ChangeNotifier:
     def stop(self) -> None:
         """End all streams, and receive no further changes."""
         self._unsubscribe()
-        self._unsubscribe = _do_nothing
+        self._unsubscribe = do_nothing
         self._is_closing = True
         self._wake()
 
@@ -110,7 +111,3 @@ class ChangeNotifier:
         """Wake all streams."""
         for changed in self._changed:
             changed.set()
-
-
-def _do_nothing() -> None:
-    """Do nothing."""

@@ -88,8 +88,8 @@ def _collect_no_state(partitions: frozenset[int]) -> Mapping[int, PartitionState
     return NO_STATE
 
 
-def _do_nothing() -> None:
-    """Do nothing."""
+def do_nothing() -> None:
+    """Do nothing; the default of functions that are called at certain moments."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +105,7 @@ class SourceCallbacks:
     """
 
     collect_state: CollectState = _collect_no_state
-    on_wait: Callable[[], None] = _do_nothing
+    on_wait: Callable[[], None] = do_nothing
     stop: threading.Event = field(default_factory=threading.Event)
 
 

@@ -17,6 +17,7 @@ from typing import BinaryIO
 import pyarrow as pa
 import pyarrow.csv as pc_csv
 
+from deformer_stream.codec.validation import is_utf8
 from deformer_stream.tables.csv_dialect import CsvDialect
 from deformer_stream.tables.data_files import DataFile, open_bytes
 
@@ -234,11 +235,11 @@ class _RepairedRows(io.RawIOBase):
 
     def _repair(self, lines: bytes) -> bytes:
         """Return complete lines without bytes that are not UTF-8 in rows with a wrong number of cells."""
-        if lines.isascii() or _is_utf8(lines):
+        if lines.isascii() or is_utf8(lines):
             return lines
         return b"".join(
             # The parts of a row in several lines have a wrong number of cells as well.
-            line if _is_utf8(line) or self._count_cells(line) == self._num_columns else _replace_bad_bytes(line)
+            line if is_utf8(line) or self._count_cells(line) == self._num_columns else _replace_bad_bytes(line)
             for line in lines.splitlines(keepends=True)
         )
 
@@ -248,15 +249,6 @@ class _RepairedRows(io.RawIOBase):
             return len(next(csv.reader([line.decode("latin-1")], delimiter=self._delimiter), ()))
         except csv.Error:  # a cell is too large
             return 0
-
-
-def _is_utf8(text: bytes) -> bool:
-    """Return whether bytes are text in UTF-8."""
-    try:
-        text.decode()
-    except UnicodeDecodeError:
-        return False
-    return True
 
 
 def _replace_bad_bytes(text: bytes) -> bytes:

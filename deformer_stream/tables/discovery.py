@@ -34,6 +34,8 @@ PARQUET = (".parquet", ".pq")
 """Endings of the names of Parquet files."""
 CSV = (".csv", ".tsv", ".csv.gz", ".tsv.gz")
 """Endings of the names of CSV files."""
+TABLES = PARQUET + CSV
+"""Endings of the names of files that hold a table."""
 JSON_LINES = (".jsonl", ".ndjson", ".json", ".jsonl.gz", ".ndjson.gz", ".json.gz")
 """Endings of the names of files of JSON lines."""
 
@@ -65,7 +67,7 @@ def get_stem(path: str | PurePath) -> str:
     return PurePath(name[: -len(".gz")] if has_ending(name, _COMPRESSED) else name).stem
 
 
-def find_files(inputs: Sequence[str | Path], endings: Collection[str] = PARQUET + CSV + JSON_LINES) -> list[Path]:
+def find_files(inputs: Sequence[str | Path], endings: Collection[str] = TABLES + JSON_LINES) -> list[Path]:
     """Return the local input files; see `find_data_files`.
 
     Raises:
@@ -85,9 +87,7 @@ def find_files(inputs: Sequence[str | Path], endings: Collection[str] = PARQUET 
     return files
 
 
-def find_data_files(
-    inputs: Sequence[str | Path], endings: Collection[str] = PARQUET + CSV + JSON_LINES
-) -> list[DataFile]:
+def find_data_files(inputs: Sequence[str | Path], endings: Collection[str] = TABLES + JSON_LINES) -> list[DataFile]:
     """Return the input files: folders and patterns among the inputs are replaced by the data files that they denote.
 
     The files of a folder or of a pattern are sorted by path. Hidden files, files with other endings, and the metadata

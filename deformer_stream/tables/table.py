@@ -368,7 +368,7 @@ class Table:
             """Open one of the files."""
             if isinstance(path, IcebergFile):
                 table = _make_table(str(path), path.schema, path.num_rows, options, _IcebergRows(path))
-            else:
+            else:  # a Parquet file may have any ending
                 table = (_open_csv if has_ending(path, CSV) else _open_parquet)(path, options)
             types = {name: (type_by_column[name], text) for name, text in texts_by_path[path].items()}
             return replace(table, path=path)._add_partitions(types)

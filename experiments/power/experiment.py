@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from deformer_stream.model.deformer import PRESETS as MODELS
+from deformer_stream.model.config import PRESETS as MODELS
 from deformer_stream.model.deformer import ModelConfig
 from deformer_stream.report import charts, pages
 from experiments.experiment import Experiment, Preset, ScoredRun

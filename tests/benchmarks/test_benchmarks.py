@@ -17,7 +17,8 @@ from benchmarks import command, speed, tables, training
 from benchmarks.feed import make_schema
 from deformer_stream.demo.report import bound_false_alarms
 from deformer_stream.errors import ConfigError, InputError
-from deformer_stream.model.deformer import PRESETS, DEformer
+from deformer_stream.model.config import PRESETS
+from deformer_stream.model.deformer import DEformer
 
 LABELS = np.array([0] * 21 + [1] * 5)
 

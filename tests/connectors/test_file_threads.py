@@ -10,7 +10,7 @@ import pytest
 from connectors.files.file_threads import BackgroundWriter, Prefetcher
 
 
-def test_prefetcher_keeps_the_order_and_reads_depth_items_ahead() -> None:
+def test_prefetcher_keeps_the_order_and_reads_two_items_ahead() -> None:
     items_read: list[int] = []
     third_item = threading.Event()
 
@@ -21,11 +21,11 @@ def test_prefetcher_keeps_the_order_and_reads_depth_items_ahead() -> None:
                 third_item.set()
             yield i
 
-    prefetcher = Prefetcher(items(), depth=2)
+    prefetcher = Prefetcher(items())
     assert items_read == [], "nothing is read before the first item is requested"
     assert next(prefetcher) == 0
     assert third_item.wait(10), "the next items are read in the background"
-    assert 3 not in items_read, "not more than `depth` items are read ahead"
+    assert 3 not in items_read, "not more than two items are read ahead"
     assert list(prefetcher) == [1, 2, 3, 4, 5]
     assert next(prefetcher, None) is None
 
@@ -35,7 +35,7 @@ def test_prefetcher_raises_an_error_at_the_item_where_it_occurred() -> None:
         yield 1
         raise ValueError("torn")
 
-    prefetcher = Prefetcher(items(), depth=5)
+    prefetcher = Prefetcher(items())
     assert next(prefetcher) == 1
     with pytest.raises(ValueError, match="torn"):
         next(prefetcher)

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from connectors.files import FileSource, ReadOptions, iterate_events, open_source
+from connectors.files import FileSource, ReadOptions, SendOptions, iterate_events, open_source
 from deformer_stream.codec import Codec, TimeFormat, WindowAssigner, get_position
 from deformer_stream.engine.events import EventBatch, Rejection
 from deformer_stream.errors import ConfigError, InputError
@@ -199,7 +199,7 @@ def test_events_of_plant_tables_have_numbers_and_times(tmp_path: Path) -> None:
     (folder / "w.csv").write_text("Zeit;a;s\n31.12.2025 23:59:59;59,1;on\n01.01.2026 00:00:00;Bad;off\n")
     (tmp_path / "l.csv").write_text("device,feature,value,time\np,a,1.5,2026-01-01 00:00:01\n")
     inputs = [tmp_path / "*" / "w.csv", tmp_path / "l.csv"]
-    documents = [orjson.loads(message) for _, message, _ in iterate_events(inputs, table_options=BERLIN)]
+    documents = [orjson.loads(message) for _, message, _ in iterate_events(inputs, SendOptions(table_options=BERLIN))]
     start = 1767221999.0
     assert documents == [
         {"record": "w:0", "feature": "a", "value": 59.1, "time": start},
@@ -216,6 +216,6 @@ def test_events_of_plant_tables_have_numbers_and_times(tmp_path: Path) -> None:
     (tmp_path / "n.csv").write_text("1|2\n")
     names = [
         orjson.loads(message)["feature"]
-        for _, message, _ in iterate_events([tmp_path / "n.csv"], table_options=options)
+        for _, message, _ in iterate_events([tmp_path / "n.csv"], SendOptions(table_options=options))
     ]
     assert names == ["column_1", "column_2"]

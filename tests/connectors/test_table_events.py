@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from connectors.files import iterate_events, table_events
-from connectors.files.table_events import SkippedRows
+from connectors.files.table_events import SendOptions, SkippedRows
 from deformer_stream.codec import Codec
 from deformer_stream.engine.events import NO_TIME
 from deformer_stream.errors import ConfigError, InputError
@@ -49,7 +49,7 @@ def table(tmp_path: Path) -> Path:
 
 
 def test_every_cell_with_a_value_becomes_one_event_in_order_of_time(table: Path) -> None:
-    sent = list(iterate_events([table], shuffle_within=5.0, seed=1, exclude=["anomaly"]))
+    sent = list(iterate_events([table], SendOptions(shuffle_within=5.0, seed=1, exclude=["anomaly"])))
     documents = [orjson.loads(value) for _, value, _ in sent]
     expected = {(str(i), "state") for i in range(200)} | {(str(i), "level") for i in range(200)}
     expected |= {(str(i), "pressure") for i in range(200) if i % 10 != 3}
@@ -70,9 +70,11 @@ def test_every_cell_with_a_value_becomes_one_event_in_order_of_time(table: Path)
 
 
 def test_equal_seeds_give_equal_streams(table: Path) -> None:
-    first, again, other = (list(iterate_events([table], shuffle_within=5.0, seed=seed)) for seed in (1, 1, 2))
+    first, again, other = (
+        list(iterate_events([table], SendOptions(shuffle_within=5.0, seed=seed))) for seed in (1, 1, 2)
+    )
     assert first == again != other
-    calm = [orjson.loads(value) for _, value, _ in iterate_events([table], features=["state", "pressure"])]
+    calm = [orjson.loads(value) for _, value, _ in iterate_events([table], SendOptions(features=["state", "pressure"]))]
     assert [(d["record"], d["feature"]) for d in calm[:4]] == [
         ("0", "pressure"),
         ("0", "state"),
@@ -83,7 +85,7 @@ def test_equal_seeds_give_equal_streams(table: Path) -> None:
 
 def test_codec_accepts_every_event(table: Path) -> None:
     schema = Schema((Feature("pressure", "continuous"), Feature("state", "discrete", labels=("on", "off"))))
-    sent = iterate_events([table], shuffle_within=2.0, features=schema.names, prefix="line 1/")
+    sent = iterate_events([table], SendOptions(shuffle_within=2.0, features=schema.names, prefix="line 1/"))
     data = MemorySource(((key, value) for key, value, _ in sent), chunk=10_000).poll(0).data
     assert data is not None
     batch, rejected = Codec(schema).decode(data)
@@ -109,7 +111,7 @@ def test_long_tables_are_sent_row_by_row(tmp_path: Path) -> None:
         label=[None, None, "on", None],
         time=[10.0, 11.0, 12.5, None],
     )
-    sent = [(key, orjson.loads(value)) for key, value, _ in iterate_events([path], exclude=["d"])]
+    sent = [(key, orjson.loads(value)) for key, value, _ in iterate_events([path], SendOptions(exclude=["d"]))]
     assert sent == [
         (b"x", {"record": "x", "feature": "a", "value": 1.5, "time": 10.0}),
         (b"x", {"record": "x", "feature": "b", "value": "on", "time": 12.5}),
@@ -130,7 +132,7 @@ def test_json_lines_are_passed_on_unchanged(tmp_path: Path) -> None:
         b'{"record":true,"time":true}',
     ]
     path.write_bytes(b"\n".join([*content, b""]))
-    sent = list(iterate_events([path], shuffle_within=9.0))
+    sent = list(iterate_events([path], SendOptions(shuffle_within=9.0)))
     assert [value for _, value, _ in sent] == content
     assert [(key, due) for key, _, due in sent] == [
         (b"x", 5_000_000),
@@ -144,7 +146,7 @@ def test_json_lines_are_passed_on_unchanged(tmp_path: Path) -> None:
 def test_number_of_delayed_events_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(table_events, "MAX_DELAYED", 100)
     path = write_parquet(tmp_path / "t.parquet", time=pa.array([0] * 5000, pa.timestamp("s")), a=np.arange(5000.0))
-    sent = iterate_events([path], shuffle_within=1000.0)
+    sent = iterate_events([path], SendOptions(shuffle_within=1000.0))
     held = []
     for _ in range(4000):
         next(sent)
@@ -158,21 +160,21 @@ def test_missing_table_or_column_is_reported_before_anything_is_sent(tmp_path: P
         iterate_events([tmp_path / "none.parquet"])
     wide = write_parquet(tmp_path / "wide.parquet", a=[1.0], b=[2.0])
     with pytest.raises(ConfigError, match=r"--exclude c: .*wide\.parquet has no such column"):
-        iterate_events([wide], exclude=["b", "c"])
+        iterate_events([wide], SendOptions(exclude=["b", "c"]))
     other = write_parquet(tmp_path / "other.parquet", c=[1.0], d=[2.0])
-    assert len(list(iterate_events([wide, other], exclude=["b", "c"]))) == 2
+    assert len(list(iterate_events([wide, other], SendOptions(exclude=["b", "c"])))) == 2
 
 
 def test_input_errors_are_reported(tmp_path: Path) -> None:
     labels = write_parquet(tmp_path / "labels.parquet", anomaly=[1])
     with pytest.raises(InputError, match=r"labels\.parquet: there is no column to send"):
-        list(iterate_events([labels], exclude=["anomaly"]))
+        list(iterate_events([labels], SendOptions(exclude=["anomaly"])))
     with pytest.raises(InputError, match=r"there is no column 'record', which a long table"):
-        list(iterate_events([labels], layout="long"))
+        list(iterate_events([labels], SendOptions(layout="long")))
     with pytest.raises(InputError, match="no time column 'noon'"):
-        list(iterate_events([labels], time_column="noon"))
+        list(iterate_events([labels], SendOptions(time_column="noon")))
     with pytest.raises(InputError, match="must be finite and at least 0"):
-        list(iterate_events([labels], shuffle_within=-1.0))
+        list(iterate_events([labels], SendOptions(shuffle_within=-1.0)))
 
 
 @pytest.mark.parametrize("layout", ["wide", "long"])
@@ -181,7 +183,10 @@ def test_rows_without_a_valid_time_or_id_are_left_out_and_counted(tmp_path: Path
     values = {"a": [1.0, 2.0, 3.0, 4.0]} if layout == "wide" else {"feature": ["a"] * 4, "value": [1.0, 2.0, 3.0, 4.0]}
     path = write_parquet(tmp_path / "t.parquet", **columns, **values)
     skipped = SkippedRows()
-    sent = [orjson.loads(value) for _, value, _ in iterate_events([path], time_column="time", skipped_rows=skipped)]
+    sent = [
+        orjson.loads(value)
+        for _, value, _ in iterate_events([path], SendOptions(time_column="time"), skipped_rows=skipped)
+    ]
     assert [(d["record"], d["value"], d["time"]) for d in sent] == [("x", 1.0, 5.0), ("z", 4.0, 5.0)]
     assert skipped.num_rows == 2
     assert skipped.first.startswith(f"{path}: row 1, column 'time', holds no valid time (")
@@ -195,22 +200,24 @@ def test_malformed_rows_are_left_out(tmp_path: Path) -> None:
 def test_a_condition_does_not_change_the_ids_of_records(tmp_path: Path) -> None:
     files = [write_parquet(tmp_path / f"{line}.parquet", line=[line] * 3, flow=[1.0, 2.0, 3.0]) for line in ("a", "b")]
     where = parse_where("line = 'b'")
-    sent = iterate_events(files, features=["flow"], table_options=TableOptions(where=where))
+    sent = iterate_events(files, SendOptions(features=["flow"], table_options=TableOptions(where=where)))
     assert [key for key, _, _ in sent] == [b"b:0", b"b:1", b"b:2"]
 
 
 def test_rows_of_a_wide_table_name_the_device_if_records_are_windows(tmp_path: Path) -> None:
     columns = {"time": [5.0, 65.0], "a": [1.0, 2.0]}
     with_pumps = write_parquet(tmp_path / "p.parquet", pump=["p1", "p2"], **columns)
-    sent = list(iterate_events([with_pumps], device_column="pump", has_windows=True, prefix="north/"))
+    sent = list(iterate_events([with_pumps], SendOptions(device_column="pump", has_windows=True, prefix="north/")))
     assert [(key, orjson.loads(value)) for key, value, _ in sent] == [
         (b"north/p1", {"device": "north/p1", "feature": "a", "value": 1.0, "time": 5.0}),
         (b"north/p2", {"device": "north/p2", "feature": "a", "value": 2.0, "time": 65.0}),
     ]
     alone = write_parquet(tmp_path / "pump-7.parquet", **columns)
-    assert [key for key, _, _ in iterate_events([alone], has_windows=True)] == [b"pump-7", b"pump-7"]
+    assert [key for key, _, _ in iterate_events([alone], SendOptions(has_windows=True))] == [b"pump-7", b"pump-7"]
     named = write_parquet(tmp_path / "named.parquet", record=["x", "y"], **columns)
-    records = [orjson.loads(value) for _, value, _ in iterate_events([named], features=["a"], has_windows=True)]
+    records = [
+        orjson.loads(value) for _, value, _ in iterate_events([named], SendOptions(features=["a"], has_windows=True))
+    ]
     assert [d["record"] for d in records] == ["x", "y"]
     with pytest.raises(InputError, match="no device column 'pump'"):
-        list(iterate_events([alone], device_column="pump", has_windows=True))
+        list(iterate_events([alone], SendOptions(device_column="pump", has_windows=True)))

@@ -20,10 +20,10 @@ from deformer_stream.demo.simulate import (
     RATED_SPEED,
     SENSORS,
     VALVE_POSITIONS,
-    Order,
     SimulatedFleet,
     simulate,
 )
+from tests.demo.arrival_orders import Order, simulate_in_order
 
 NUMERIC = tuple(name for name in FEATURES if name != "mode")
 
@@ -71,7 +71,7 @@ def test_equal_seeds_give_equal_records_and_order_changes_only_delays() -> None:
     one, two = simulate(500, seed=3, fault_share=0.1), simulate(500, seed=3, fault_share=0.1)
     assert one.table.equals(two.table)
     assert (one.delays == two.delays).all()
-    assert simulate(500, seed=3, fault_share=0.1, order="bursty").table.equals(one.table)
+    assert simulate_in_order(500, seed=3, order="bursty").table.equals(simulate(500, seed=3).table)
     assert not simulate(500, seed=4, fault_share=0.1).table.equals(one.table)
 
 
@@ -221,7 +221,7 @@ def test_normal_records_have_the_same_distribution_for_all_seeds(normal_records:
 
 @pytest.mark.parametrize("order", get_args(Order))
 def test_delays_are_within_the_maximum(order: Order) -> None:
-    delays = simulate(300, seed=1, order=order).delays
+    delays = simulate_in_order(300, seed=1, order=order).delays
     assert delays.shape == (300, len(FEATURES))
     assert delays.min() >= 0
     assert delays.max() <= MAX_DELAY
@@ -238,11 +238,11 @@ def test_random_order_makes_every_position_equally_likely() -> None:
 
 
 def test_fixed_order_is_always_the_same() -> None:
-    assert (simulate(50, seed=1, order="fixed").delays.argsort(1) == np.arange(len(FEATURES))).all()
+    assert (simulate_in_order(50, seed=1, order="fixed").delays.argsort(1) == np.arange(len(FEATURES))).all()
 
 
 def test_bursty_order_keeps_the_readings_of_a_device_together() -> None:
-    sequences = simulate(400, seed=1, order="bursty").delays.argsort(1)
+    sequences = simulate_in_order(400, seed=1, order="bursty").delays.argsort(1)
     groups = np.array([sensor.device for sensor in SENSORS.values()])
     orders = set()
     for sequence in sequences:
@@ -255,40 +255,30 @@ def test_bursty_order_keeps_the_readings_of_a_device_together() -> None:
     assert len(within) == 24
 
 
-def as_text(value: object) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def test_long_table_is_in_order_of_arrival_and_records_overlap() -> None:
+def test_messages_are_in_order_of_arrival_and_records_overlap() -> None:
     fleet = simulate(200, seed=8, fault_share=0.1)
-    events = fleet.to_long_table()
-    assert events.column_names == ["record", "feature", "value", "time"]
-    assert (np.diff(events.column("time").cast(pa.int64()).to_numpy()) >= 0).all()
+    events = [orjson.loads(message) for message in fleet.iterate_messages()]
+    assert {tuple(event) for event in events} == {("record", "feature", "value", "time")}
+    assert (np.diff([event["time"] for event in events]) >= 0).all()
     wide = {row["record"]: row for row in fleet.table.to_pylist()}
-    seen: dict[str, set[str]] = {}
-    for row in events.to_pylist():
-        assert as_text(wide[row["record"]][row["feature"]]) == row["value"]
-        seen.setdefault(row["record"], set()).add(row["feature"])
+    delays = {row["record"]: delay for row, delay in zip(wide.values(), fleet.delays, strict=True)}
+    seen: dict[str, list[str]] = {}
+    for event in events:
+        record, name = event["record"], event["feature"]
+        assert event["value"] == wide[record][name]
+        arrival = wide[record]["time"].timestamp() + delays[record][FEATURES.index(name)]
+        assert event["time"] == pytest.approx(arrival, abs=2e-6)
+        seen.setdefault(record, []).append(name)
     for record, row in wide.items():
-        assert seen[record] == {name for name in FEATURES if row[name] is not None}
+        assert sorted(seen[record]) == sorted(name for name in FEATURES if row[name] is not None)
     first, last = {}, {}
-    for place, record in enumerate(events.column("record").to_pylist()):
-        first.setdefault(record, place)
-        last[record] = place
+    for place, event in enumerate(events):
+        first.setdefault(event["record"], place)
+        last[event["record"]] = place
     middle = len(events) // 2
     assert sum(first[r] <= middle <= last[r] for r in first) > 10
-
-
-def test_messages_contain_the_events() -> None:
-    fleet = simulate(20, seed=8)
-    messages = [orjson.loads(message) for message in fleet.iterate_messages()]
-    events = fleet.to_long_table().to_pylist()
-    assert [(m["record"], m["feature"], as_text(m["value"])) for m in messages] == [
-        (e["record"], e["feature"], e["value"]) for e in events
-    ]
-    assert [m["time"] for m in messages] == pytest.approx([e["time"].timestamp() for e in events])
-    assert isinstance(next(m["value"] for m in messages if m["feature"] == "mode"), str)
-    assert isinstance(next(m["value"] for m in messages if m["feature"] == "flow"), float)
+    assert isinstance(next(event["value"] for event in events if event["feature"] == "mode"), str)
+    assert isinstance(next(event["value"] for event in events if event["feature"] == "flow"), float)
 
 
 def test_small_fleets_and_invalid_arguments() -> None:
@@ -297,6 +287,6 @@ def test_small_fleets_and_invalid_arguments() -> None:
     assert len(empty.select_normal_records()) == 0
     assert list(empty.iterate_messages()) == []
     assert len(simulate(1, seed=0, num_pumps=1).table) == 1
-    for bad in ({"num_records": -1}, {"num_pumps": 0}, {"fault_share": 1.5}, {"order": "sorted"}):
+    for bad in ({"num_records": -1}, {"num_pumps": 0}, {"fault_share": 1.5}):
         with pytest.raises(ValueError, match="simulate: "):
             simulate(**{"num_records": 5, "seed": 0, **bad})  # type: ignore[arg-type]

@@ -19,7 +19,7 @@ from deformer_stream import model_store
 from deformer_stream.calibration.conformal import Calibration
 from deformer_stream.calibration.false_alarms import bound_false_alarms
 from deformer_stream.codec import Codec
-from deformer_stream.demo.simulate import FEATURES, Order, SimulatedFleet, simulate
+from deformer_stream.demo.simulate import FEATURES, SimulatedFleet, simulate
 from deformer_stream.engine.engine import Engine
 from deformer_stream.engine.engine_set import EngineSet
 from deformer_stream.model.schema import Schema
@@ -27,6 +27,7 @@ from deformer_stream.runtime.metrics import Metrics
 from deformer_stream.runtime.pipeline import Pipeline
 from deformer_stream.runtime.timing import EventClock
 from deformer_stream.testing import MemorySink, MemorySource
+from tests.demo.arrival_orders import Order, simulate_in_order
 from tests.effort import IS_LONG
 from tests.engine.max_statistics import compute_max_statistics
 from trainer.job import train
@@ -67,11 +68,11 @@ def arrange_by_arrival(fleet: SimulatedFleet, schema: Schema) -> tuple[NDArray[n
 @pytest.mark.parametrize("order", ["random", "fixed", "bursty"])
 def test_false_alarm_rate_is_at_most_alpha(model_dir: Path, order: Order) -> None:
     loaded = model_store.read(model_dir)
-    codes, values = arrange_by_arrival(simulate(NUM_CALIBRATION, seed=2, order=order), loaded.schema)
+    codes, values = arrange_by_arrival(simulate_in_order(NUM_CALIBRATION, seed=2, order=order), loaded.schema)
     calibration = Calibration.from_statistics(compute_max_statistics(loaded.model, codes, np.nan_to_num(values)), order)
     engine = Engine(loaded.model, calibration, loaded.fingerprint, ALPHA, effort="off")
     sink = MemorySink()
-    source = MemorySource(simulate(NUM_HELD_OUT, seed=3, order=order).iterate_messages(), chunk=8_192)
+    source = MemorySource(simulate_in_order(NUM_HELD_OUT, seed=3, order=order).iterate_messages(), chunk=8_192)
     totals = Pipeline(
         source, Codec(loaded.schema), EngineSet.of_only_model(engine), [sink], EventClock(), Metrics(), is_finite=True
     ).run(threading.Event())

@@ -53,7 +53,8 @@ from deformer_stream.kernels.kv_cache import CpuKVCache
 from deformer_stream.kernels.library import load_library
 from deformer_stream.model.alert_prior import AlertPrior, PriorPValues
 from deformer_stream.model.conditional_arrays import ConditionalArrays
-from deformer_stream.model.deformer import PRESETS, DEformer, ModelConfig
+from deformer_stream.model.config import PRESETS
+from deformer_stream.model.deformer import DEformer, ModelConfig
 from deformer_stream.model.distributions import Conditional
 from deformer_stream.model.schema import Feature, Schema
 from tests.effort import num_examples

@@ -11,7 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deformer_stream.model.deformer import PRESETS, DEformer, KVCacheView, ModelConfig, apply_layer
+from deformer_stream.model.config import PRESETS
+from deformer_stream.model.deformer import DEformer, KVCacheView, ModelConfig, apply_layer
 from deformer_stream.model.layers import ACTIVATIONS, get_activation
 from deformer_stream.model.parameters import count_state_values, describe_tensors
 from deformer_stream.model.schema import Feature, Schema

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from deformer_stream.errors import InputError
-from deformer_stream.tables.discovery import CSV, PARQUET, find_files, get_stem, has_ending, list_data_files
+from deformer_stream.tables.discovery import CSV, TABLES, find_files, get_stem, has_ending, list_data_files
 
 SUFFIXES = (".parquet", ".json")
 
@@ -160,10 +160,10 @@ def test_inputs_without_files_are_refused(tmp_path: Path) -> None:
         with pytest.raises(InputError, match=words):
             find_files([tmp_path / entry])
     with pytest.raises(InputError, match="no Parquet or CSV file matches"):
-        find_files([tmp_path / "*.json"], PARQUET + CSV)
+        find_files([tmp_path / "*.json"], TABLES)
     write_files(tmp_path, "log.jsonl")
     with pytest.raises(InputError, match=r"deformer-stream init .*log\.jsonl converts them"):
-        find_files([tmp_path / "log.jsonl"], PARQUET + CSV)
+        find_files([tmp_path / "log.jsonl"], TABLES)
 
 
 def test_a_folder_that_cannot_be_read_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

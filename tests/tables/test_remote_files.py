@@ -15,7 +15,7 @@ from moto.server import ThreadedMotoServer
 from pyarrow import fs
 
 from connectors.files.lines import read_lines
-from connectors.files.sources import make_record_prefixes
+from connectors.files.open_tables import make_record_prefixes
 from deformer_stream.errors import ConfigError, InputError
 from deformer_stream.tables import discovery
 from deformer_stream.tables.data_files import RemoteFile, parse_url

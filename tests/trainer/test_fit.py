@@ -169,7 +169,7 @@ def test_training_ends_within_its_time_limit(data: PreparedTable, tmp_path: Path
 
     budget = TimeBudget(limit=20.0, clock=clock)
     fitted = start(data, tmp_path, replace(RECIPE, epochs=10_000, patience=10_000), budget).run(
-        measure_costs=lambda model: Costs(after=5.0, record=1e-4)
+        costs=Costs(after=5.0, record=1e-4)
     )
     assert 14.5 < now < 15.5
     assert not fitted.stopped_early
@@ -193,7 +193,7 @@ def test_time_for_training_follows_the_costs_that_are_measured_during_it(
     def work(status: TrainingStatus) -> None:
         now[0] += 0.05
 
-    result = fit.run(on_status=work, measure_costs=lambda model: Costs(first, 0.0), measure_again=measure_again)
+    result = fit.run(on_status=work, costs=Costs(first, 0.0), measure_again=measure_again)
     assert now[0] == pytest.approx(20.0 - later, abs=0.2)
     assert measured_at[0] == pytest.approx(0.5 * (20.0 - first), abs=0.2)
     assert len(measured_at) == 3

@@ -439,7 +439,7 @@ def test_reserve_is_the_time_of_the_work_itself(tmp_path: Path, source: Path, mo
     assert job.costs.ranking == pytest.approx(1.1 * 0.3)
     assert job.costs.held_out == pytest.approx(1.1 * irregular_job.BLOCKS_PER_PASS * (0.02 + 0.2 * 0.1))
     expected = 19 * 0.7 + 91 * 0.3  # calibration and training records, of which 10 are for validation
-    reserve = job.compute_costs(None).after - job.costs.fixed - job.maximum.held_out_passes * job.costs.held_out
+    reserve = job.compute_costs().after - job.costs.fixed - job.maximum.held_out_passes * job.costs.held_out
     assert reserve == pytest.approx(1.1 * expected)
 
 
@@ -453,7 +453,7 @@ def test_a_short_load_while_costs_are_measured_does_not_shorten_training(
 
     monkeypatch.setattr(irregular_job, "score_irregular_records", work)
     job, run = plan_job(tmp_path, source, clock, preset="tiny", epochs=10_000, **SMALL)
-    reserve = job.compute_costs(run.averaged_model).after
+    reserve = job.compute_costs().after
     slowness = 1.0
     again = [job.measure_costs_again(run.averaged_model).after for _ in range(3)]
     assert max(again) < reserve - 24 * 1.5  # seconds of 24 calibration records
@@ -516,8 +516,11 @@ def test_time_that_is_the_same_for_all_blocks_does_not_count_for_each_of_them(
     assert not [line for line in messages if "batch" in line]
     cost = job._measure_step(run)
     assert (cost.fixed, cost.per_record) == (pytest.approx(0.2), pytest.approx(0.005))
-    available = irregular_job.STEPS_SHARE * job._estimate_training_seconds()
-    assert job._estimate_steps(run, cost) == int(available / (0.2 + 32 * 0.005))
+    seconds = irregular_job.estimate_training_seconds(
+        job.budget, job.costs, job.maximum, irregular_job._estimate_validation_seconds(job.costs)
+    )
+    measured = irregular_job._MeasuredRun(run, job.settings, cost, job.costs)
+    assert job._estimate_steps(measured) == int(irregular_job.STEPS_SHARE * seconds / (0.2 + 32 * 0.005))
 
 
 @pytest.mark.parametrize("batch", [64, None])

@@ -23,7 +23,7 @@ from deformer_stream.runtime.repeated_readings import MIN_SHARE
 from deformer_stream.settings import InitSettings, MinorityShare, Share, Timeout, WindowWidth, explain_error
 from deformer_stream.settings.tables import check_timezone
 
-DEFAULT_ALPHA, DEFAULT_MAX_TIME, DEFAULT_WINDOW = "1%", "5m", "60s"
+DEFAULT_ALPHA, DEFAULT_MAX_TIME = "1%", "5m"
 """The answers that are proposed if the input suggests no others."""
 
 MAX_FEATURES_PER_RECORD = 60

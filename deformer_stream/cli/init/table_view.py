@@ -9,6 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -39,7 +40,7 @@ from deformer_stream.errors import InputError
 from deformer_stream.model.schema import Feature
 from deformer_stream.model.windows import Window
 from deformer_stream.settings.base import Layout
-from deformer_stream.tables.discovery import CSV, PARQUET, find_files, has_ending
+from deformer_stream.tables.discovery import TABLES, find_files, has_ending
 from deformer_stream.tables.labels import encode_labels
 from deformer_stream.tables.table import (
     DEFAULT_RECORD_COLUMN,
@@ -65,7 +66,6 @@ MAX_DEVICES = 1000
 
 SAMPLE_BYTES = 1 << 20
 """Number of bytes at the beginning of a CSV file from which the number of its rows is estimated."""
-
 
 REGULAR_GAP_RATIO = 1.25
 """Gaps between the readings of a sensor count as regular if they differ from the usual gap by this factor at most."""
@@ -231,7 +231,7 @@ def look_at_tables(
         InputError: A file does not exist or cannot be read, a column does not exist, or the table has one reading per
             row under column names that training does not know.
     """
-    files = find_files(inputs, PARQUET + CSV)
+    files = find_files(inputs, TABLES)
     # Only the first file is opened.
     table = Table.open_all(files[:1], options)[0]
     return look_at_table(table, tuple(inputs), files, time_column, device_column, label)
@@ -262,46 +262,24 @@ def look_at_table(
     table.check_columns(time=time_column, device=device_column)
     layout = _choose_layout(table)
     is_long = layout == "long"
-    time_option = time_column
-    time_column = time_column or (TIME if TIME in table.schema.names else None)
-    if time_column is None and not is_long:
-        time_column = table.choose_time_column() or _find_date_column(table)
-        if time_column is None:
-            time_column = time_option = _find_unix_times(table)
-    forms: dict[str, CellForm] = {VALUE: "mixed"} if is_long else {}
-    has_local_times = False
-    if time_column is not None:
-        table = _recognize_unit(table, time_column)
-        has_local_times = table.options.time_format.timezone is None and _has_local_times(table, time_column)
-        forms[time_column] = "time"
-    for name in table.schema.names:  # a text such as "none" among codes is a label, and no missing number
-        if (
-            (may_be_label(name) or name == label)
-            and table.is_text_column(name)
-            and classify_type(table.schema.field(name).type) == "number"
-        ):
-            forms.setdefault(name, "mixed")
-    batch, num_rows_read, is_end = _read_first_rows(table, forms)
+    timed = _choose_time_column(table, time_column, is_long)
+    table, time_column = timed.table, timed.column
+    batch, num_rows_read, is_end = _read_first_rows(table, _choose_forms(table, time_column, is_long, label))
     is_complete = len(files) <= 1 and is_end
     num_rows = num_rows_read if is_complete else _estimate_rows(files, table, num_rows_read)
-    devices_of_rows = _find_devices(batch, device_column, is_long)
-    times, time_errors = (None, {}) if time_column is None else parse_times(batch.column(time_column), table.name)
-    steps = np.diff(times[times != NO_TIME]) if times is not None else np.empty(0)
+    devices = _find_devices(batch, device_column, is_long)
     # The readings of a record are from one device, even if no column names it.
-    owners = devices_of_rows[1]
+    owners = devices.device_of_row
     if owners is None and is_long and DEFAULT_RECORD_COLUMN in batch.schema.names:
         owners = [str(record) for record in batch.column(DEFAULT_RECORD_COLUMN).to_pylist()]
-    groups = [owners, batch.column(FEATURE).to_pylist() if is_long else None]
-    interval, span = (None, None) if times is None else _measure_times(times, groups)
+    row_times = _RowTimes.parse(batch, time_column, table.name)
+    interval, span = row_times.measure([owners, batch.column(FEATURE).to_pylist() if is_long else None])
     if span is not None:
         span *= num_rows / batch.num_rows  # as if the rate stays the same in the other rows
-    statistics = _collect_statistics(batch, is_long, {time_column, devices_of_rows[0] if is_long else None})
-    is_in_time_order = int((steps > 0).sum()) >= MIN_RISES and bool((steps >= 0).all())
-    views, features = _describe_columns(table, batch, statistics, time_column, is_long, is_in_time_order)
+    statistics = _collect_statistics(batch, is_long, {time_column, devices.column if is_long else None})
+    views, features = _describe_columns(table, batch, statistics, time_column, is_long, row_times.are_in_order)
     not_labels = {time_column, *((FEATURE, VALUE, DEVICE, DEFAULT_RECORD_COLUMN) if is_long else ())}
-    measured = {view.name for view in views if view.kind == "continuous"}
-    samples = [column.number_sample for name, column in statistics.items() if name in measured]
-    sensors = [name for name in features if is_long or name != devices_of_rows[0]]
+    sensors = [name for name in features if is_long or name != devices.column]
     return TableView(
         inputs=tuple(inputs),
         num_files=max(1, len(files)),
@@ -311,29 +289,177 @@ def look_at_table(
         layout=layout,
         columns=tuple(views),
         time_column=time_column,
-        time_option=time_option,
+        time_option=timed.option,
         time_unit=table.options.time_format.unit,
-        has_local_times=has_local_times,
+        has_local_times=timed.has_local_times,
         interval=interval,
         span=span,
-        device_column=devices_of_rows[0],
-        devices=tuple(sorted({device for device in devices_of_rows[1] or [] if device is not None})[:MAX_DEVICES]),
+        device_column=devices.column,
+        devices=devices.list_names(),
         record_column=DEFAULT_RECORD_COLUMN if DEFAULT_RECORD_COLUMN in table.schema.names else None,
         repeated_in_record=_compute_repeated_in_record(batch) if is_long else 0.0,
         label_columns=find_label_columns(batch, not_labels, is_long, label),
         quality_column=find_quality_column(batch) if is_long else None,
         id_column=None if is_long or len(files) > 1 else _find_id_column(batch, features),
-        fill_values=tuple(find_fill_values(samples)),
-        suggested_exclusions=tuple(
-            name
-            for name in features
-            if not is_long and (ID_NAME.search(simplify_name(name)) or ANSWER_NAME.search(simplify_name(name)))
-        ),
+        fill_values=_find_fill_values(views, statistics),
+        suggested_exclusions=() if is_long else _suggest_exclusions(features),
         dialect=table.describe_dialect(),
-        reading_times=None if times is None else _collect_reading_times(batch, times, owners, sensors),
-        is_newest_first=int((steps < 0).sum()) > int((steps > 0).sum()),
-        time_error=str(time_errors[min(time_errors)]) if time_errors else None,
+        reading_times=_collect_reading_times(batch, row_times.times, owners, sensors),
+        is_newest_first=row_times.are_mostly_falling,
+        time_error=row_times.error,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _TimedTable:
+    """A table whose column of times was chosen.
+
+    Attributes:
+        table: The table, with the unit of its times.
+        column: The column with the time, None if there is none.
+        option: The column with the time, if commands do not find it without the option --time-column.
+        has_local_times: Whether the times are texts without a time zone.
+    """
+
+    table: Table
+    column: str | None
+    option: str | None = None
+    has_local_times: bool = False
+
+
+def _choose_time_column(table: Table, named_column: str | None, is_long: bool) -> _TimedTable:
+    """Choose the column of times of a table, and the unit of its times.
+
+    Args:
+        table: The table.
+        named_column: The column that the user has named, None to find it.
+        is_long: Whether a row is one reading. The column is then `time`.
+    """
+    option = named_column
+    column = named_column or (TIME if TIME in table.schema.names else None)
+    if column is None and not is_long:
+        column = table.choose_time_column() or _find_date_column(table)
+        if column is None:
+            column = option = _find_unix_times(table)
+    if column is None:
+        return _TimedTable(table, None, option)
+    table = _recognize_unit(table, column)
+    has_local_times = table.options.time_format.timezone is None and _has_local_times(table, column)
+    return _TimedTable(table, column, option, has_local_times)
+
+
+def _choose_forms(table: Table, time_column: str | None, is_long: bool, label: str | None) -> dict[str, CellForm]:
+    """Return what the cells of some columns are to be, if the table holds them as text.
+
+    Args:
+        table: The table.
+        time_column: The column with the time, None if there is none.
+        is_long: Whether a row is one reading.
+        label: The column that says whether a row is normal, None if the user has named none.
+    """
+    forms: dict[str, CellForm] = {VALUE: "mixed"} if is_long else {}
+    if time_column is not None:
+        forms[time_column] = "time"
+    for name in table.schema.names:  # a text such as "none" among codes is a label, and no missing number
+        if (
+            (may_be_label(name) or name == label)
+            and table.is_text_column(name)
+            and classify_type(table.schema.field(name).type) == "number"
+        ):
+            forms.setdefault(name, "mixed")
+    return forms
+
+
+@dataclass(frozen=True, slots=True)
+class _RowTimes:
+    """The times of the N rows that were looked at.
+
+    Attributes:
+        times: (N,) microseconds since 1970, `NO_TIME` if unknown; None if the table has no times.
+        error: Why the first of the times that cannot be read cannot be; None if all can be read.
+    """
+
+    times: NDArray[np.int64] | None
+    error: str | None = None
+
+    @classmethod
+    def parse(cls, batch: pa.RecordBatch, time_column: str | None, name: str) -> _RowTimes:
+        """Return the times of some rows.
+
+        Args:
+            batch: The rows.
+            time_column: The column with the time, None if there is none.
+            name: Name of the table, for messages.
+        """
+        if time_column is None:
+            return cls(None)
+        times, error_by_row = parse_times(batch.column(time_column), name)
+        return cls(times, str(error_by_row[min(error_by_row)]) if error_by_row else None)
+
+    @property
+    def _steps(self) -> NDArray[np.int64]:
+        """Differences in microseconds between the known times of consecutive rows."""
+        known = np.empty(0, np.int64) if self.times is None else self.times[self.times != NO_TIME]
+        return np.diff(known)
+
+    @property
+    def are_in_order(self) -> bool:
+        """Whether the rows are in the order of time, as training decides it."""
+        steps = self._steps
+        return int((steps > 0).sum()) >= MIN_RISES and bool((steps >= 0).all())
+
+    @property
+    def are_mostly_falling(self) -> bool:
+        """Whether most rows are earlier than the row before."""
+        steps = self._steps
+        return int((steps < 0).sum()) > int((steps > 0).sum())
+
+    def measure(self, groups: Sequence[Sequence[str | None] | None]) -> tuple[float | None, float | None]:
+        """Return the usual time between two rows of the same groups, and the whole time, both in seconds.
+
+        Args:
+            groups: For each grouping (by device, by sensor) the group of each of the N rows; None if there is no
+                grouping.
+
+        Returns:
+            (interval, span); None for each that the times do not show.
+        """
+        times = self.times
+        if times is None:
+            return None, None
+        keys = [
+            np.unique([str(name) for name in group], return_inverse=True)[1] for group in groups if group is not None
+        ]
+        order = np.lexsort((times, *keys))
+        is_known = times[order] != NO_TIME
+        order = order[is_known]
+        if len(order) < 2:
+            return None, None
+        steps = np.diff(times[order])
+        is_same = np.ones(len(steps), bool)
+        for key in keys:
+            is_same &= np.diff(key[order]) == 0
+        positive = steps[is_same & (steps > 0)]
+        known = times[order]
+        span = float(known.max() - known.min()) / 1e6
+        return (float(np.median(positive)) / 1e6 if len(positive) else None), span or None
+
+
+def _find_fill_values(views: Sequence[ColumnView], statistics: Mapping[str, ColumnStatistics]) -> tuple[FillValue, ...]:
+    """Return the values of measurements that probably stand for missing readings, such as 99999.
+
+    Args:
+        views: The descriptions of the columns.
+        statistics: The statistics of each column or sensor.
+    """
+    measured = {view.name for view in views if view.kind == "continuous"}
+    return tuple(find_fill_values([column.number_sample for name, column in statistics.items() if name in measured]))
+
+
+def _suggest_exclusions(features: Sequence[str]) -> tuple[str, ...]:
+    """Return the columns of a wide table that became features and probably should not: ids and answers."""
+    simple_names = {name: simplify_name(name) for name in features}
+    return tuple(name for name, simple in simple_names.items() if ID_NAME.search(simple) or ANSWER_NAME.search(simple))
 
 
 def _choose_layout(table: Table) -> Layout:
@@ -507,10 +633,24 @@ def _estimate_rows(files: Sequence[Path], table: Table, num_rows_read: int) -> i
     return round(num_rows * sum(sizes) / max(1, sizes[0]))
 
 
-def _find_devices(
-    batch: pa.RecordBatch, device_column: str | None, is_long: bool
-) -> tuple[str | None, list[str | None] | None]:
-    """Return the column with the device, and the device of each row; (None, None) if there is none.
+class _Devices(NamedTuple):
+    """The devices of the rows that were looked at.
+
+    Attributes:
+        column: The column with the device, None if there is none.
+        device_of_row: The device of each row, None for a null; None if there is no column.
+    """
+
+    column: str | None = None
+    device_of_row: list[str | None] | None = None
+
+    def list_names(self) -> tuple[str, ...]:
+        """Return the names of the devices, sorted, `MAX_DEVICES` of them at most."""
+        return tuple(sorted({device for device in self.device_of_row or () if device is not None})[:MAX_DEVICES])
+
+
+def _find_devices(batch: pa.RecordBatch, device_column: str | None, is_long: bool) -> _Devices:
+    """Find the column with the device, and return the device of each row.
 
     Args:
         batch: The first rows.
@@ -528,50 +668,24 @@ def _find_devices(
                     device_column = name
                     break
     if device_column is None:
-        return None, None
+        return _Devices()
     indexes, labels = encode_labels(batch.column(device_column))
-    return device_column, [labels[index] if index >= 0 else None for index in indexes]
-
-
-def _measure_times(
-    times: NDArray[np.int64], groups: Sequence[Sequence[str | None] | None]
-) -> tuple[float | None, float | None]:
-    """Return the usual time between two rows of the same groups, and the whole time, both in seconds.
-
-    Args:
-        times: (M,) times of the rows in microseconds since 1970, `NO_TIME` if unknown.
-        groups: For each grouping (by device, by sensor) the group of each of the M rows; None if there is no grouping.
-
-    Returns:
-        (interval, span); None for each that the times do not show.
-    """
-    keys = [np.unique([str(name) for name in group], return_inverse=True)[1] for group in groups if group is not None]
-    order = np.lexsort((times, *keys))
-    is_known = times[order] != NO_TIME
-    order = order[is_known]
-    if len(order) < 2:
-        return None, None
-    steps = np.diff(times[order])
-    is_same = np.ones(len(steps), bool)
-    for key in keys:
-        is_same &= np.diff(key[order]) == 0
-    positive = steps[is_same & (steps > 0)]
-    known = times[order]
-    span = float(known.max() - known.min()) / 1e6
-    return (float(np.median(positive)) / 1e6 if len(positive) else None), span or None
+    return _Devices(device_column, [labels[index] if index >= 0 else None for index in indexes])
 
 
 def _collect_reading_times(
-    batch: pa.RecordBatch, times: NDArray[np.int64], owners: Sequence[str | None] | None, sensors: Sequence[str]
-) -> ReadingTimes:
-    """Return the times of the readings of some sensors.
+    batch: pa.RecordBatch, times: NDArray[np.int64] | None, owners: Sequence[str | None] | None, sensors: Sequence[str]
+) -> ReadingTimes | None:
+    """Return the times of the readings of some sensors, None if the table has no times.
 
     Args:
         batch: The M first rows.
-        times: (M,) their times in microseconds since 1970, `NO_TIME` if unknown.
+        times: (M,) their times in microseconds since 1970, `NO_TIME` if unknown; None if the table has none.
         owners: The device or record of each row, None if there are neither.
         sensors: Names of the sensors, which are columns unless a row is one reading.
     """
+    if times is None:
+        return None
     owner_of_row = np.zeros(len(times), np.int64)
     if owners is not None:
         owner_of_row = np.unique([str(name) for name in owners], return_inverse=True)[1].astype(np.int64)
