@@ -12,6 +12,7 @@ as a common one.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import math
 import re
@@ -19,8 +20,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
-from deformer_stream.calibration.incident_budget import SECONDS_BY_UNIT
 from deformer_stream.calibration.share_vectors import add_direction, average_directions, compute_cosine
+from deformer_stream.durations import parse_period
 from deformer_stream.errors import ConfigError
 from deformer_stream.incidents.events import Incident, IncidentRule, IncidentState, IncidentSuspect
 from deformer_stream.incidents.series import compute_message_interval, to_log10
@@ -45,7 +46,7 @@ MAX_CANDIDATES = 1000
 MAX_FLEETS = 16
 """Largest number of fleet incidents of a group that are kept; the oldest resolved ones are dropped first."""
 
-_RULE_PATTERN = re.compile(r"\s*(\d{1,6})\s+within\s+(\d+(?:\.\d+)?)\s*([smhd])\s*", re.ASCII)
+_RULE_PATTERN = re.compile(r"\s*(\d{1,6})\s+within\s+(.*)", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,10 +80,11 @@ def parse_fleet_rule(text: str) -> FleetRule | None:
         return AUTOMATIC_RULE
     match = _RULE_PATTERN.fullmatch(text)
     if match and int(match[1]) >= 2:
-        return FleetRule(int(match[1]), round(float(match[2]) * SECONDS_BY_UNIT[match[3]] * 1_000_000))
+        with contextlib.suppress(ValueError):
+            return FleetRule(int(match[1]), parse_period(match[2]))
     raise ConfigError(
-        f"--fleet {text!r}: write auto, off, or a number of devices, at least 2, and a time with the unit s, m, h or "
-        'd, such as "3 within 10m"'
+        f"--fleet {text!r}: write auto, off, or a number of devices, at least 2, and a time with the unit s, m, h, d "
+        'or w, such as "3 within 10m"'
     )
 
 

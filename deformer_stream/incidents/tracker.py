@@ -54,6 +54,7 @@ from deformer_stream.calibration.incident_evidence import (
 )
 from deformer_stream.calibration.incident_segments import add_open_alert
 from deformer_stream.calibration.share_vectors import compute_cosine
+from deformer_stream.durations import MICROS_PER_MINUTE
 from deformer_stream.engine.events import NO_TIME, ONLY_MODEL
 from deformer_stream.incidents.device import extract_device, extract_device_group
 from deformer_stream.incidents.events import (
@@ -66,13 +67,7 @@ from deformer_stream.incidents.events import (
 )
 from deformer_stream.incidents.fleet import FleetRule, FleetTracker, GroupState
 from deformer_stream.incidents.row_order import OpenAlert, OrderState, Row, RowOrder
-from deformer_stream.incidents.series import (
-    MAX_RESOLVED_POINTS,
-    MICROS_PER_MINUTE,
-    TimelineSeries,
-    compute_message_interval,
-    to_log10,
-)
+from deformer_stream.incidents.series import MAX_RESOLVED_POINTS, TimelineSeries, compute_message_interval, to_log10
 from deformer_stream.incidents.suspects import SuspectTotals
 
 MAX_OPEN_LOG_EXCESS = 3.0

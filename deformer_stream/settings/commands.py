@@ -8,6 +8,7 @@ from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
+from deformer_stream.durations import parse_duration
 from deformer_stream.record_limits import MAX_SLOTS
 from deformer_stream.settings.base import (
     DEFAULT_MAX_AHEAD,
@@ -29,7 +30,6 @@ from deformer_stream.settings.base import (
     Units,
     WindowWidth,
     get_limit_micros,
-    parse_duration,
     text_default,
     to_flag,
 )
