@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
 from deformer_stream.codec.encode_incidents import decode_incident
-from deformer_stream.codec.feedback_messages import make_label
 from deformer_stream.errors import ConfigError, Unavailable
 from deformer_stream.incidents.events import FeedbackLabel, Incident
 from deformer_stream.incidents.overlay import Overlay
@@ -40,7 +39,7 @@ from deformer_stream.runtime.notification import (
 from deformer_stream.runtime.notification_backlog import MAX_FULL_IDS, MAX_NOTED_INCIDENTS, Backlog, Entry
 from tests.effort import num_examples
 from tests.incidents.delivery import ManualClock, ScriptedBatchReceiver, ScriptedReceiver, Topic, TopicReader
-from tests.incidents.examples import MINUTE, make_fleet_incident, make_incident, make_incidents
+from tests.incidents.examples import MINUTE, make_fleet_incident, make_incident, make_incidents, make_label
 
 WAIT_SECONDS = 60.0
 """Limit of a wait for a thread. It decides no test: a test that reaches it has failed."""

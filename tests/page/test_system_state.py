@@ -15,14 +15,13 @@ import pytest
 
 from deformer_stream.calibration.incident_budget import parse_budget
 from deformer_stream.calibration.incident_segments import SegmentCalibration
-from deformer_stream.codec.feedback_messages import make_label
 from deformer_stream.durations import MICROS_PER_DAY
 from deformer_stream.incident_store import IncidentCalibration, LogEntry, write_incident_calibration
 from deformer_stream.model_manifest import read_manifest
 from deformer_stream.page import system_state
 from deformer_stream.page.store import LabelCounts
 from deformer_stream.page.system_state import make_rate, parse_metrics, read_process, summarize_process
-from tests.incidents.examples import make_incident
+from tests.incidents.examples import make_incident, make_label
 from tests.models import write_model
 from tests.page.pages import NOW, make_site
 
