@@ -599,8 +599,8 @@ class ReplaySettings(ModelSetSettings, InputSettings, IncidentRuleSettings, Shar
         """
         if self.evidence is not None and str(self.evidence) in ("on", "off"):
             raise ValueError(
-                f"--evidence {self.evidence} is a value of consume; replay needs the name of a file, so move the "
-                "option evidence of consume to the table [consume] of the configuration file"
+                f"--evidence {self.evidence} is a value of consume; replay needs the name of a file, so write the "
+                "option evidence of consume below [consume] in the configuration file"
             )
         return self
 
