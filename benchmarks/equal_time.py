@@ -52,8 +52,8 @@ from benchmarks.tables import (
     parse_seeds,
     require_scikit_learn,
 )
+from deformer_stream.durations import parse_duration
 from deformer_stream.errors import ConfigError
-from deformer_stream.settings.base import parse_duration
 from trainer.equal_time import EncoderName
 from trainer.event_sets import EventSets, encode_readings, make_event_sets
 from trainer.sequence_classifier import ReaderName, SequenceClassifierConfig, train_sequence_classifier
@@ -216,7 +216,7 @@ def run(arguments: argparse.Namespace) -> None:
     if unknown := [name for name in names if name not in MAKERS]:
         raise ConfigError(f"--cases {unknown[0]}: there is no such case; available are {', '.join(MAKERS)}")
     try:
-        max_seconds = float(parse_duration(arguments.max_time))
+        max_seconds = parse_duration(arguments.max_time)
     except ValueError as error:
         raise ConfigError(f"--max-time {arguments.max_time}: {error}") from None
     store = ResultStore("equal_time", {"max_time": arguments.max_time, "machine": describe_machine()}, arguments.again)

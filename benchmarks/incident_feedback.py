@@ -41,10 +41,10 @@ import pyarrow.parquet as pq
 from benchmarks.command import build_parser, describe_machine, format_today, publish_results, run_benchmark
 from benchmarks.tables import format_markdown_header, format_markdown_row
 from deformer_stream.codec.encode_incidents import decode_incident
-from deformer_stream.codec.feedback_messages import encode_label, make_label
+from deformer_stream.codec.feedback_messages import add_id, encode_label
 from deformer_stream.demo.simulate import simulate
 from deformer_stream.errors import ConfigError
-from deformer_stream.incidents.events import Incident
+from deformer_stream.incidents.events import FeedbackLabel, Incident
 
 NUM_PUMPS, NUM_DAYS, RECORDS_PER_DAY, EPISODE = 12, 40, 24, 8
 FALSE_SHARE, FAULT_SHARE, DRIFT_SHARE = 0.05, 0.03, 0.01
@@ -200,10 +200,10 @@ def measure(seed: int, model: Path, folder: Path, has_drift: bool) -> dict[str, 
     for incident in past:
         kind = classify(incident, spans["past"])
         if kind in (*FAULTS, DRIFT):
-            labels.append(make_label("true", incident.opened, incident=incident.id, name=kind))
+            labels.append(add_id(FeedbackLabel("true", incident.opened, incident=incident.id, name=kind)))
         elif kind == HARMLESS and num_clicks < NUM_CLICKS:
             num_clicks += 1
-            labels.append(make_label("false-alarm", incident.opened, incident=incident.id))
+            labels.append(add_id(FeedbackLabel("false-alarm", incident.opened, incident=incident.id)))
     (folder / "labels.jsonl").write_bytes(b"".join(encode_label(label) + b"\n" for label in labels))
     candidate = folder / "candidate"
     logs = ("--log", folder / "past.jsonl", "--feedback", folder / "labels.jsonl")

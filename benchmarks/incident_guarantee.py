@@ -33,9 +33,10 @@ from benchmarks.command import build_parser, describe_machine, format_today, pub
 from benchmarks.incident_detectors import advance_detectors, compute_p_values
 from benchmarks.tables import format_markdown_header, format_markdown_row
 from deformer_stream.calibration.conditional_e_values import compute_log_normalisers
-from deformer_stream.calibration.incident_budget import MICROS_PER_DAY, parse_budget
+from deformer_stream.calibration.incident_budget import parse_budget
 from deformer_stream.calibration.incident_evidence import NUM_EXPONENTS, compute_log_e_values
 from deformer_stream.calibration.incident_segments import SegmentCalibration
+from deformer_stream.durations import MICROS_PER_DAY
 
 Floats = NDArray[np.float64]
 

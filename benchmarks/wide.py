@@ -48,6 +48,7 @@ from benchmarks.tables import (
 )
 from benchmarks.time_limit import Case, run_case
 from deformer_stream import Detector, load
+from deformer_stream.durations import MICROS_PER_SECOND, parse_period
 from deformer_stream.engine.engine import Limits
 from deformer_stream.engine.events import NO_TIME, EventBatch
 from deformer_stream.errors import ConfigError
@@ -269,11 +270,10 @@ def measure_width(num_tags: int, has_prior: bool, arguments: argparse.Namespace)
 
 def parse_seconds(text: str) -> float:
     """Return the seconds of a duration such as 60s or 2m."""
-    units = {"s": 1.0, "m": 60.0}
     try:
-        return float(text[:-1]) * units[text[-1:]]
-    except (KeyError, ValueError):
-        raise ConfigError(f"--max-time {text}: expected a number with the unit s or m, for example 60s") from None
+        return parse_period(text) / MICROS_PER_SECOND
+    except ValueError as error:
+        raise ConfigError(f"--max-time {text}: {error}") from None
 
 
 def describe_prior(line: dict[str, Any]) -> str:

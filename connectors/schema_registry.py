@@ -167,7 +167,8 @@ class SchemaRegistry:
             raise RejectionError(RejectionReason.UNKNOWN_SCHEMA, problem)
         if not isinstance(answer, dict) or "schema" not in answer:
             raise ConfigError(
-                f"{self._url} is not a schema registry, because its answer to {path} has no schema: check its path"
+                f"{self._url} is not a schema registry, because the response to {path} has no schema: check the path "
+                "of the address"
             )
         return answer
 
@@ -235,7 +236,8 @@ class SchemaRegistry:
         answer = self._request("POST", f"{path}/versions", body, False, remedy, forbidden) if found is None else found
         if not isinstance(answer, dict) or not isinstance(answer.get("id"), int):
             raise ConfigError(
-                f"{self._url} is not a schema registry, because its answer to {path} has no id: check its path"
+                f"{self._url} is not a schema registry, because the response to {path} has no id: check the path of "
+                "the address"
             )
         return int(answer["id"])
 
@@ -348,5 +350,5 @@ def _parse_answer(response: httpx.Response, url: str) -> Any:
         return response.json()
     except ValueError as error:
         raise ConfigError(
-            f"{url} is not a schema registry, because it does not answer with JSON: check its path"
+            f"{url} is not a schema registry, because the response is not JSON: check the path of the address"
         ) from error

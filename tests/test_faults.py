@@ -20,8 +20,8 @@ from scipy.stats import betabinom
 import deformer_stream
 from deformer_stream import Detector, model_store
 from deformer_stream.calibration.fault_classifier import UNKNOWN, FaultClassifier, FaultName
+from deformer_stream.codec.encode_alerts import encode_alert
 from deformer_stream.codec.encode_evidence import decode_evidence, encode_evidence
-from deformer_stream.codec.encode_outputs import encode_alert
 from deformer_stream.engine import fault_inputs
 from deformer_stream.engine.fault_inputs import classify_records, compute_fault_inputs, count_inputs
 from deformer_stream.errors import ArtifactError, ConfigError, InputError

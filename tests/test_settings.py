@@ -347,6 +347,8 @@ def test_defaults_are_stable(clean_environment: pytest.MonkeyPatch) -> None:
         ("1h30m", 5400.0),
         (" 1 h 30 m ", 5400.0),
         ("1d2h3m4s5ms", 93784.005),
+        ("2w", 1_209_600.0),
+        ("1w1d", 691_200.0),
     ],
 )
 def test_durations_are_parsed(clean_environment: pytest.MonkeyPatch, text: str, seconds: float) -> None:
@@ -359,7 +361,8 @@ def test_durations_are_parsed(clean_environment: pytest.MonkeyPatch, text: str, 
         "",
         "s",
         "-1s",
-        "1w",
+        "1y",
+        "1d1w",
         "30 seconds",
         "1e3s",
         "nan",

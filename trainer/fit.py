@@ -29,9 +29,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils._triton import has_triton
 
+from deformer_stream.durations import format_duration
 from deformer_stream.errors import ConfigError
 from deformer_stream.model.deformer import DEformer
-from deformer_stream.model.windows import format_duration
 from deformer_stream.settings.base import to_flag
 from trainer import checkpoint
 from trainer.batches import BatchSource

@@ -18,7 +18,7 @@ from datetime import UTC, datetime
 import numpy as np
 from numpy.typing import NDArray
 
-from deformer_stream.codec.timestamps import UNITS_PER_SECOND, TimeUnit
+from deformer_stream.durations import UNITS_PER_SECOND, TimeUnit
 
 MIN_VALUES = 10
 """Smallest number of values from which a rule draws a conclusion."""

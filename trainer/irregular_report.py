@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from deformer_stream.calibration.conformal import Calibration
-from deformer_stream.model.windows import format_rough_duration
+from deformer_stream.durations import format_rough_duration
 from deformer_stream.report import charts, pages
 from trainer.fit import TrainingResult
 from trainer.irregular_evaluation import IrregularLikelihood

@@ -17,10 +17,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deformer_stream.counts import format_count
+from deformer_stream.durations import format_duration
 from deformer_stream.errors import ConfigError, InputError
 from deformer_stream.model.schema import Schema
 from deformer_stream.model.time_slots import expand_time_slots
-from deformer_stream.model.windows import Window, format_duration
+from deformer_stream.model.windows import Window
 from deformer_stream.record_limits import MAX_FEATURES
 from deformer_stream.runtime.repeated_readings import compute_max_slots
 from deformer_stream.tables.table import describe_bad_rows, join_names

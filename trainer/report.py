@@ -12,6 +12,7 @@ import numpy as np
 
 from deformer_stream.calibration.conformal import DEFAULT_ALPHAS, Calibration
 from deformer_stream.counts import format_count
+from deformer_stream.durations import MICROS_PER_DAY
 from deformer_stream.model.time_slots import collapse_time_slots, describe_records
 from deformer_stream.report import charts, pages
 from trainer.data import PreparedTable, TrainingTable
@@ -26,7 +27,6 @@ MAIN_ALPHA = 0.01
 
 FALSE_ALERTS = "false alerts"
 
-MICROS_PER_DAY = 86_400_000_000
 
 NATS = (
     "−ln p says how improbable a reading is, in nats (the unit of natural logarithms): one nat more means a "

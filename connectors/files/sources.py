@@ -830,9 +830,9 @@ class _WindowedTable:
         model_columns = options.find_model_column(table, (options.field_names.device,))
         if not set(model_columns).isdisjoint(_list_reading_columns(options.field_names)):
             raise InputError(
-                f"{table.name}: the column {model_columns[0]!r} cannot determine the model, because the cells of the "
-                "table become readings, which have a field of this name; rename the column in the table, and give its "
-                "new name with --model-by"
+                f"{table.name}: the column {model_columns[0]!r} cannot determine the model, because each cell "
+                "becomes a reading, and a reading has a field of its own with this name; rename the column in the "
+                "table, and give its new name with --model-by"
             )
         label_columns = options.find_label_column(table)
         used_columns += (*model_columns, *label_columns)

@@ -62,8 +62,8 @@ class CommitManager:
 
     Args:
         consumer: The consumer whose offsets are committed.
-        delivery: Buffers outgoing messages and sends them with a commit. None commits offsets only.
-        state: The state topic, or None to save no state.
+        delivery: Buffers outgoing messages and sends them with a commit.
+        state: The state topic.
         model: Fingerprint of the model, which the metadata of the committed offsets state.
 
     Attributes:
@@ -74,9 +74,7 @@ class CommitManager:
         confirmed_at: `time.monotonic()` of the last successful commit that included offsets.
     """
 
-    def __init__(
-        self, consumer: Consumer, delivery: Delivery | None, state: StateTopic | None, model: str = ""
-    ) -> None:
+    def __init__(self, consumer: Consumer, delivery: Delivery, state: StateTopic, model: str = "") -> None:
         self._consumer, self._delivery, self._state = consumer, delivery, state
         self.model = model
         self.num_partitions = 0
@@ -99,8 +97,6 @@ class CommitManager:
         because at-least-once delivery permits duplicates.
         """
         delivery = self._delivery
-        if delivery is None:  # a commit consists of offsets only, which can be committed again without recovery
-            return False
         # The last transaction has computed its offsets and no longer runs, but it was not found to have taken effect.
         is_outcome_unknown = delivery.is_transactional and not delivery.is_in_background and self._attempt is not None
         return delivery.has_failed or is_outcome_unknown
@@ -108,17 +104,17 @@ class CommitManager:
     @property
     def takes_transactional_id(self) -> bool:
         """Whether `recover` and `renew_producer` take the transactional id from every other process that uses it."""
-        return self._delivery is not None and self._delivery.is_transactional and self._delivery.has_failed
+        return self._delivery.is_transactional and self._delivery.has_failed
 
     @property
     def is_in_background(self) -> bool:
         """Whether `begin_sending` has started an attempt in the background that `send` has not waited for yet."""
-        return self._delivery is not None and self._delivery.is_in_background
+        return self._delivery.is_in_background
 
     @property
     def is_finished(self) -> bool:
         """Whether the attempt in the background has ended, successfully or not, so that `send` returns at once."""
-        return self._delivery is not None and self._delivery.is_finished
+        return self._delivery.is_finished
 
     def begin(
         self,
@@ -138,8 +134,7 @@ class CommitManager:
         """
         self.has_commit = True
         self._request = CommitRequest(dict(positions), dict(states), confirm_unchanged)
-        if self._delivery is not None:
-            self._delivery.seal_pending()
+        self._delivery.seal_pending()
 
     def begin_sending(self, membership: Any, on_committed: Callable[[], None]) -> bool:
         """Start the first attempt to commit in the background, if it is a transaction.
@@ -153,7 +148,7 @@ class CommitManager:
             attempt; the caller must then use `send`.
         """
         delivery = self._delivery
-        if delivery is None or not delivery.is_transactional:
+        if not delivery.is_transactional:
             return False
         must_recover_first = delivery.has_failed or self._attempt is not None  # an attempt failed, or may have failed
         if must_recover_first:
@@ -208,21 +203,19 @@ class CommitManager:
             The offsets that the caller must commit, or None if the transaction has committed them.
         """
         delivery = self._delivery
-        if delivery is not None and self.is_in_background:
+        if delivery.is_in_background:
             delivery.end(timeout, on_wait)
             return None
         payload = self._encode_request()
-        if delivery is not None and _needs_transaction(delivery, payload):
+        if _needs_transaction(delivery, payload):
             # The transaction calls `compute_offsets` when it sends the offsets; this also sets `self._attempt`.
             compute_offsets = self._make_offsets_function(payload)
             delivery.begin(delivery.transaction(payload.messages, compute_offsets, membership))
             delivery.end(timeout, on_wait)
             return None
-        # Without transactions, or with nothing to send. Without `Delivery` there is no state topic, thus no messages.
-        message_offsets: list[int] = []
-        if delivery is not None:
-            seconds = client.DELIVERY_SECONDS if timeout is None else timeout
-            message_offsets = delivery.send(payload.messages, seconds, on_wait)
+        # Without transactions, or with nothing to send.
+        seconds = client.DELIVERY_SECONDS if timeout is None else timeout
+        message_offsets = delivery.send(payload.messages, seconds, on_wait)
         # The metadata of the committed offsets state at which offset of the state topic a new snapshot begins.
         self._attempt = self._plan_attempt(payload, message_offsets)
         return self._attempt.offsets
@@ -232,7 +225,7 @@ class CommitManager:
 
         An open transaction would hide later messages from consumers that read only committed messages.
         """
-        if self._delivery is not None and self._delivery.has_failed:
+        if self._delivery.has_failed:
             self._delivery.renew_producer(on_wait)
 
     def recover(self, on_wait: Callable[[], None] = do_nothing) -> None:
@@ -269,8 +262,7 @@ class CommitManager:
                 self._attempt.offsets.pop(tp, None)
             self._request.positions.pop(tp, None)
             self._request.states.pop(tp.partition, None)
-        if self._delivery is not None:
-            self._delivery.drop_partitions(tp.partition for tp in partitions)
+        self._delivery.drop_partitions(tp.partition for tp in partitions)
 
     def _encode_request(self) -> CommitPayload:
         """Encode the states of the commit in progress as messages of the state topic, and return the payload to commit.
@@ -285,7 +277,7 @@ class CommitManager:
         snapshot_starts: list[tuple[TopicPartition, int]] = []
         for tp, position in self._request.positions.items():
             state = self._request.states.get(tp.partition)
-            if self._state is not None and state is not None:
+            if state is not None:
                 if state.snapshot is not None:
                     snapshot_starts.append((tp, len(messages)))
                 state_messages, references[tp] = self._state.encode(
@@ -295,7 +287,7 @@ class CommitManager:
                     references.get(tp),
                     commit_name,
                     self._get_writer(tp),
-                    is_transactional=self._delivery is not None and self._delivery.is_transactional,
+                    is_transactional=self._delivery.is_transactional,
                 )
                 messages += state_messages
         # Partitions without new state get the name too, because `_apply_if_committed` recognises the attempt by it.
@@ -333,8 +325,7 @@ class CommitManager:
             for tp, position in positions.items()
             if self._committed_positions.get(tp) != position or tp.partition in states
         }
-        has_messages = self._delivery is not None and self._delivery.has_uncommitted_messages
-        commits_all = confirm_unchanged or (has_messages and changed.isdisjoint(references))
+        commits_all = confirm_unchanged or (self._delivery.has_uncommitted_messages and changed.isdisjoint(references))
         offsets = {
             tp: CommittedOffset(
                 position,
@@ -373,8 +364,7 @@ class CommitManager:
                 self.reference_by_partition[tp] = attempt.references[tp]
         if self._request.states is attempt.states:  # they are saved, so another attempt must not save them again
             self._request = self._request._replace(states={})
-        if self._delivery is not None:
-            self._delivery.mark_committed()
+        self._delivery.mark_committed()
 
 
 def _needs_transaction(delivery: Delivery, payload: CommitPayload) -> bool:

@@ -10,7 +10,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -132,6 +132,10 @@ def read_dead_letters(cluster: KafkaCluster, topic: str) -> Iterator[DeadLetter]
         reader.close()
 
 
+SkipReason = Literal["foreign", "incomplete", "sparkplug", "repeated"]
+"""Why nothing is sent for a dead letter; see the attributes of `ReplayCounts`."""
+
+
 @dataclass(slots=True)
 class ReplayCounts:
     """What `send_again` has done with dead letters.
@@ -156,6 +160,19 @@ class ReplayCounts:
     sparkplug: int = 0
     foreign: int = 0
     foreign_topic: str = ""
+
+    def add_skipped(self, letter: DeadLetter, reason: SkipReason) -> None:
+        """Count a letter for which nothing is sent."""
+        match reason:
+            case "foreign":
+                self.foreign += 1
+                self.foreign_topic = self.foreign_topic or letter.topic
+            case "incomplete":
+                self.incomplete += 1
+            case "sparkplug":
+                self.sparkplug += 1
+            case "repeated":
+                self.repeated += 1
 
     def add_untranslated(self, problem: str) -> None:
         """Count a letter of the bridge that was rejected again; the problem of the first one is the example."""
@@ -268,38 +285,62 @@ def _list_messages(
     """
     seen: set[tuple[object, ...]] = set()
     for letter in letters:
-        is_of_bridge = letter.source is not None
-        # A topic that was deleted and created again has the same offsets for other messages.
-        digest = hashlib.sha256(letter.value or b"").digest()
-        place: tuple[object, ...] = (letter.topic, letter.partition, letter.offset, digest)
-        if is_of_bridge:
-            arrived_at = letter.sent_at if letter.arrived_at is None else letter.arrived_at
-            place = (letter.source, letter.topic, arrived_at, digest)
-        if topic is None and not is_of_bridge and letter.topic != translator.topic:
-            counts.foreign += 1
-            counts.foreign_topic = counts.foreign_topic or letter.topic
-        elif not letter.is_complete:
-            counts.incomplete += 1
-        elif letter.source is not None and is_sparkplug(letter.source, letter.topic):
-            counts.sparkplug += 1
-        elif place in seen:
-            counts.repeated += 1
-        elif not is_of_bridge:
-            seen.add(place)
+        origin = _get_origin(letter)
+        reason = _find_reason_to_skip(letter, translator.topic if topic is None else None, origin in seen)
+        if reason is not None:
+            counts.add_skipped(letter, reason)
+            continue
+        seen.add(origin)
+        if letter.source is None:
             partition = letter.partition if topic is None else None
             yield OutgoingMessage(0, topic or letter.topic, letter.key, letter.value, (), partition, letter.sent_at)
         else:
-            seen.add(place)
-            try:
-                translation = translator.translate(letter)
-            except InputError as error:
-                counts.add_untranslated(str(error))
-                continue
-            if translation.rejections:
-                first = translation.rejections[0]
-                counts.add_untranslated(f"{first.reason.value}: {first.detail}")
-            for event in translation.events:
-                yield OutgoingMessage(0, topic or translator.topic, event.key, event.value)
+            yield from _translate(letter, counts, translator, topic)
+
+
+def _get_origin(letter: DeadLetter) -> tuple[object, ...]:
+    """Return what identifies the rejected message of a letter: where it came from, and a digest of its value.
+
+    A topic that was deleted and created again has the same offsets for other messages.
+    """
+    digest = hashlib.sha256(letter.value or b"").digest()
+    if letter.source is None:
+        return letter.topic, letter.partition, letter.offset, digest
+    arrived_at = letter.sent_at if letter.arrived_at is None else letter.arrived_at
+    return letter.source, letter.topic, arrived_at, digest
+
+
+def _find_reason_to_skip(letter: DeadLetter, known_topic: str | None, is_repeated: bool) -> SkipReason | None:
+    """Return why nothing is sent for a letter, None if its message is sent.
+
+    Args:
+        letter: The letter.
+        known_topic: The only topic to which messages may return. None if all are sent to another one.
+        is_repeated: Whether a previous letter contains the same message.
+    """
+    if known_topic is not None and letter.source is None and letter.topic != known_topic:
+        return "foreign"
+    if not letter.is_complete:
+        return "incomplete"
+    if letter.source is not None and is_sparkplug(letter.source, letter.topic):
+        return "sparkplug"
+    return "repeated" if is_repeated else None
+
+
+def _translate(
+    letter: DeadLetter, counts: ReplayCounts, translator: LetterTranslator, topic: str | None
+) -> Iterator[OutgoingMessage]:
+    """Yield the events that follow from a letter of the bridge, and count it if it is rejected again."""
+    try:
+        translation = translator.translate(letter)
+    except InputError as error:
+        counts.add_untranslated(str(error))
+        return
+    if translation.rejections:
+        first = translation.rejections[0]
+        counts.add_untranslated(f"{first.reason.value}: {first.detail}")
+    for event in translation.events:
+        yield OutgoingMessage(0, topic or translator.topic, event.key, event.value)
 
 
 def is_sparkplug(source: str, topic: str) -> bool:

@@ -272,7 +272,9 @@ class Delivery:
         )
         try:
             if self._is_closed:  # while the producer was connecting
-                raise Unavailable("the producer was closed before it was connected")
+                raise Unavailable(
+                    "the producer was closed before it was connected, because the process ends: start the process again"
+                )
             if self.is_transactional:
                 producer.open_transactions(client.DELIVERY_SECONDS)
         except DeformerError:

@@ -34,9 +34,6 @@ from deformer_stream.runtime.incident_ports import DeliveryProgress, LoggedIncid
 MAX_POLL_SECONDS = 600.0
 """A process whose worker has not polled for this long, because of a slow receiver, gives its partitions to others."""
 
-MAX_METADATA_BYTES = 4096
-"""Kafka's default limit of the metadata of an offset, `offset.metadata.max.bytes`."""
-
 _CODE_BY_STATE: dict[ReceiverState, str] = {"hidden": "h", "opening": "o", "shown": "s", "resolving": "r"}
 _STATE_BY_CODE = {code: state for state, code in _CODE_BY_STATE.items()}
 
@@ -52,7 +49,11 @@ class _Metadata(msgspec.Struct, frozen=True):
 
 
 def encode_progress(progress: DeliveryProgress) -> str:
-    """Return the metadata of the committed offset of a progress. It has at most `MAX_METADATA_BYTES` bytes."""
+    """Return the metadata of the committed offset of a progress.
+
+    It is smaller than Kafka's default limit `offset.metadata.max.bytes`, because a progress lists few incidents
+    (`runtime.notification_backlog.MAX_NOTED_INCIDENTS`).
+    """
     ids_by_code: dict[str, list[str]] = {}
     for identifier, state in progress.state_by_id.items():
         ids_by_code.setdefault(_CODE_BY_STATE[state], []).append(identifier)

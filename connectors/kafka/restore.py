@@ -37,7 +37,7 @@ class PartitionRestorer:
         membership: The place of this process in its group.
         consumer: The consumer of this process.
         commits: The commits of this process.
-        state: The topic that stores the state of open records, or None.
+        state: The topic that stores the state of open records.
         begin: A function that begins to read a partition, and returns its state for the engine.
         start: Where partitions without committed offsets begin, see `KafkaSource`.
         on_lost_state: What to do if saved state, or events that it needs, are gone.
@@ -54,7 +54,7 @@ class PartitionRestorer:
         membership: GroupMembership,
         consumer: Consumer,
         commits: CommitManager,
-        state: StateTopic | None,
+        state: StateTopic,
         begin: Callable[[TopicPartition, StartPoint], RestoredPartition],
         *,
         start: Literal["earliest", "latest"],
@@ -68,7 +68,7 @@ class PartitionRestorer:
         self._creates_partitions, self._on_wait = creates_partitions, on_wait
         self._num_state_partitions = membership.num_partitions
         self._patience = FailureLimit(patience, "restore_failed_retrying")
-        self._reader = None if state is None else state.open_reader()
+        self._reader = state.open_reader()
         self.unrestored: set[TopicPartition] = set()
         self._pending_starts: dict[TopicPartition, PendingStart] = {}  # those whose saved state is being read
         self._read_states: dict[TopicPartition, SavedState | StateError] = {}  # those whose saved state was read
@@ -97,13 +97,11 @@ class PartitionRestorer:
             self._pending_starts.pop(tp, None)
             self._read_states.pop(tp, None)
             self._gone_positions.pop(tp, None)
-            if self._reader is not None:
-                self._reader.remove(tp.partition)
+            self._reader.remove(tp.partition)
 
     def close(self) -> None:
         """Close the connection to the state topic."""
-        if self._reader is not None:
-            self._reader.close()
+        self._reader.close()
 
     def restore(self) -> list[RestoredPartition]:
         """Restore partitions that were assigned, for at most `RESTORE_SECONDS`, and return those that are complete.
@@ -139,8 +137,6 @@ class PartitionRestorer:
             restored: A list to which the partitions that have begun are appended.
             deadline: A time of `time.monotonic()` after which the next call continues.
         """
-        if self._reader is None:
-            return
         # What was read is kept here until its partition has begun, which can fail.
         for number, state in self._reader.read(max(0.0, deadline - time.monotonic()), self._on_wait).items():
             self._read_states[TopicPartition(self._membership.topic, number)] = state
@@ -254,9 +250,6 @@ class PartitionRestorer:
             start = find_start(tp, offset, first_offsets[tp], end_offsets[tp], policy, self._on_lost_state)
             if isinstance(start, StartPoint):
                 restored.append(self._begin(tp, start))
-            elif self._reader is None:
-                without_state = RestoredPartition(tp.partition, start.resume_offset)
-                restored.append(self._begin(tp, StartPoint(without_state, start.resume_offset)))
             else:
                 self._pending_starts[tp] = start
                 self._reader.add(tp.partition, start.reference)
@@ -307,7 +300,7 @@ class PartitionRestorer:
 
     def _find_with_state(self, tps: Sequence[TopicPartition]) -> set[TopicPartition]:
         """Return those of the given partitions whose state was saved together with a committed offset."""
-        if self._state is None or not tps:
+        if not tps:
             return set()
         state_tps = [TopicPartition(self._state.topic, tp.partition) for tp in tps]
         ends = self._consumer.fetch_end_offsets(state_tps, client.REQUEST_SECONDS)
@@ -323,7 +316,7 @@ class PartitionRestorer:
         Raises:
             ConfigError: They may not be added, or the state topic does not exist any more.
         """
-        if self._state is None or num_needed <= self._num_state_partitions:
+        if num_needed <= self._num_state_partitions:
             return
         topic = self._state.topic
 

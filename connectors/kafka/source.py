@@ -95,8 +95,7 @@ class KafkaSource:
             not a process was running, begin with their first event.
         max_poll_records: Largest number of messages in one poll.
         session_seconds: If the group receives no heartbeat of this member for this long, its partitions go to others.
-        delivery: Buffers outgoing messages and sends them with a commit. Give `delivery` and `state` together or
-            neither.
+        delivery: Buffers outgoing messages and sends them with a commit.
         state: The topic that stores the state of open records.
         on_lost_state: What to do if saved state, or events that it needs, are gone; see `LostState`.
         model: Fingerprint (hash) of the model. A process whose model differs from the group's is refused.
@@ -126,8 +125,8 @@ class KafkaSource:
         max_poll_records: int = 8192,
         session_seconds: float = 45.0,
         *,
-        delivery: Delivery | None = None,
-        state: StateTopic | None = None,
+        delivery: Delivery,
+        state: StateTopic,
         on_lost_state: LostState = "refuse",
         model: str = "",
         instance: str | None = None,

@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deformer_stream.codec.timestamps import TimeUnit
+from deformer_stream.durations import TimeUnit
 from deformer_stream.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -21,7 +21,8 @@ import orjson
 from connectors.opcua.security import OpcuaOptions, secure_client
 from deformer_stream import log
 from deformer_stream.codec.bridge_messages import BridgeMessage
-from deformer_stream.codec.timestamps import EPOCH, UNITS_PER_SECOND
+from deformer_stream.codec.timestamps import EPOCH
+from deformer_stream.durations import UNITS_PER_SECOND
 from deformer_stream.errors import ConfigError, Unavailable
 from deformer_stream.extras import format_remedy, is_installed
 

@@ -30,9 +30,10 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 from deformer_stream.calibration.share_vectors import Shares, compute_cosine
+from deformer_stream.feedback_labels import IncidentLabel
 
 PatternState = dict[str, tuple[int, int, dict[str, float]]]
 """The state of a `PatternAdjuster` for each device: the time of the last alert, the number of records since then, and
@@ -380,7 +381,7 @@ class PastIncident:
     device: str
     shares: Shares
     score: float
-    label: Literal["true", "false-alarm", "maintenance"] | None
+    label: IncidentLabel | None
 
 
 @dataclass(frozen=True, slots=True)

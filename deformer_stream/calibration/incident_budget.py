@@ -21,20 +21,23 @@ from typing import Literal
 
 from deformer_stream.calibration.conditional_e_values import compute_log_normalisers
 from deformer_stream.calibration.incident_evidence import DetectorKind, LogState, ScoreTail
-from deformer_stream.calibration.incident_segments import MICROS_PER_HOUR, SegmentCalibration
+from deformer_stream.calibration.incident_segments import SegmentCalibration
+from deformer_stream.durations import (
+    MICROS_BY_UNIT,
+    MICROS_PER_DAY,
+    MICROS_PER_HOUR,
+    format_period,
+    parse_period,
+    round_up_duration,
+)
 from deformer_stream.errors import ConfigError
 
 RequestedRule = Literal["auto", "segments", "e-detector"]
 
-MICROS_PER_DAY = 24 * MICROS_PER_HOUR
-
 MAX_NORMALISERS = 8
 """Largest number of different calibration sizes for which normalisers of e-values are computed."""
 
-SECONDS_BY_UNIT = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
-"""Length of the units of time in the texts of options, in seconds."""
-
-_BUDGET_PATTERN = re.compile(r"\s*(\d+(?:\.\d+)?)\s+per\s+(\d+(?:\.\d+)?)?\s*([smhdw])\s*", re.ASCII)
+_BUDGET_PATTERN = re.compile(r"\s*(\d+(?:\.\d+)?)\s+per\s+(.*)", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +58,7 @@ class IncidentBudget:
         return self.count * MICROS_PER_DAY / self.period
 
     def __str__(self) -> str:
-        return f"{self.count:g} per {format_length(self.period)}"
+        return f"{self.count:g} per {format_period(self.period)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,22 +126,17 @@ def parse_budget(text: str) -> IncidentBudget:
     """
     match = _BUDGET_PATTERN.fullmatch(text)
     if match:
-        count, number = float(match[1]), float(match[2] or 1)
-        period = round(number * SECONDS_BY_UNIT[match[3]] * 1_000_000)
-        if 0 < count <= 1e9 and 0 < period < 2**62:
+        count, length = float(match[1]), match[2].strip()
+        try:
+            period = parse_period(f"1{length}" if length in MICROS_BY_UNIT else length)
+        except ValueError:
+            period = 0
+        if 0 < count <= 1e9 and period > 0:
             return IncidentBudget(count, period)
     raise ConfigError(
         f"--incident-budget {text!r}: this is not a budget; write a number of incidents and a time with the unit s, m, "
         'h, d or w, such as "1 per 30d"'
     )
-
-
-def format_length(micros: int) -> str:
-    """Return a length of time as text with the largest unit that divides it, such as "30d", "8h" or "1.5s"."""
-    for unit, seconds in reversed(SECONDS_BY_UNIT.items()):
-        if unit != "w" and micros % (seconds * 1_000_000) == 0:
-            return f"{micros // (seconds * 1_000_000)}{unit}"
-    return f"{micros / 1e6:.6f}".rstrip("0") + "s"
 
 
 def count_required_segments(alpha: float) -> int:
@@ -341,32 +339,24 @@ def _describe_shortage(budget: IncidentBudget, plans: Sequence[BudgetPlan], segm
     if not in_question:
         if plans:
             return "its time is not longer than a segment, so choose a shorter one with --segment"
-        wanted = f" of {format_length(segment_length)}" if segment_length is not None else ""
+        wanted = f" of {format_period(segment_length)}" if segment_length is not None else ""
         return f"no segments{wanted} of normal operation are stored, so run `deformer-stream calibrate --incidents`"
     plan, segment = in_question[0]
     missing = plan.num_required - plan.num_segments
+    count, unit = round_up_duration(missing * segment)
     return (
         f"{plan.num_segments:,} of {plan.num_required:,} {_name_segments(segment)}, so calibrate with "
-        f"{_describe_duration(missing * segment)} of normal operation of one device, or with as much of several devices"
+        f"{count:,} more {unit} of normal operation of one device, or with as much of several devices"
     )
 
 
 def _name_segment(length: int) -> str:
     """Return what a segment of this length is called, such as "device-day" or "segment of 8h"."""
     names = {MICROS_PER_DAY: "device-day", MICROS_PER_HOUR: "device-hour"}
-    return names.get(length, f"segment of {format_length(length)}")
+    return names.get(length, f"segment of {format_period(length)}")
 
 
 def _name_segments(length: int) -> str:
     """Return what segments of this length are called, such as "device-days" or "segments of 8h"."""
     names = {MICROS_PER_DAY: "device-days", MICROS_PER_HOUR: "device-hours"}
-    return names.get(length, f"segments of {format_length(length)}")
-
-
-def _describe_duration(micros: int) -> str:
-    """Return a length of time in days, rounded up, or in hours or minutes if it is shorter than two days."""
-    for unit, length in (("day", MICROS_PER_DAY), ("hour", MICROS_PER_HOUR)):
-        if micros >= 2 * length or micros == length:
-            count = math.ceil(micros / length)
-            return f"{count:,} more {unit}{'s' * (count != 1)}"
-    return f"{math.ceil(micros / 60_000_000):,} more minutes"
+    return names.get(length, f"segments of {format_period(length)}")

@@ -36,10 +36,10 @@ from deformer_stream.calibration.incident_evidence import (
     advance_with_alerts,
     compute_log_statistic,
 )
+from deformer_stream.durations import MICROS_PER_HOUR
 
 Floats = NDArray[np.float64]
 
-MICROS_PER_HOUR = 3_600_000_000
 SEGMENT_LENGTHS = (24 * MICROS_PER_HOUR, 8 * MICROS_PER_HOUR, MICROS_PER_HOUR)
 """The possible lengths of segments in microseconds. The longest one that can keep the budget is used.
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from deformer_stream.calibration.incident_segments import MICROS_PER_HOUR, SEGMENT_LENGTHS
+from deformer_stream.calibration.incident_segments import SEGMENT_LENGTHS
+from deformer_stream.durations import MICROS_PER_HOUR
 
 MAX_GAP = SEGMENT_LENGTHS[0]
 """Longest time between two records that counts in full, in microseconds."""

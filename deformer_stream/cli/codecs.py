@@ -58,8 +58,8 @@ def make_window_assigner(schema: Schema, settings: ScoringSettings) -> WindowAss
         ConfigError: The options contradict the model or each other.
     """
     from deformer_stream.codec import WindowAssigner
+    from deformer_stream.durations import to_micros
     from deformer_stream.errors import ConfigError
-    from deformer_stream.settings.base import to_micros
 
     width = None if settings.window is None else to_micros(settings.window)
     assigner = WindowAssigner.from_options(schema, width, to_micros(settings.grace))

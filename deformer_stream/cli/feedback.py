@@ -14,15 +14,12 @@ import click
 from deformer_stream.cli import registry_clients
 from deformer_stream.cli.examples import EXAMPLES_BY_COMMAND
 from deformer_stream.cli_utils import HELP, HelpCommand, add_debug_option, is_debugging, parse_time_option
+from deformer_stream.feedback_labels import LABELS, TAKE_BACK, Label
 
 if TYPE_CHECKING:
-    from deformer_stream.incidents.events import FeedbackLabel, Incident, Label
+    from deformer_stream.incidents.events import FeedbackLabel, Incident
     from deformer_stream.runtime.incident_ports import IncidentLog
     from deformer_stream.settings.incident_commands import FeedbackSettings
-
-LABELS: tuple[Label, ...] = ("true", "false-alarm", "maintenance", "cleared")
-
-TAKE_BACK: Label = "cleared"
 
 MIN_PREFIX_CHARS = 6
 """Smallest number of characters by which an incident can be named, if no other one begins with them."""
@@ -103,6 +100,7 @@ def _store(settings: FeedbackSettings, incident: str | None, label: Label | None
     from deformer_stream.codec.alert_text import make_printable
     from deformer_stream.codec.incident_text import summarize_incident
     from deformer_stream.codec.timestamps import format_rfc3339
+    from deformer_stream.incidents.events import FeedbackLabel
     from deformer_stream.settings.topics import name_topic
 
     cluster = make_cluster(settings)
@@ -110,12 +108,13 @@ def _store(settings: FeedbackSettings, incident: str | None, label: Label | None
     feedback_topic = name_topic(settings.feedback_topic, settings.topic, "feedback")
     now = time.time_ns() // 1000
     if settings.maintenance is not None:
-        made = _make_window(settings, settings.maintenance, "maintenance" if incident is None else "cleared", now)
+        window = _make_window(settings, settings.maintenance, "maintenance" if incident is None else TAKE_BACK, now)
+        made = _complete_label(settings, window)
         times = [format_rfc3339(time) for time in (made.start, made.end) if time is not None]
         text = f"{make_printable(settings.maintenance)}: {made.label} from {times[0]} to {times[1]}"
     elif settings.record is not None:
         given = next(one for one in LABELS if one == incident)  # checked by `_check_arguments`
-        made = _make_label(settings, given, now, record=settings.record, name=settings.name)
+        made = _complete_label(settings, FeedbackLabel(given, now, record=settings.record, name=settings.name))
         text = f"record {make_printable(settings.record)}: {given}"
     else:
         assert incident is not None  # noqa: S101 - checked by `_check_arguments`
@@ -127,8 +126,15 @@ def _store(settings: FeedbackSettings, incident: str | None, label: Label | None
             incidents = KafkaIncidentLog(cluster, incidents_topic, reader)
             cleanup.callback(incidents.close)
             found = find_incident(incidents, incident)
-        seen = {"severity": found.severity, "num_reopened": found.num_reopened}
-        made = _make_label(settings, label, now, incident=found.id, name=settings.name, **seen)
+        draft = FeedbackLabel(
+            label,
+            now,
+            incident=found.id,
+            name=settings.name,
+            severity=found.severity,
+            num_reopened=found.num_reopened,
+        )
+        made = _complete_label(settings, draft)
         text = f"{found.id} {summarize_incident(found)}: {label}"
     ensure_topics(
         cluster,
@@ -172,24 +178,27 @@ def find_incident(incidents: IncidentLog, prefix: str) -> Incident:
 
 
 def _make_window(settings: FeedbackSettings, device: str, label: Label, now: int) -> FeedbackLabel:
-    """Return the label of a maintenance window.
+    """Return the label of a maintenance window, without an id.
 
     Raises:
-        ConfigError: A time or a text is not valid.
+        ConfigError: A time is not valid.
     """
+    from deformer_stream.incidents.events import FeedbackLabel
+
     start, end = parse_time_option("--from", settings.from_ or ""), parse_time_option("--to", settings.to or "")
-    return _make_label(settings, label, now, device=device, start=start, end=end)
+    return FeedbackLabel(label, now, device=device, start=start, end=end)
 
 
-def _make_label(settings: FeedbackSettings, label: Label, now: int, **subject: Any) -> FeedbackLabel:
-    """Return a label with the person and the note of the options.
+def _complete_label(settings: FeedbackSettings, draft: FeedbackLabel) -> FeedbackLabel:
+    """Return a label with the person and the note of the options, and with its id.
 
     Raises:
-        ConfigError: A time or a text is not valid.
+        ConfigError: A text is not valid, or the window is empty.
     """
     import getpass
+    from dataclasses import replace
 
-    from deformer_stream.codec.feedback_messages import MAX_NAME_CHARS, make_label
+    from deformer_stream.codec.feedback_messages import MAX_NAME_CHARS, add_id
     from deformer_stream.errors import ConfigError, InputError
 
     by = settings.by
@@ -199,6 +208,6 @@ def _make_label(settings: FeedbackSettings, label: Label, now: int, **subject: A
         except (OSError, KeyError):  # the user has no name
             by = ""
     try:
-        return make_label(label, now, by=by, note=settings.note, **subject)
+        return add_id(replace(draft, by=by, note=settings.note))
     except InputError as error:
         raise ConfigError(str(error)) from None

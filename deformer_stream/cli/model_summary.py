@@ -9,9 +9,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from deformer_stream.calibration.conformal import DEFAULT_ALPHAS
+from deformer_stream.durations import format_rough_duration
 from deformer_stream.model.schema import Feature
 from deformer_stream.model.time_slots import collapse_time_slots, describe_records
-from deformer_stream.model.windows import format_rough_duration
 from deformer_stream.model_store import Artifact
 
 WIDTH = 160

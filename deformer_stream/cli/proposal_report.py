@@ -6,9 +6,10 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from deformer_stream.calibration.incident_budget import describe_plan, format_length
+from deformer_stream.calibration.incident_budget import describe_plan
 from deformer_stream.codec.timestamps import format_rfc3339
 from deformer_stream.counts import format_count
+from deformer_stream.durations import format_period, format_rough_duration
 from deformer_stream.report import pages
 from deformer_stream.runtime.incident_difference import FaultOutcome, LabelledIncident
 from deformer_stream.runtime.incident_plan import DetectionPlan
@@ -34,7 +35,7 @@ def summarize(proposal: Proposal) -> str:
     )
     return (
         f"removes {len(difference.removed)} of {format_count(num_today, 'incident')}, {faults}, adds "
-        f"{len(difference.new)}; false incidents of a device in {format_length(proposal.plan.plan.budget.period)}: "
+        f"{len(difference.new)}; false incidents of a device in {format_period(proposal.plan.plan.budget.period)}: "
         f"{_format_rate(proposal.rate_today)} before, {_format_rate(proposal.rate_candidate)} after"
     )
 
@@ -56,10 +57,10 @@ def describe(proposal: Proposal) -> list[str]:
     for outcome in proposal.patterns:
         lines.append(f"  {_describe_kind(outcome)}: {_describe_outcome(outcome)}")
     if difference.delays:
-        lines.append(
-            f"  confirmed faults open {_format_seconds(_median(difference.delays))} later in the median, at most "
-            f"{_format_seconds(difference.delays[-1])}"
+        median, largest = (
+            format_rough_duration(1e6 * delay) for delay in (_median(difference.delays), difference.delays[-1])
         )
+        lines.append(f"  confirmed faults open {median} later in the median, at most {largest}")
     rate = proposal.rate_candidate
     lines.append(
         f"  expected in a further span of this length: {rate.expected_low} to {rate.expected_high} false incidents "
@@ -110,14 +111,6 @@ def _format_shares(shares: Mapping[str, float]) -> str:
 def _format_time(micros: int) -> str:
     """Return a time as text in UTC, to seconds."""
     return (format_rfc3339(micros - micros % 1_000_000) or "unknown").replace("T", " ")
-
-
-def _format_seconds(seconds: float) -> str:
-    """Return a time in seconds as text with one unit, such as "40 min"."""
-    for limit, divisor, unit in ((120, 1, "s"), (7200, 60, "min"), (172_800, 3600, "h")):
-        if abs(seconds) < limit:
-            return f"{pages.format_number(seconds / divisor, 3)} {unit}"
-    return f"{pages.format_number(seconds / 86_400, 3)} d"
 
 
 def _median(values: Sequence[float]) -> float:
@@ -172,7 +165,7 @@ def make_document(proposal: Proposal, base: Mapping[str, Any], made: int, today:
         ],
         "maintenance": difference.num_maintenance,
         "false_incidents": {
-            "period": format_length(proposal.plan.plan.budget.period),
+            "period": format_period(proposal.plan.plan.budget.period),
             "today": _rate_to_json(proposal.rate_today),
             "candidate": _rate_to_json(proposal.rate_candidate),
         },
@@ -253,7 +246,7 @@ def render(proposal: Proposal, made: int, today: DetectionPlan) -> str:
     difference, log = proposal.difference, proposal.log
     num_faults, num_today = len(difference.faults), len(difference.removed) + len(difference.kept)
     rate_today, rate = proposal.rate_today, proposal.rate_candidate
-    period = format_length(proposal.plan.plan.budget.period)
+    period = format_period(proposal.plan.plan.budget.period)
     blocks: list[str] = []
     if proposal.warnings:
         blocks.append(pages.render_warnings([warning[0].upper() + warning[1:] + "." for warning in proposal.warnings]))
@@ -365,7 +358,7 @@ def _render_faults(faults: Sequence[FaultOutcome]) -> list[str]:
             outcome.fault.name or "–",
             _format_suspects(outcome.fault),
             "lost" if outcome.delay is None else "kept",
-            "–" if outcome.delay is None else _format_seconds(outcome.delay),
+            "–" if outcome.delay is None else format_rough_duration(1e6 * outcome.delay),
         ]
         for outcome in faults[:MAX_SHOWN_ROWS]
     ]

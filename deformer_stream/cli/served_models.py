@@ -413,10 +413,10 @@ def make_engine(
             requested although readings are irregular.
     """
     from deformer_stream import log
+    from deformer_stream.durations import to_micros
     from deformer_stream.engine.engine import Engine, Limits
     from deformer_stream.errors import ConfigError
     from deformer_stream.settings import ReplaySettings
-    from deformer_stream.settings.base import to_micros
 
     # The longest time that readings wait for further readings of the same event time. `calibrate` lacks this option.
     tie_wait = getattr(settings, "tie_wait", None)

@@ -24,7 +24,8 @@ If a JSON object has a key twice, the last value counts. The modules are:
     json_types, number_texts   types and limits of JSON values; conversion of texts to numbers
     bridge_messages, sparkplug   messages of a plant, such as MQTT and Sparkplug B, converted to events
     output_formats   outputs as Avro, converted from their JSON
-    encode_outputs   alerts, drift notices and dead letters as JSON
+    encode_alerts    alerts, and notices of drift and storms
+    encode_dead_letters   messages that were rejected
     alert_text       alerts and drift notices as lines of text
     encode_next_readings   suspicious records with the reading to take next
     model_choice     which of several models a message belongs to; their decoders as one
@@ -42,14 +43,8 @@ from collections.abc import Mapping
 from typing import Literal
 
 from deformer_stream.codec.arrow_messages import ArrowDecoder
-from deformer_stream.codec.encode_outputs import (
-    encode_alert,
-    encode_drift,
-    encode_rejected,
-    encode_storm,
-    get_message,
-    get_position,
-)
+from deformer_stream.codec.encode_alerts import encode_alert, encode_drift, encode_storm, get_position
+from deformer_stream.codec.encode_dead_letters import encode_rejected, get_message
 from deformer_stream.codec.json_messages import MessageDecoder
 from deformer_stream.codec.payloads import LongRows, Messages, Payload, WideRows
 from deformer_stream.codec.schema_formats import SchemaTranslator

@@ -16,13 +16,7 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 import orjson
 
-from deformer_stream.codec.timestamps import (
-    DEFAULT_TIME_FORMAT,
-    MAX_MICROS,
-    MIN_MICROS,
-    TimeFormat,
-    TimeUnit,
-)
+from deformer_stream.codec.timestamps import DEFAULT_TIME_FORMAT, MAX_MICROS, MIN_MICROS, TimeFormat
 from deformer_stream.codec.validation import (
     MAX_TEXT_CHARS,
     FieldNames,
@@ -31,6 +25,7 @@ from deformer_stream.codec.validation import (
     is_unicode,
     quote,
 )
+from deformer_stream.durations import TimeUnit
 from deformer_stream.engine.events import RejectionReason
 from deformer_stream.errors import ConfigError
 

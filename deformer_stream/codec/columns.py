@@ -27,12 +27,10 @@ from deformer_stream.codec.timestamps import (
     parse_time_of_day,
 )
 from deformer_stream.codec.validation import RejectionError, not_finite_error, quote
+from deformer_stream.durations import UNITS_PER_SECOND
 from deformer_stream.engine.events import NO_TIME, RejectionReason
 from deformer_stream.errors import InputError
 from deformer_stream.model.schema import SECONDS_PER_DAY, Feature, format_label
-
-_UNITS_PER_SECOND = {"s": 1.0, "ms": 1e3, "us": 1e6, "ns": 1e9}
-"""Arrow's names of time units, with the number of units in a second."""
 
 
 def parse_labels(
@@ -376,7 +374,7 @@ def convert_times_of_day(column: pa.Array) -> pa.Array:
         return column
     column = decode_dictionary(column)
     units_since_midnight = column.cast(pa.int32() if pa.types.is_time32(column.type) else pa.int64())
-    return pc.divide(units_since_midnight.cast(pa.float64(), safe=False), _UNITS_PER_SECOND[column.type.unit])
+    return pc.divide(units_since_midnight.cast(pa.float64(), safe=False), UNITS_PER_SECOND[column.type.unit])
 
 
 def _has_type(column_type: pa.DataType, *type_tests: Callable[[pa.DataType], bool]) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
 from typing import Annotated, Any, get_args
 
 import msgspec
@@ -12,7 +13,8 @@ from deformer_stream.codec.json_types import MessageId
 from deformer_stream.codec.timestamps import format_rfc3339, parse_rfc3339
 from deformer_stream.codec.validation import MAX_TEXT_CHARS, RejectionError, is_unicode, quote
 from deformer_stream.errors import InputError
-from deformer_stream.incidents.events import FeedbackLabel, Label
+from deformer_stream.feedback_labels import Label
+from deformer_stream.incidents.events import FeedbackLabel
 
 MAX_NAME_CHARS, MAX_NOTE_CHARS = 200, 2000
 """Maximum number of characters of the name of a fault or a person, and of a note."""
@@ -28,70 +30,27 @@ _Text = Annotated[str, msgspec.Meta(max_length=MAX_TEXT_CHARS)]
 _Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 
 
-def make_label(
-    label: Label,
-    time: int,
-    *,
-    by: str = "",
-    incident: str | None = None,
-    name: str | None = None,
-    note: str = "",
-    device: str | None = None,
-    start: int | None = None,
-    end: int | None = None,
-    record: str | None = None,
-    severity: int | None = None,
-    num_reopened: int | None = None,
-) -> FeedbackLabel:
-    """Return a label with its id. It is about an incident, a maintenance window of a device, or a record.
+def add_id(label: FeedbackLabel) -> FeedbackLabel:
+    """Check a label that a person gives, and return it with its id.
 
     Args:
-        label: The label. A maintenance window has "maintenance", or "cleared" to take back the time from `start` to
-            `end`.
-        time: When the label is given, microseconds since 1970.
-        by: Name of the person who gives it; "" if unknown.
-        incident: Id of the incident.
-        name: Name of the fault; "" counts as None.
-        note: Free text.
-        device: Device of the maintenance window; "" is the whole stream.
-        start: Beginning of the maintenance window, microseconds since 1970.
-        end: End of the maintenance window, microseconds since 1970.
-        record: Id of the record.
-        severity: Severity that the incident had when the person saw it, None if unknown.
-        num_reopened: How often the incident had been reopened then, None if unknown.
+        label: The label, without an id. It is about an incident, a maintenance window of a device, or a record. The
+            empty name of a fault counts as None, and the empty name of a device is the whole stream.
 
     Raises:
         InputError: A text is too long or is not Unicode, or a time is outside the years 1 to 9999. Or the label is not
             about exactly one of an incident, a device and a record.
     """
-    draft = FeedbackLabel(
-        id="0",
-        label=label,
-        time=time,
-        by=by,
-        incident=incident,
-        name=name or None,
-        note=note,
-        device=device,
-        start=start,
-        end=end,
-        record=record,
-        severity=severity,
-        num_reopened=num_reopened,
-    )
-    for text in (by, incident, name, note, device, record):
+    for text in (label.by, label.incident, label.name, label.note, label.device, label.record):
         if text is not None and not is_unicode(text):
             raise InputError(f"the text {quote(text)} of a label is not valid Unicode: enter it again")
-    for moment in (time, start, end):
+    for moment in (label.time, label.start, label.end):
         if moment is not None and format_rfc3339(moment) is None:
             raise InputError("a time of a label lies outside the years 1 to 9999: enter it again")
-    document = _to_document(draft)
+    document = _to_document(label)
     del document["id"]
-    made = msgspec.structs.replace(
-        _parse(orjson.dumps({"id": "0", **document})),
-        id=hashlib.sha256(orjson.dumps(document)).hexdigest()[:_ID_LENGTH],
-    )
-    return _from_message(made)
+    checked = _from_message(_parse(orjson.dumps({"id": "0", **document})))
+    return replace(checked, id=hashlib.sha256(orjson.dumps(document)).hexdigest()[:_ID_LENGTH])
 
 
 def encode_label(label: FeedbackLabel) -> bytes:
@@ -152,7 +111,7 @@ def _to_document(label: FeedbackLabel) -> dict[str, Any]:
         "severity": label.severity,
         "reopened": label.num_reopened,
         "label": label.label,
-        "name": label.name,
+        "name": label.name or None,
         "by": label.by,
         "time": format_rfc3339(label.time),
         "note": label.note or None,

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from deformer_stream.codec.arrow_messages import split_stream
 from deformer_stream.codec.columns import decode_dictionary, encode_distinct, is_scalar
-from deformer_stream.codec.encode_outputs import encode_alert
+from deformer_stream.codec.encode_alerts import encode_alert
 from deformer_stream.codec.json_messages import parse_document
 from deformer_stream.codec.payloads import LongRows, Messages, Payload, UnreadablePayload, WideRows, is_arrow_stream
 from deformer_stream.codec.validation import MAX_TEXT_CHARS, FieldNames, RejectionError, is_unicode, quote

@@ -11,20 +11,15 @@ import time as clock
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta, tzinfo
 from math import isfinite
-from typing import Literal
 from zoneinfo import ZoneInfo
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from deformer_stream.codec.validation import RejectionError, quote
+from deformer_stream.durations import UNITS_PER_SECOND, TimeUnit
 from deformer_stream.engine.events import NO_TIME, RejectionReason
 from deformer_stream.errors import ConfigError
-
-TimeUnit = Literal["s", "ms", "us", "ns"]
-"""Unit of times that are numbers."""
-
-UNITS_PER_SECOND: dict[TimeUnit, float] = {"s": 1.0, "ms": 1e3, "us": 1e6, "ns": 1e9}
 
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 MIN_SECOND, MAX_SECOND = -62_135_596_800, 253_402_300_799

@@ -16,10 +16,11 @@ from numpy.typing import NDArray
 
 from deformer_stream.codec.timestamps import format_rfc3339
 from deformer_stream.codec.validation import MAX_TEXT_CHARS, FieldNames, RejectionError
+from deformer_stream.durations import format_duration
 from deformer_stream.engine.events import NO_TIME, RejectionReason, WindowMembership
 from deformer_stream.errors import ConfigError
 from deformer_stream.model.schema import Schema
-from deformer_stream.model.windows import WINDOW_SEPARATOR, floor_to_window, format_duration
+from deformer_stream.model.windows import WINDOW_SEPARATOR, floor_to_window
 
 _format_window_start = lru_cache(maxsize=4096)(format_rfc3339)  # consecutive events usually share their window
 

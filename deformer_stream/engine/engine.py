@@ -23,6 +23,7 @@ from deformer_stream.calibration.conformal import Calibration, TiePolicy
 from deformer_stream.calibration.drift import DriftMonitor
 from deformer_stream.calibration.drift_state import DriftNotice, DriftState
 from deformer_stream.calibration.fault_classifier import FaultClassifier
+from deformer_stream.durations import format_duration
 from deformer_stream.engine.alerts import AlertBuilder, compute_alert_id, do_nothing
 from deformer_stream.engine.closed_records import add_final_scores, observe_drift
 from deformer_stream.engine.closing import FIXED_LIMITS, ClosingRules, Limits
@@ -55,7 +56,6 @@ from deformer_stream.errors import ConfigError, InvariantViolated
 from deformer_stream.model.load_network import require_torch
 from deformer_stream.model.parameters import Model
 from deformer_stream.model.schema import Schema
-from deformer_stream.model.windows import format_duration
 from deformer_stream.ragged import ragged_indices
 
 Ints = NDArray[np.int64]

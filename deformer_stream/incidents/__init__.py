@@ -13,6 +13,7 @@ therefore gives the same incidents, live, after a restart and in `replay`. The m
     repetitions    evidence without what it repeats
     row_order      the order in which the rows of a log of evidence are handled
     tracker        the state machine that opens, updates and resolves incidents
+    tracked_incident   the incident of a device in the state of the tracker
     suspects       the features to which the alerts of an incident are attributed
     series         series of bounded length
     fleet          fleet incidents: one incident for several devices

@@ -8,22 +8,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Literal, get_args
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from deformer_stream.calibration.fault_classifier import FaultName
 from deformer_stream.engine.events import NO_TIME, ONLY_MODEL, SuggestedReading
+from deformer_stream.feedback_labels import Label
 
 IncidentState = Literal["open", "updated", "resolved"]
 IncidentRule = Literal["segments", "e-detector"]
 IncidentKind = Literal["device", "fleet"]
-IncidentLabel = Literal["true", "false-alarm", "maintenance"]
-"""What a person says about an incident."""
-Label = Literal[IncidentLabel, "cleared"]
-"""The label of a message of `TOPIC-feedback`; "cleared" takes an earlier label back."""
-LABELS: tuple[Label, ...] = get_args(Label)
 
 
 @dataclass(frozen=True, slots=True)
@@ -331,7 +327,6 @@ class FeedbackLabel:
     does not silence an incident that is reopened later, or whose severity rises (`overlay`).
 
     Attributes:
-        id: Hash of the other fields, so that a label that is sent twice counts once.
         label: "true" for a real fault, "false-alarm", "maintenance", or "cleared" to take an earlier label back.
         time: When the label was given.
         by: Who has given it; "" if unknown.
@@ -344,9 +339,10 @@ class FeedbackLabel:
         record: Id of a record that was offered for review, None otherwise.
         severity: Severity that the incident had when the person saw it, None if unknown.
         num_reopened: How often the incident had been reopened then, None if unknown.
+        id: Hash of the other fields, so that a label that is sent twice counts once. It is "" before
+            `codec.feedback_messages.add_id` has checked the label.
     """
 
-    id: str
     label: Label
     time: int
     by: str = ""
@@ -359,3 +355,4 @@ class FeedbackLabel:
     record: str | None = None
     severity: int | None = None
     num_reopened: int | None = None
+    id: str = ""

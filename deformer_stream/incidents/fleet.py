@@ -12,19 +12,20 @@ as a common one.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Generic, Protocol, TypeVar
 
-from deformer_stream.calibration.incident_budget import SECONDS_BY_UNIT
 from deformer_stream.calibration.share_vectors import add_direction, average_directions, compute_cosine
+from deformer_stream.durations import parse_period
 from deformer_stream.errors import ConfigError
 from deformer_stream.incidents.events import Incident, IncidentRule, IncidentState, IncidentSuspect
 from deformer_stream.incidents.series import compute_message_interval, to_log10
-from deformer_stream.incidents.suspects import MAX_SHOWN, SuspectTotals
+from deformer_stream.incidents.suspects import MAX_SHOWN
+from deformer_stream.incidents.tracked_incident import TrackedIncident
 
 MIN_FLEET_COSINE = 0.8
 """Smallest cosine between the suspects of a member of a fleet incident and the mean of all members."""
@@ -45,7 +46,7 @@ MAX_CANDIDATES = 1000
 MAX_FLEETS = 16
 """Largest number of fleet incidents of a group that are kept; the oldest resolved ones are dropped first."""
 
-_RULE_PATTERN = re.compile(r"\s*(\d{1,6})\s+within\s+(\d+(?:\.\d+)?)\s*([smhd])\s*", re.ASCII)
+_RULE_PATTERN = re.compile(r"\s*(\d{1,6})\s+within\s+(.*)", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,10 +80,11 @@ def parse_fleet_rule(text: str) -> FleetRule | None:
         return AUTOMATIC_RULE
     match = _RULE_PATTERN.fullmatch(text)
     if match and int(match[1]) >= 2:
-        return FleetRule(int(match[1]), round(float(match[2]) * SECONDS_BY_UNIT[match[3]] * 1_000_000))
+        with contextlib.suppress(ValueError):
+            return FleetRule(int(match[1]), parse_period(match[2]))
     raise ConfigError(
-        f"--fleet {text!r}: write auto, off, or a number of devices, at least 2, and a time with the unit s, m, h or "
-        'd, such as "3 within 10m"'
+        f"--fleet {text!r}: write auto, off, or a number of devices, at least 2, and a time with the unit s, m, h, d "
+        'or w, such as "3 within 10m"'
     )
 
 
@@ -179,28 +181,7 @@ class GroupState:
     fleets: list[FleetState] = field(default_factory=list)
 
 
-class MemberIncident(Protocol):
-    """What a fleet incident reads of the incident of a device, and sets there (`parent`)."""
-
-    id: str
-    model: str
-    first_record: str
-    opened: int
-    last: int
-    resolved: int | None
-    num_records: int
-    num_alerted: int
-    resolution: str | None
-    max_log_evidence: float
-    log_threshold: float
-    parent: str | None
-    totals: SuspectTotals
-
-
-MemberT = TypeVar("MemberT", bound=MemberIncident)
-
-
-class FleetTracker(Generic[MemberT]):
+class FleetTracker:
     """Opens, updates and resolves the fleet incidents of all device groups.
 
     Args:
@@ -219,9 +200,9 @@ class FleetTracker(Generic[MemberT]):
         get_group: Callable[[str], str],
         budget: str,
         budget_rule: IncidentRule,
-        find_incident: Callable[[str], MemberT | None],
+        find_incident: Callable[[str], TrackedIncident | None],
         send: Callable[[Incident], None],
-        send_member: Callable[[str, MemberT, IncidentState, int], None],
+        send_member: Callable[[str, TrackedIncident, IncidentState, int], None],
     ) -> None:
         self._rule, self._get_group = rule, get_group
         self._budget, self._budget_rule = budget, budget_rule
@@ -298,7 +279,7 @@ class FleetTracker(Generic[MemberT]):
         if group is not None and all(fleet.resolved is not None for fleet in group.fleets):
             del self._state_by_group[name]
 
-    def join(self, device: str, incident: MemberT, first_record: str, is_reopened: bool) -> None:
+    def join(self, device: str, incident: TrackedIncident, first_record: str, is_reopened: bool) -> None:
         """Add an incident that has opened to a fleet incident, or open one.
 
         Args:
@@ -335,7 +316,7 @@ class FleetTracker(Generic[MemberT]):
         group: GroupState,
         name: str,
         members: list[RecentIncident],
-        incident: MemberT,
+        incident: TrackedIncident,
         first_record: str,
     ) -> None:
         """Open a fleet incident, and send it and its members. `incident` is the one that has completed it."""
@@ -353,7 +334,9 @@ class FleetTracker(Generic[MemberT]):
             other.parent = fleet.id
             self._send_member(device, other, "resolved" if other.resolved is not None else "updated", incident.last)
 
-    def _add_member(self, fleet: FleetState, device: str, incident: MemberT, shares: Mapping[str, float]) -> None:
+    def _add_member(
+        self, fleet: FleetState, device: str, incident: TrackedIncident, shares: Mapping[str, float]
+    ) -> None:
         """Add an incident with these mean shares to an open fleet incident, and send the incident."""
         num_members = len(fleet.member_by_id) + fleet.num_unlisted
         fleet.direction = add_direction(fleet.direction, num_members, shares)
@@ -367,7 +350,7 @@ class FleetTracker(Generic[MemberT]):
         incident.parent = fleet.id
         self._send_member(device, incident, "updated", incident.last)
 
-    def update(self, device: str, incident: MemberT, time: int) -> None:
+    def update(self, device: str, incident: TrackedIncident, time: int) -> None:
         """Update the fleet incident of a member, and resolve it if all members are resolved.
 
         An incident that is no member, and has opened recently, may join now: its suspects are better known.
@@ -396,7 +379,7 @@ class FleetTracker(Generic[MemberT]):
         elif time - fleet.last_message >= compute_message_interval(time - fleet.opened):
             self._send_message(fleet, "updated", time)
 
-    def _update_member(self, fleet: FleetState, incident: MemberT) -> None:
+    def _update_member(self, fleet: FleetState, incident: TrackedIncident) -> None:
         """Copy the state of an incident to the fleet incident that has it as a member."""
         member = fleet.member_by_id.get(incident.id)
         if member is not None:
@@ -527,7 +510,7 @@ def make_fleet(
     return fleet
 
 
-def _copy_to_member(member: FleetMember, incident: MemberIncident) -> None:
+def _copy_to_member(member: FleetMember, incident: TrackedIncident) -> None:
     """Copy the counts of an incident to the member of its fleet incident."""
     member.num_records = incident.num_records
     member.num_alerted = incident.num_alerted

@@ -18,7 +18,8 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from deformer_stream.incidents.events import FeedbackLabel, Incident, IncidentLabel
+from deformer_stream.feedback_labels import IncidentLabel
+from deformer_stream.incidents.events import FeedbackLabel, Incident
 
 SilenceReason = Literal["false-alarm", "maintenance", "fleet"]
 SILENCE_REASONS: tuple[SilenceReason, ...] = ("false-alarm", "maintenance", "fleet")

@@ -10,9 +10,8 @@ from dataclasses import dataclass, field
 from statistics import median
 
 from deformer_stream.calibration.incident_evidence import LN_10
+from deformer_stream.durations import MICROS_PER_MINUTE
 from deformer_stream.incidents.events import SuspectReadings, Timeline
-
-MICROS_PER_MINUTE = 60_000_000
 
 MAX_TIMELINE_POINTS = 240
 """Largest number of points of the evidence of an incident over time."""

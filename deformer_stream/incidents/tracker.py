@@ -54,26 +54,21 @@ from deformer_stream.calibration.incident_evidence import (
 )
 from deformer_stream.calibration.incident_segments import add_open_alert
 from deformer_stream.calibration.share_vectors import compute_cosine
+from deformer_stream.durations import MICROS_PER_MINUTE
 from deformer_stream.engine.events import NO_TIME, ONLY_MODEL
 from deformer_stream.incidents.device import extract_device, extract_device_group
 from deformer_stream.incidents.events import (
     AlertRow,
     EvidenceBatch,
     Incident,
-    IncidentRule,
     IncidentState,
     OpenRecordReading,
 )
 from deformer_stream.incidents.fleet import FleetRule, FleetTracker, GroupState
 from deformer_stream.incidents.row_order import OpenAlert, OrderState, Row, RowOrder
-from deformer_stream.incidents.series import (
-    MAX_RESOLVED_POINTS,
-    MICROS_PER_MINUTE,
-    TimelineSeries,
-    compute_message_interval,
-    to_log10,
-)
+from deformer_stream.incidents.series import MAX_RESOLVED_POINTS, compute_message_interval, to_log10
 from deformer_stream.incidents.suspects import SuspectTotals
+from deformer_stream.incidents.tracked_incident import TrackedIncident
 
 MAX_OPEN_LOG_EXCESS = 3.0
 """Largest difference between ln M_κ and ln of the threshold while an incident is open."""
@@ -145,81 +140,6 @@ class TrackerOptions:
     num_remembered_records: int = 0
     get_device: Callable[[str], str] = extract_device
     get_group: Callable[[str], str] = extract_device_group
-
-
-@dataclass(slots=True)
-class TrackedIncident:
-    """An incident of a device: the open one, or the last one that was resolved.
-
-    Attributes:
-        id: Id of the incident.
-        model: Fingerprint of the model at the opening.
-        rule: The rule by which it has opened.
-        log_threshold: ln of the threshold at the opening.
-        opened: Time of the first record.
-        first_record: Id of the first record.
-        segment: Number of the segment in which it opened, None without segments.
-        last: Time of the last record that the incident includes.
-        resolved: Time at which it was resolved, None if it is open.
-        num_records: Number of records up to `last`.
-        num_alerted: Number of these records that have alerted.
-        num_pending: Number of records since `last`, at all of which the statistic was below the threshold.
-        num_pending_alerted: Number of these records that have alerted.
-        below_since: Time of the first of these records, None if there is none.
-        log_evidence: ln M_κ without the bound that holds while an incident is open; empty if M_κ is 0.
-        max_log_evidence: Largest ln of the statistic without this bound.
-        severity: The severity.
-        revision: Number of messages so far.
-        num_reopened: How often it was reopened.
-        resolution: Why it was resolved, None if it is open.
-        parent: Id of its fleet incident, None without one.
-        next_num_records: Number of records at which the next message is sent.
-        last_message: Time of the last message.
-        sent_severity: Severity of the last message.
-        first_suspect: First suspect of the last message, None if it had none.
-        totals: The sums of the suspects' shares.
-        timeline: The evidence over time.
-        record_ids: Ids of records that have alerted, the first and the latest ones.
-        alert_ids: Ids of their alerts.
-        early_records: Ids of open records that are counted already, because they have alerted.
-        next_reading: The reading to take next, of an open record; None if none is known.
-        sent_feature: Feature of `next_reading` in the last message, None if it had none.
-        fault: The known faults that the record of the latest alert looks like, with their probabilities.
-    """
-
-    id: str
-    model: str
-    rule: IncidentRule
-    log_threshold: float
-    opened: int
-    first_record: str
-    segment: int | None
-    last: int
-    resolved: int | None = None
-    num_records: int = 0
-    num_alerted: int = 0
-    num_pending: int = 0
-    num_pending_alerted: int = 0
-    below_since: int | None = None
-    log_evidence: LogState = ()
-    max_log_evidence: float = 0.0
-    severity: int = 1
-    revision: int = 0
-    num_reopened: int = 0
-    resolution: str | None = None
-    parent: str | None = None
-    next_num_records: int = 2
-    last_message: int = 0
-    sent_severity: int = 1
-    first_suspect: str | None = None
-    totals: SuspectTotals = field(default_factory=SuspectTotals)
-    timeline: TimelineSeries = field(default_factory=TimelineSeries)
-    record_ids: list[str] = field(default_factory=list)
-    alert_ids: list[str] = field(default_factory=list)
-    early_records: list[str] = field(default_factory=list)
-    next_reading: OpenRecordReading | None = None
-    sent_feature: str | None = None
-    fault: tuple[tuple[str, float], ...] = ()
 
 
 @dataclass(slots=True)
@@ -327,7 +247,7 @@ class IncidentTracker:
         self._order = RowOrder(self._options.reorder, self._options.get_device)
         self._messages: list[Incident] = []
         self._next_silence = 0  # no incident can be resolved as silent before `active_time` reaches this
-        self._fleets: FleetTracker[TrackedIncident] | None = None
+        self._fleets: FleetTracker | None = None
         if self._options.fleet is not None:
             self._fleets = FleetTracker(
                 self._options.fleet,
@@ -493,7 +413,7 @@ class IncidentTracker:
         """Advance the detector of a record's device, and open, update or resolve its incident."""
         state = self._state
         name = self._options.get_device(row.record)
-        device = self._find_device(name) or self._add_device(name, row.model)
+        device = self._touch_device(name) or self._add_device(name, row.model)
         if self._options.num_remembered_records and self._is_repeated(device, row.record):
             state.num_repeated += 1
             return
@@ -562,8 +482,8 @@ class IncidentTracker:
             else:
                 self._next_silence = min(self._next_silence, other.heard + silent_after)
 
-    def _find_device(self, name: str) -> DeviceState | None:
-        """Return the state of a device, which is now the last one that has sent something; None if it is unknown."""
+    def _touch_device(self, name: str) -> DeviceState | None:
+        """Make a device the last one that is dropped, and return its state; None if it is unknown."""
         devices = self._state.state_by_device
         device = devices.pop(name, None)
         if device is not None:
@@ -617,7 +537,7 @@ class IncidentTracker:
     def _handle_alert(self, model: str, alert: AlertRow) -> None:
         """Count an alert of a record that may be open for long: open or update the incident of its device."""
         name = self._options.get_device(alert.record)
-        device = self._find_device(name)
+        device = self._touch_device(name)
         opens_early = self._plan.may_open_at(alert.alpha) and self._plan.model in ("", model)
         if device is None:
             if not opens_early:
@@ -959,61 +879,6 @@ class IncidentTracker:
             )
         )
         incident.revision += 1
-
-
-def divide_state(
-    state: TrackerState, name_by_model: Mapping[str, str], get_device: Callable[[str], str]
-) -> dict[str, TrackerState]:
-    """Return the parts of a state from which the trackers of several models continue.
-
-    A device and its alerts belong to the model that has scored its last record. If none of its records has been
-    handled, each model that has scored other records gets its alerts. Only the tracker in which the record closes uses
-    them. What belongs to none of the models is dropped, as are fleet incidents with devices of several models.
-    `IncidentTracker.reconcile` must then be called.
-
-    Args:
-        state: The state of a tracker of all models. It must not be used any more.
-        name_by_model: The name of each model by its fingerprint.
-        get_device: Returns the device of a record id.
-    """
-    parts = {
-        name: TrackerState(
-            order=OrderState(stream_time=state.order.stream_time, sequence=state.order.sequence),
-            latest_time=state.latest_time,
-            active_time=state.active_time,
-        )
-        for name in name_by_model.values()
-    }
-    part_by_device: dict[str, TrackerState] = {}
-    for name, device in state.state_by_device.items():
-        if device.model in name_by_model:
-            part = part_by_device[name] = parts[name_by_model[device.model]]
-            part.state_by_device[name] = device
-            if name in state.pattern_state:
-                part.pattern_state[name] = state.pattern_state[name]
-    for row in state.order.waiting:
-        if row.model in name_by_model:
-            parts[name_by_model[row.model]].order.waiting.append(row)
-    # Usually one. An alert stays for long in a part in which its record does not close.
-    likely_parts = [part for part in parts.values() if part.state_by_device or part.order.waiting] or parts.values()
-    for record, alert in state.order.alert_by_record.items():
-        name = get_device(record)
-        if name in part_by_device:
-            part_by_device[name].order.alert_by_record[record] = alert
-        elif name not in state.state_by_device:
-            for part in likely_parts:
-                part.order.alert_by_record[record] = alert
-    for name, group in state.state_by_group.items():
-        for part in parts.values():
-            recent = [one for one in group.recent if one.device in part.state_by_device]
-            fleets = [
-                fleet
-                for fleet in group.fleets
-                if all(member.device in part.state_by_device for member in fleet.member_by_id.values())
-            ]
-            if recent or fleets:
-                part.state_by_group[name] = GroupState(recent, fleets)
-    return parts
 
 
 def _get_open(device: DeviceState) -> TrackedIncident | None:

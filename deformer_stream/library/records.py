@@ -327,7 +327,8 @@ def encode_json(document: dict[str, Any]) -> bytes:
     except (TypeError, ValueError, RecursionError) as error:  # the last two: nested containers
         record_id = document.get("record", document.get("device"))
         raise InputError(
-            f"record {record_id!r} cannot be converted to JSON ({error}); correct this value of the record"
+            f"a value of record {record_id!r} cannot be converted to JSON ({error}); use numbers, texts, booleans, "
+            "times and None"
         ) from None
 
 

@@ -12,8 +12,9 @@ import math
 from collections.abc import Collection
 from dataclasses import replace
 
+from deformer_stream.durations import format_duration
 from deformer_stream.model.schema import Feature, Schema
-from deformer_stream.model.windows import Window, format_duration
+from deformer_stream.model.windows import Window
 
 
 def name_time_slot(sensor: str, offset: int) -> str:

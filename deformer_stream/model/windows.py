@@ -22,9 +22,6 @@ PerSlot = Literal["first", "last", "mean", "min", "max"]
 IntOrArray = TypeVar("IntOrArray", int, NDArray[np.int64])
 """One integer or an int64 array of any shape."""
 
-_MICROSECONDS_BY_UNIT = {"h": 3_600_000_000, "m": 60_000_000, "s": 1_000_000, "ms": 1_000}
-"""Microseconds of each unit of a duration, in the order in which `format_duration` tries the units."""
-
 
 @dataclass(frozen=True, slots=True)
 class Window:
@@ -133,30 +130,3 @@ def floor_to_window(times: IntOrArray, width: int) -> IntOrArray:
         One start if `times` is one time, otherwise an array of the same shape; in microseconds since 1970.
     """
     return times // width * width
-
-
-def format_duration(microseconds: int) -> str:
-    """Return a duration as text that the command line options accept, such as `90s`, `2m` or `0.5ms`.
-
-    The unit (h, m, s or ms) is the largest one in which the duration is a whole number. If there is none, the duration
-    is written in milliseconds with a decimal point.
-    """
-    if not microseconds:
-        return "0s"
-    for unit, unit_length in _MICROSECONDS_BY_UNIT.items():  # from the largest unit to the smallest
-        if microseconds % unit_length == 0:
-            return f"{microseconds // unit_length}{unit}"
-    milliseconds, remainder = divmod(microseconds, 1000)
-    decimals = f"{remainder:03}".rstrip("0")
-    return f"{milliseconds}.{decimals}ms"
-
-
-def format_rough_duration(microseconds: float) -> str:
-    """Return a duration with three digits, such as "3 min" or "12.5 days".
-
-    The unit is the largest one in which it is at least two, but milliseconds only below a second.
-    """
-    short = ("s", 1e6) if microseconds >= 1e6 else ("ms", 1e3)
-    units = (("days", 86_400e6), ("h", 3600e6), ("min", 60e6), short)
-    unit, length = next(((unit, length) for unit, length in units if microseconds >= 2 * length), short)
-    return f"{microseconds / length:.3g} {unit}"

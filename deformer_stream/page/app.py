@@ -27,11 +27,12 @@ from starlette.responses import HTMLResponse, PlainTextResponse, RedirectRespons
 from starlette.routing import Mount, Route
 
 from deformer_stream import log
-from deformer_stream.codec.feedback_messages import MAX_NAME_CHARS, MAX_NOTE_CHARS, make_label
+from deformer_stream.codec.feedback_messages import MAX_NAME_CHARS, MAX_NOTE_CHARS, add_id
 from deformer_stream.codec.validation import MAX_TEXT_CHARS
 from deformer_stream.errors import InputError, Unavailable
+from deformer_stream.feedback_labels import LABELS, Label
 from deformer_stream.incidents.device import WHOLE_STREAM
-from deformer_stream.incidents.events import LABELS, FeedbackLabel, Label
+from deformer_stream.incidents.events import FeedbackLabel
 from deformer_stream.page import views
 from deformer_stream.page.followers import LogFollower
 from deformer_stream.page.live import ChangeNotifier
@@ -305,7 +306,7 @@ class Page:
 
         def make() -> FeedbackLabel:
             incident, label = self._find_incident(request).incident, _read_label(form)
-            return make_label(
+            return FeedbackLabel(
                 label,
                 self.store.choose_label_time(incident=incident.id),
                 by=session.user,
@@ -336,7 +337,7 @@ class Page:
             session: Its session.
             form: The fields of the form.
             entered: What was entered, which an answer with an error shows again.
-            make: Returns the label. It raises `InputError` if what was entered is not valid.
+            make: Returns the label without an id. It raises `InputError` if what was entered is not valid.
             respond: Returns the page with the form: from the request, the session, a status, an error and `entered`.
             path: The page that shows the label.
         """
@@ -348,7 +349,7 @@ class Page:
         if not self.signer.check_form_token(session, form.get("token", "")):
             return await respond_error(403, "The page was too old, and nothing was stored. Press the button again.")
         try:
-            made = await run_in_threadpool(make)
+            made = await run_in_threadpool(lambda: add_id(make()))
         except InputError as error:
             return await respond_error(400, f"Nothing was stored: {error}")
         subject = {"incident": made.incident, "record": made.record, "device": made.device}
@@ -399,7 +400,7 @@ class Page:
             label, record = _read_label(form), entered["record"]
             if not record:
                 raise InputError("name the record")
-            return make_label(
+            return FeedbackLabel(
                 label,
                 self.store.choose_label_time(record=record),
                 by=session.user,
@@ -451,7 +452,7 @@ class Page:
         return await self._store_label(request, session, form, entered, make, self._respond_maintenance, "/maintenance")
 
     def _make_window(self, entered: Mapping[str, str], session: Session) -> FeedbackLabel:
-        """Return the label of the maintenance window that a person has entered.
+        """Return the label, without an id, of the maintenance window that a person has entered.
 
         Raises:
             InputError: The device or a time is missing or not valid.
@@ -468,7 +469,7 @@ class Page:
         return self._make_window_label("maintenance", session, device, times[0], times[1], entered["note"])
 
     def _take_window_back(self, window_id: str, session: Session) -> FeedbackLabel:
-        """Return the label that takes a maintenance window back.
+        """Return the label, without an id, that takes a maintenance window back.
 
         Raises:
             InputError: The window is not stored.
@@ -481,13 +482,9 @@ class Page:
     def _make_window_label(
         self, label: Label, session: Session, device: str, start: int, end: int, note: str
     ) -> FeedbackLabel:
-        """Return a label of a device.
-
-        Raises:
-            InputError: A text is too long, or the window is empty.
-        """
+        """Return a label of a device, without an id."""
         now = self.store.choose_label_time(device=device)
-        return make_label(label, now, by=session.user, device=device, start=start, end=end, note=note)
+        return FeedbackLabel(label, now, by=session.user, device=device, start=start, end=end, note=note)
 
     # Sessions
 

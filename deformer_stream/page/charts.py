@@ -11,17 +11,10 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from deformer_stream.durations import MICROS_PER_DAY, MICROS_PER_HOUR, MICROS_PER_MINUTE, MICROS_PER_SECOND
 from deformer_stream.incidents.events import Incident, SuspectReadings, Timeline
 from deformer_stream.incidents.series import MAX_TIMELINE_POINTS
-from deformer_stream.page.texts import (
-    DAY,
-    HOUR,
-    MINUTE,
-    SECOND,
-    Clock,
-    describe_readings,
-    format_evidence,
-)
+from deformer_stream.page.texts import Clock, describe_readings, format_evidence
 from deformer_stream.report.pages import format_number
 
 MIN_TICK_DIGITS, MAX_TICK_DIGITS = 3, 9
@@ -40,10 +33,10 @@ MIN_TICK_DISTANCE = 22.0
 """Smallest distance of the texts of two ticks of time, in per cent of the width."""
 
 _TIME_STEPS = (
-    *(n * SECOND for n in (1, 2, 5, 10, 15, 30)),
-    *(n * MINUTE for n in (1, 2, 5, 10, 15, 30)),
-    *(n * HOUR for n in (1, 2, 3, 6, 12)),
-    *(n * DAY for n in (1, 2, 7, 14, 28, 91, 365, 3650)),
+    *(n * MICROS_PER_SECOND for n in (1, 2, 5, 10, 15, 30)),
+    *(n * MICROS_PER_MINUTE for n in (1, 2, 5, 10, 15, 30)),
+    *(n * MICROS_PER_HOUR for n in (1, 2, 3, 6, 12)),
+    *(n * MICROS_PER_DAY for n in (1, 2, 7, 14, 28, 91, 365, 3650)),
 )
 
 
@@ -255,7 +248,7 @@ def _make_scale(values: Sequence[float]) -> _Scale | None:
 def _make_time_scale(times: Sequence[int]) -> _Scale:
     """Return a scale of times. If there is only one time, it is in the middle."""
     first, last = min(times), max(times)
-    return _Scale(first, last) if last > first else _Scale(first - SECOND, first + SECOND)
+    return _Scale(first, last) if last > first else _Scale(first - MICROS_PER_SECOND, first + MICROS_PER_SECOND)
 
 
 def _to_path(position: float) -> str:
@@ -289,7 +282,7 @@ def _choose_time_ticks(scale: _Scale, clock: Clock, max_ticks: int = MAX_TICKS) 
     step = next((step for step in _TIME_STEPS if span / step <= max_ticks), _TIME_STEPS[-1])
     moment = clock.to_datetime(int(scale.low))
     offset = moment.utcoffset() if moment is not None else None
-    shift = 0 if offset is None else round(offset.total_seconds()) * SECOND  # so that days begin at midnight
+    shift = 0 if offset is None else round(offset.total_seconds()) * MICROS_PER_SECOND  # so that days begin at midnight
     first = -(-(int(scale.low) + shift) // step)
     times = [number * step - shift for number in range(first, first + max_ticks + 1)]
     ticks: list[Tick] = []
@@ -305,6 +298,6 @@ def _format_tick(time: int, step: int, clock: Clock) -> str:
     moment = clock.to_datetime(time)
     if moment is None:
         return ""
-    if step >= DAY:
+    if step >= MICROS_PER_DAY:
         return f"{moment.day} {moment:%b}"
-    return f"{moment:%H:%M:%S}" if step < MINUTE else f"{moment:%H:%M}"
+    return f"{moment:%H:%M:%S}" if step < MICROS_PER_MINUTE else f"{moment:%H:%M}"

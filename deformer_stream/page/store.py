@@ -21,7 +21,8 @@ import cramjam
 from deformer_stream.codec.encode_incidents import decode_incident, encode_incident
 from deformer_stream.codec.incident_text import keep_typical_reading
 from deformer_stream.engine.events import SuspiciousRecord
-from deformer_stream.incidents.events import NO_READINGS, FeedbackLabel, Incident, Label, Timeline
+from deformer_stream.feedback_labels import IncidentLabel, Label
+from deformer_stream.incidents.events import NO_READINGS, FeedbackLabel, Incident, Timeline
 from deformer_stream.incidents.overlay import Overlay, Presentation, takes_back
 from deformer_stream.runtime.incident_ports import NextReadingMessage
 
@@ -45,7 +46,7 @@ NUM_LISTED_SUSPECTS = 3
 
 Value = TypeVar("Value")
 StateFilter = Literal["all", "open", "resolved"]
-LabelFilter = Literal["all", "none", "true", "false-alarm", "maintenance"]
+LabelFilter = Literal["all", "none", IncidentLabel]
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,10 +19,10 @@ from deformer_stream.calibration.incident_budget import (
     IncidentBudget,
     bound_realised_rate,
     describe_plan,
-    format_length,
     parse_budget,
     plan_budget,
 )
+from deformer_stream.durations import MICROS_PER_DAY, format_period
 from deformer_stream.errors import ConfigError, DeformerError
 from deformer_stream.incident_store import (
     INCIDENTS_FILE,
@@ -33,7 +33,7 @@ from deformer_stream.incident_store import (
 from deformer_stream.incidents.events import Incident
 from deformer_stream.model_manifest import count_calibration_records, read_manifest
 from deformer_stream.page.store import IncidentFilter, IncidentStore, LabelCounts
-from deformer_stream.page.texts import DAY, Clock
+from deformer_stream.page.texts import Clock
 from deformer_stream.settings.logins import remove_login
 
 METRICS_SECONDS = 5.0
@@ -225,7 +225,7 @@ class SystemState:
             budget = parse_budget(latest.budget)
         except ConfigError:  # a budget that a later release has written
             return None
-        counts = self._store.count_labels(clock.now - MAX_SPAN_DAYS * DAY)
+        counts = self._store.count_labels(clock.now - MAX_SPAN_DAYS * MICROS_PER_DAY)
         if counts.first_opened is None:
             return None
         return make_rate(budget, counts, max(clock.now - counts.first_opened, 1))
@@ -260,7 +260,7 @@ def make_rate(budget: IncidentBudget, counts: LabelCounts, span: int) -> Realise
         verdict = "early"
     return RealisedRate(
         budget=str(budget),
-        period=format_length(budget.period),
+        period=format_period(budget.period),
         allowed=budget.count,
         low=low,
         high=high,
@@ -327,7 +327,7 @@ def describe_incident_calibration(
     for calibration in segments:
         lines.append(
             (
-                f"Segments of {format_length(calibration.length)}",
+                f"Segments of {format_period(calibration.length)}",
                 f"{calibration.num_segments:,} of {calibration.num_devices:,} "
                 f"device{'s' * (calibration.num_devices != 1)}, {clock.format_time(calibration.start)} to "
                 f"{clock.format_time(calibration.end)}",

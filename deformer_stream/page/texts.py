@@ -11,13 +11,11 @@ from deformer_stream.calibration.incident_evidence import LN_10
 from deformer_stream.codec.alert_text import format_values_and_range
 from deformer_stream.codec.incident_text import WHOLE_STREAM_NAME, find_side, find_typical_reading
 from deformer_stream.codec.timestamps import EPOCH, format_rfc3339
+from deformer_stream.durations import MICROS_PER_SECOND, format_elapsed_time
 from deformer_stream.incidents.device import WHOLE_STREAM
 from deformer_stream.incidents.events import Incident, IncidentSuspect, SuspectReadings
 from deformer_stream.incidents.tracker import MAX_OPEN_LOG_EXCESS
 from deformer_stream.report.pages import format_number, format_percent
-
-SECOND, MINUTE, HOUR, DAY = 1_000_000, 60_000_000, 3_600_000_000, 86_400_000_000
-"""Numbers of microseconds."""
 
 MAX_SHOWN_EXCESS = MAX_OPEN_LOG_EXCESS / LN_10
 """Largest evidence above the threshold that the timeline of an incident has."""
@@ -88,9 +86,9 @@ class Clock:
         if micros is None or format_rfc3339(micros) is None:
             return "–"
         elapsed = self.now - micros
-        if abs(elapsed) < 5 * SECOND:
+        if abs(elapsed) < 5 * MICROS_PER_SECOND:
             return "just now"
-        return f"{format_duration(elapsed)} ago" if elapsed > 0 else f"in {format_duration(-elapsed)}"
+        return f"{format_elapsed_time(elapsed)} ago" if elapsed > 0 else f"in {format_elapsed_time(-elapsed)}"
 
     @property
     def zone_name(self) -> str:
@@ -101,21 +99,6 @@ class Clock:
     def _resolve(self, micros: int | None) -> datetime | None:
         """Return a time in the time zone of the page, None if it is unknown."""
         return None if micros is None else self.to_datetime(micros)
-
-
-def format_duration(micros: int) -> str:
-    """Return a duration such as "45 s", "12 min", "3 h 5 min" or "2 d 4 h"."""
-    seconds = max(0, round(micros / SECOND))
-    if seconds < 60:
-        return f"{seconds} s"
-    minutes = seconds // 60
-    if minutes < 60:
-        return f"{minutes} min"
-    hours, minutes = divmod(minutes, 60)
-    if hours < 24:
-        return f"{hours} h {minutes} min" if minutes else f"{hours} h"
-    days, hours = divmod(hours, 24)
-    return f"{days} d {hours} h" if hours and days < 14 else f"{days} d"
 
 
 def describe_readings(

@@ -14,6 +14,7 @@ from urllib.parse import urlencode
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from deformer_stream.codec.timestamps import EPOCH
+from deformer_stream.durations import format_elapsed_time
 from deformer_stream.incidents.device import extract_device
 from deformer_stream.incidents.events import Incident, IncidentSuspect
 from deformer_stream.page import charts, texts
@@ -102,7 +103,7 @@ def make_environment() -> Environment:
         describe_cap=texts.describe_cap,
         describe_resolution=texts.describe_resolution,
         device=texts.format_device,
-        duration=texts.format_duration,
+        duration=format_elapsed_time,
         evidence=texts.format_evidence,
         number=format_number,
         percent=format_percent,

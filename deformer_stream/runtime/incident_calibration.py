@@ -11,15 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deformer_stream.calibration.conformal import Calibration
-from deformer_stream.calibration.incident_budget import (
-    MICROS_PER_DAY,
-    IncidentBudget,
-    count_required_segments,
-    format_length,
-)
+from deformer_stream.calibration.incident_budget import IncidentBudget, count_required_segments
 from deformer_stream.calibration.incident_evidence import ScoreTail, fit_tails
 from deformer_stream.calibration.incident_segments import SEGMENT_LENGTHS, SegmentCalibration, SegmentCollector
 from deformer_stream.counts import format_count
+from deformer_stream.durations import MICROS_PER_DAY, format_period
 from deformer_stream.engine.events import ONLY_MODEL
 from deformer_stream.errors import InputError
 from deformer_stream.incidents.device import extract_device
@@ -231,7 +227,7 @@ def describe_segments(segments: Sequence[SegmentCalibration], budget: IncidentBu
         missing = num_required - num_segments
         rows.append(
             (
-                format_length(calibration.length),
+                format_period(calibration.length),
                 f"{num_segments:,}",
                 f"{calibration.num_devices:,}",
                 f"{calibration.num_left_out:,}",

@@ -8,7 +8,8 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from deformer_stream.incidents.events import Incident, IncidentLabel
+from deformer_stream.feedback_labels import IncidentLabel
+from deformer_stream.incidents.events import Incident
 from deformer_stream.incidents.overlay import Overlay
 
 PREDICTION_CONFIDENCE = 0.95

@@ -54,6 +54,9 @@ from deformer_stream.runtime.tracker_set import TrackerSet, find_model_name
 PLAN_CHANGED, STATE_LOST = "plan-changed", "state-lost"
 """Why incidents are resolved that the tracker does not have: the plan has changed, or there is no saved state."""
 
+MAX_POLL_SECONDS = 0.2
+"""Maximum seconds that a poll waits for messages."""
+
 PLAN_RETRY_SECONDS = 30.0
 """Seconds after which the plan of a model is looked for again if there was none."""
 
@@ -108,7 +111,6 @@ class IncidentPipeline:
             scored the records that is not the model of a plan, since the directories of the models may have changed.
         metrics: Receives counts and timings.
         read_history: Yields what the topic of incidents holds.
-        max_wait: Maximum seconds that a poll waits for messages.
         commit_interval: Seconds between commits. An incident that opens is committed at once.
         snapshot_interval: Seconds between two snapshots of a partition's state.
         now: Returns monotonic seconds.
@@ -123,7 +125,6 @@ class IncidentPipeline:
         load_plan: Callable[[str], DetectionPlan],
         metrics: DetectionMetrics,
         read_history: ReadHistory,
-        max_wait: float = 0.2,
         commit_interval: float = 1.0,
         snapshot_interval: float = 30.0,
         now: Callable[[], float] = time.monotonic,
@@ -132,7 +133,7 @@ class IncidentPipeline:
         self._read_value = read_value
         self._source, self._writer, self._metrics, self._read_history = source, writer, metrics, read_history
         self._plan_by_name, self._load_plan = dict(plan_by_name), load_plan
-        self._max_wait, self._snapshot_interval, self._now = max_wait, snapshot_interval, now
+        self._snapshot_interval, self._now = snapshot_interval, now
         self._schedule = CommitSchedule(commit_interval, now)
         self._partition_by_number: dict[int, _Partition] = {}
         # When a plan is looked for again, by the name and the fingerprint of a model without a plan; monotonic seconds.
@@ -152,7 +153,7 @@ class IncidentPipeline:
         """
         self._source.set_callbacks(SourceCallbacks(self._prepare_handover, self._metrics.record_progress, stop))
         while not stop.is_set():
-            polled = self._source.poll(self._max_wait)
+            polled = self._source.poll(MAX_POLL_SECONDS)
             self._update_partitions(polled)
             is_urgent = self._handle(polled)
             if self._schedule.is_due(is_urgent, partial(is_behind, self._source, BEHIND_MESSAGES)):

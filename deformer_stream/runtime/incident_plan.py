@@ -10,13 +10,8 @@ from pathlib import Path
 
 from deformer_stream import __version__, log
 from deformer_stream.calibration.false_alarm_patterns import FalseAlarmPattern, PatternAdjuster
-from deformer_stream.calibration.incident_budget import (
-    MICROS_PER_DAY,
-    BudgetPlan,
-    describe_plan,
-    parse_budget,
-    plan_budget,
-)
+from deformer_stream.calibration.incident_budget import BudgetPlan, describe_plan, parse_budget, plan_budget
+from deformer_stream.durations import MICROS_PER_DAY, MICROS_PER_SECOND
 from deformer_stream.engine.events import ONLY_MODEL
 from deformer_stream.errors import ArtifactError
 from deformer_stream.incident_store import IncidentCalibration, read_incident_calibration
@@ -27,8 +22,6 @@ from deformer_stream.model_manifest import count_calibration_records, read_manif
 from deformer_stream.model_set import find_models
 from deformer_stream.settings.base import get_limit_micros
 from deformer_stream.settings.incident_rule import IncidentRuleSettings
-
-MICROS_PER_SECOND = 1_000_000
 
 REORDER_MICROS = 2 * MICROS_PER_SECOND
 """Time for which rows wait for earlier ones if records are not windows. The windows of a device close in order."""

@@ -286,7 +286,7 @@ class ReceiverWorker:
     def _count_pending(self) -> float:
         """Return the number of incidents of which the receiver has not been notified; called by other threads."""
         backlog = self._backlog
-        return 0 if backlog is None else backlog.num_owed
+        return 0 if backlog is None else backlog.num_pending
 
     def _measure_oldest(self) -> float:
         """Return the seconds for which the oldest of them has been waiting; called by other threads."""

@@ -8,7 +8,7 @@ The last message of an incident determines what the receiver has to show:
 If an incident was resolved before the receiver was notified of its opening, the opening and the resolution are both
 sent. An incident that was silenced all the time is not sent at all. `Backlog._choose_action` decides by this table:
 
-    in the log      silenced   at the receiver       owed
+    in the log      silenced   at the receiver       pending
     open            no         hidden                open
     open            no         opening, resolving    open       (again, with the same key)
     open            no         shown                 update, if it wants updates and this one was not sent; else nothing
@@ -27,10 +27,10 @@ The four states at the receiver (`incident_ports.ReceiverState`) are made of two
 
 The other terms of this module are:
 
-    owed        the receiver has not accepted this notification yet
+    pending     the receiver has not accepted this notification yet
     shown       the receiver shows the incident as open
     uncertain   a request was sent, and it is not known whether the receiver has accepted it
-    finished    nothing is owed for this resolved incident
+    finished    nothing is pending for this resolved incident
     noted       the incident is listed in the progress, because its state at the receiver is not that of the log
 """
 
@@ -77,13 +77,13 @@ class Entry:
         is_uncertain: Whether a request was sent whose outcome is not known. `is_shown` may then be wrong.
         is_finished: Whether the receiver was notified of the resolution, or need not be notified of the incident.
         sent_revision: Revision of the message of which the receiver was last notified, -1 if it was not.
-        owed: The notification that is owed, None if there is none.
-        owed_since: Monotonic seconds at which it was first owed.
-        owed_offset: Offset of the first message of which the receiver was not notified.
+        pending: The notification that has to be sent, None if there is none.
+        pending_since: Monotonic seconds since when it is pending.
+        pending_offset: Offset of the first message of which the receiver was not notified.
         num_failures: Number of failed attempts in sequence.
         due: Monotonic seconds before which no attempt is made.
         sent_at: Monotonic seconds of the last successful notification, -inf if there was none in this process.
-        ticket: Number of its valid place in the queue of `Backlog`, 0 if it has none.
+        queue_number: Number of its valid place in the queue of `Backlog`, 0 if it has none.
     """
 
     incident: Incident
@@ -93,13 +93,13 @@ class Entry:
     is_uncertain: bool = False
     is_finished: bool = False
     sent_revision: int = -1
-    owed: Action | None = None
-    owed_since: float = 0.0
-    owed_offset: int = 0
+    pending: Action | None = None
+    pending_since: float = 0.0
+    pending_offset: int = 0
     num_failures: int = 0
     due: float = float("-inf")
     sent_at: float = float("-inf")
-    ticket: int = 0
+    queue_number: int = 0
 
 
 class Backlog:
@@ -130,14 +130,14 @@ class Backlog:
         self._resend_seconds = resend_seconds
         self._wants_updates, self._progress, self._overlay, self._url = wants_updates, progress, overlay, url
         self._entry_by_id: dict[str, Entry] = {}
-        self._owed: dict[str, Entry] = {}
-        # Nothing is owed, and they are not shown, although `_is_shown_by_default` is true: labels silence them.
+        self._pending: dict[str, Entry] = {}
+        # Nothing is pending, and they are not shown, although `_is_shown_by_default` is true: labels silence them.
         self._silenced: dict[str, Entry] = {}
         # Two heaps: the entries whose time has not come, by this time, and the others, in the order of sending. An
-        # entry that has changed is put in again with a new ticket. Its earlier places are skipped when they are found.
+        # entry that has changed is put in again with a new number. Its earlier places are skipped when they are found.
         self._waiting: list[tuple[float, int, Entry]] = []
         self._ready: list[tuple[tuple[int, float], int, Entry]] = []
-        self._num_tickets = 0
+        self._num_enqueued = 0
         self._finished: dict[str, None] = {}  # ids of resolved incidents, the latest ones
         stored = {partition: known.first_position for partition, known in progress.items()}
         self._first_positions = {**first_positions, **stored}
@@ -191,7 +191,7 @@ class Backlog:
             entry.is_finished = True
 
     def start(self, now: float) -> None:
-        """Determine which notifications are owed, after the messages at the start were added."""
+        """Determine which notifications are pending, after the messages at the start were added."""
         self._has_started = True
         for entry in list(self._entry_by_id.values()):
             self._refresh(entry, now)
@@ -199,17 +199,17 @@ class Backlog:
     def list_due(self, now: float, count: int) -> list[Entry]:
         """Return the incidents whose notifications are sent next, at most `count`.
 
-        Owed notifications of incidents without failed attempts come first, in the order of the log. One that fails
+        Pending notifications of incidents without failed attempts come first, in the order of the log. One that fails
         again and again therefore does not hold the others back. Then follow incidents that are sent again.
         """
         while self._waiting and self._waiting[0][0] <= now:
-            _, ticket, entry = heapq.heappop(self._waiting)
-            if entry.ticket == ticket:
-                heapq.heappush(self._ready, (_order(entry), ticket, entry))
+            _, number, entry = heapq.heappop(self._waiting)
+            if entry.queue_number == number:
+                heapq.heappush(self._ready, (_order(entry), number, entry))
         places: list[tuple[tuple[int, float], int, Entry]] = []
         while self._ready and len(places) < count:
             place = heapq.heappop(self._ready)
-            if place[2].ticket == place[1]:
+            if place[2].queue_number == place[1]:
                 places.append(place)
         for place in places:
             heapq.heappush(self._ready, place)
@@ -219,26 +219,26 @@ class Backlog:
         """Return the monotonic seconds at which the next notification is due, inf if there is none."""
         if self.list_due(now, 1):
             return now
-        while self._waiting and self._waiting[0][2].ticket != self._waiting[0][1]:
+        while self._waiting and self._waiting[0][2].queue_number != self._waiting[0][1]:
             heapq.heappop(self._waiting)
         return self._waiting[0][0] if self._waiting else float("inf")
 
     def _enqueue(self, entry: Entry) -> None:
         """Give an entry its place in the queue, after everything that determines it has changed."""
-        entry.ticket = 0
-        if entry.owed is not None:
+        entry.queue_number = 0
+        if entry.pending is not None:
             time = entry.due
         elif entry.is_shown and self._resend_seconds is not None:
             time = max(entry.sent_at + self._resend_seconds, entry.due)
         else:
             return
-        self._num_tickets += 1
-        entry.ticket = self._num_tickets
-        heapq.heappush(self._waiting, (time, entry.ticket, entry))
+        self._num_enqueued += 1
+        entry.queue_number = self._num_enqueued
+        heapq.heappush(self._waiting, (time, entry.queue_number, entry))
 
     def make_notification(self, entry: Entry) -> Notification:
-        """Return the notification of an incident: the one that is owed, or else its present state once more."""
-        action: Action = entry.owed or "update"
+        """Return the notification of an incident: the pending one, or else its present state once more."""
+        action: Action = entry.pending or "update"
         incident = entry.incident
         presentation = self._overlay.present_to_receivers(incident)
         if action != "resolve" and incident.state == "resolved":
@@ -263,9 +263,9 @@ class Backlog:
         entry.sent_at, entry.due, entry.num_failures = now, now, 0
         entry.sent_revision = notification.incident.revision
         entry.is_shown, entry.is_uncertain = notification.action != "resolve", False
-        if entry.owed == notification.action:
-            entry.owed = None  # so that the time of what is owed next begins now
-            self._owed.pop(entry.incident.id, None)
+        if entry.pending == notification.action:
+            entry.pending = None  # so that the time of what is pending next begins now
+            self._pending.pop(entry.incident.id, None)
         if notification.action == "resolve" and entry.incident.state == "resolved":
             entry.is_finished = True
         self._refresh(entry, now)
@@ -288,14 +288,14 @@ class Backlog:
         entry.is_uncertain = was_uncertain
 
     @property
-    def num_owed(self) -> int:
-        """Number of incidents for which a notification is owed."""
-        return len(self._owed)
+    def num_pending(self) -> int:
+        """Number of incidents for which a notification is pending."""
+        return len(self._pending)
 
     def measure_oldest(self, now: float) -> float:
-        """Return the seconds for which the oldest notification has been owed, 0 if none is owed."""
+        """Return the seconds for which the oldest notification has been pending, 0 if none is pending."""
         # `list` copies in one step, because another thread reads the metrics.
-        return max((now - entry.owed_since for entry in list(self._owed.values())), default=0.0)
+        return max((now - entry.pending_since for entry in list(self._pending.values())), default=0.0)
 
     def make_progress(self, positions: Mapping[int, int]) -> dict[int, DeliveryProgress]:
         """Return the progress of each partition, from which another process can continue.
@@ -307,7 +307,7 @@ class Backlog:
 
     def _make_partition_progress(self, partition: int, position: int) -> DeliveryProgress:
         """Return the progress of a partition whose last message was added before `position`."""
-        places = [(entry.owed_offset, entry) for entry in self._owed.values() if entry.partition == partition]
+        places = [(entry.pending_offset, entry) for entry in self._pending.values() if entry.partition == partition]
         places += [(entry.offset, entry) for entry in self._silenced.values() if entry.partition == partition]
         first = heapq.nsmallest(MAX_NOTED_INCIDENTS + 1, places, key=lambda place: place[0])
         if len(first) > MAX_NOTED_INCIDENTS:
@@ -324,18 +324,18 @@ class Backlog:
         )
 
     def _refresh(self, entry: Entry, now: float) -> None:
-        """Determine which notification of an incident is owed."""
+        """Determine which notification of an incident is pending."""
         identifier = entry.incident.id
         action = self._choose_action(entry)
-        if action is not None and entry.owed is None:
-            entry.owed_since, entry.owed_offset = now, entry.offset
-        entry.owed = action
+        if action is not None and entry.pending is None:
+            entry.pending_since, entry.pending_offset = now, entry.offset
+        entry.pending = action
         self._enqueue(entry)
         self._silenced.pop(identifier, None)
         if action is not None:
-            self._owed[identifier] = entry
+            self._pending[identifier] = entry
             return
-        self._owed.pop(identifier, None)
+        self._pending.pop(identifier, None)
         if _is_shown_by_default(entry.incident) and not entry.is_shown:
             self._silenced[identifier] = entry
         if entry.incident.state == "resolved":
@@ -345,7 +345,7 @@ class Backlog:
                 del self._finished[next(iter(self._finished))]
 
     def _choose_action(self, entry: Entry) -> Action | None:
-        """Return the notification of an incident that is owed, None if there is none."""
+        """Return the notification of an incident that is pending, None if there is none."""
         is_resolved = entry.incident.state == "resolved"
         is_silenced = self._overlay.present_to_receivers(entry.incident).silenced is not None
         if is_resolved or is_silenced:
@@ -359,10 +359,10 @@ class Backlog:
 
 
 def _order(entry: Entry) -> tuple[int, float]:
-    """Return the place of an entry among those that are due: owed ones first, then those that are sent again."""
-    if entry.owed is None:
+    """Return the place of an entry among those that are due: pending ones first, then those that are sent again."""
+    if entry.pending is None:
         return (2**31, entry.sent_at)
-    return (entry.num_failures, entry.owed_offset)
+    return (entry.num_failures, entry.pending_offset)
 
 
 def _apply_progress(entry: Entry, progress: DeliveryProgress) -> None:

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from math import ceil
 from typing import Any
 
+from deformer_stream.durations import format_duration
 from deformer_stream.engine.events import Effects, RejectionReason
 from deformer_stream.model.schema import Schema
-from deformer_stream.model.windows import Window, format_duration
+from deformer_stream.model.windows import Window
 from deformer_stream.record_limits import MAX_FEATURES, MAX_SLOTS
 
 MIN_SHARE = 0.01

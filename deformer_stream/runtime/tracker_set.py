@@ -7,11 +7,13 @@ has no other model. A process with one model has a `TrackerSet` with one tracker
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from deformer_stream.engine.events import ONLY_MODEL
 from deformer_stream.incidents.events import EvidenceBatch, Incident
-from deformer_stream.incidents.tracker import TrackerState, divide_state
+from deformer_stream.incidents.fleet import GroupState
+from deformer_stream.incidents.row_order import OrderState
+from deformer_stream.incidents.tracker import TrackerState
 from deformer_stream.runtime.incident_plan import DetectionPlan
 
 
@@ -114,7 +116,7 @@ class TrackerSet:
             plans = self._plan_by_name
             get_device = next(iter(plans.values())).options.get_device  # all plans have the same
             name_by_model = {plan.model: name for name, plan in plans.items()}
-            state_by_name = divide_state(state_by_name[ONLY_MODEL], name_by_model, get_device)
+            state_by_name = _divide_state(state_by_name[ONLY_MODEL], name_by_model, get_device)
         for name, tracker in self._tracker_by_name.items():
             if name in state_by_name:
                 tracker.import_state(state_by_name[name])
@@ -138,3 +140,58 @@ class TrackerSet:
             for name, tracker in self._tracker_by_name.items()
             for message in tracker.reconcile(parts[name], resolution)
         ]
+
+
+def _divide_state(
+    state: TrackerState, name_by_model: Mapping[str, str], get_device: Callable[[str], str]
+) -> dict[str, TrackerState]:
+    """Return the parts of a state from which the trackers of several models continue.
+
+    A device and its alerts belong to the model that has scored its last record. If none of its records has been
+    handled, each model that has scored other records gets its alerts. Only the tracker in which the record closes uses
+    them. What belongs to none of the models is dropped, as are fleet incidents with devices of several models.
+    `IncidentTracker.reconcile` must then be called.
+
+    Args:
+        state: The state of a tracker of all models. It must not be used any more.
+        name_by_model: The name of each model by its fingerprint.
+        get_device: Returns the device of a record id.
+    """
+    parts = {
+        name: TrackerState(
+            order=OrderState(stream_time=state.order.stream_time, sequence=state.order.sequence),
+            latest_time=state.latest_time,
+            active_time=state.active_time,
+        )
+        for name in name_by_model.values()
+    }
+    part_by_device: dict[str, TrackerState] = {}
+    for name, device in state.state_by_device.items():
+        if device.model in name_by_model:
+            part = part_by_device[name] = parts[name_by_model[device.model]]
+            part.state_by_device[name] = device
+            if name in state.pattern_state:
+                part.pattern_state[name] = state.pattern_state[name]
+    for row in state.order.waiting:
+        if row.model in name_by_model:
+            parts[name_by_model[row.model]].order.waiting.append(row)
+    # Usually one. An alert stays for long in a part in which its record does not close.
+    likely_parts = [part for part in parts.values() if part.state_by_device or part.order.waiting] or parts.values()
+    for record, alert in state.order.alert_by_record.items():
+        name = get_device(record)
+        if name in part_by_device:
+            part_by_device[name].order.alert_by_record[record] = alert
+        elif name not in state.state_by_device:
+            for part in likely_parts:
+                part.order.alert_by_record[record] = alert
+    for name, group in state.state_by_group.items():
+        for part in parts.values():
+            recent = [one for one in group.recent if one.device in part.state_by_device]
+            fleets = [
+                fleet
+                for fleet in group.fleets
+                if all(member.device in part.state_by_device for member in fleet.member_by_id.values())
+            ]
+            if recent or fleets:
+                part.state_by_group[name] = GroupState(recent, fleets)
+    return parts

@@ -21,50 +21,31 @@ from pydantic_settings import (
     SettingsConfigDict,
 )
 
+from deformer_stream.durations import parse_duration, to_micros
 from deformer_stream.settings.option_groups import SCORING_GROUPS, OptionGroups
 
 VARIABLE_PREFIX = "DEFORMER_"
 """Prefix of the environment variable of each option."""
 
-_SECONDS_BY_UNIT = {"d": 86400.0, "h": 3600.0, "m": 60.0, "s": 1.0, "ms": 1e-3}
 _BYTES_BY_UNIT = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
 _NUMBER = r"\d+(?:\.\d+)?"
-_DURATION_PATTERN = "".join(rf"(?:({_NUMBER})\s*{unit}\s*)?" for unit in _SECONDS_BY_UNIT)
-"""Matches a number for each unit of time, the largest unit first. Each unit may be left out."""
 
 
-def parse_duration(value: Any) -> Any:
-    """Convert a duration such as "250ms", "30s", "10m", "1h30m", "1d" or "30" (seconds) to seconds.
+def parse_duration_option(value: Any) -> Any:
+    """Convert a duration such as "1h30m" (`parse_duration`) to seconds.
 
     Args:
         value: A text or any other value. A value that is not a text is returned unchanged; pydantic validates it later.
 
     Raises:
-        ValueError: The text is not a duration.
+        ValueError: The text is not a duration. `load_settings` adds the flag and the value to the message.
     """
-    if not isinstance(value, str):
-        return value
-    text = value.strip()
-    if re.fullmatch(_NUMBER, text, re.ASCII):
-        return float(text)
-    match = re.fullmatch(_DURATION_PATTERN, text, re.ASCII)
-    if not text or not match:  # `load_settings` adds the flag and the value to the message
-        raise ValueError(
-            "this is not a duration; write numbers with the units ms, s, m, h or d, like 30s, 1.5h or 1h30m"
-        )
-    return sum(
-        float(number or 0) * unit for number, unit in zip(match.groups(), _SECONDS_BY_UNIT.values(), strict=True)
-    )
-
-
-def to_micros(seconds: float) -> int:
-    """Return a number of seconds in microseconds, the unit of the engine, rounded to an integer."""
-    return round(seconds * 1e6)
+    return parse_duration(value) if isinstance(value, str) else value
 
 
 def get_limit_micros(limit: float | Literal["off"] | None) -> int | None:
     """Return a `TimeLimit` in microseconds, None if there is no limit."""
-    return None if limit is None or limit == "off" else round(limit * 1_000_000)
+    return None if limit is None or limit == "off" else to_micros(limit)
 
 
 def parse_size(value: Any) -> Any:
@@ -127,13 +108,13 @@ def _refuse_decimal_comma(whole: str, fraction: str, percent_sign: str) -> NoRet
 DEFAULT_MAX_AHEAD = "1h"
 """Default of --max-ahead if messages have a timestamp. A Kafka broker has it for `message.timestamp.after.max.ms`."""
 
-Duration = Annotated[float, BeforeValidator(parse_duration), Field(ge=0, le=1e9, allow_inf_nan=False)]
+Duration = Annotated[float, BeforeValidator(parse_duration_option), Field(ge=0, le=1e9, allow_inf_nan=False)]
 """A time in seconds, zero or more."""
-Timeout = Annotated[float, BeforeValidator(parse_duration), Field(gt=0, le=1e9, allow_inf_nan=False)]
+Timeout = Annotated[float, BeforeValidator(parse_duration_option), Field(gt=0, le=1e9, allow_inf_nan=False)]
 """A time in seconds, more than zero."""
 TimeLimit = Duration | Literal["off"] | None
 """A time in seconds, "off" for no limit, or None for the default of the command."""
-WindowWidth = Annotated[float, BeforeValidator(parse_duration), Field(ge=1e-3, le=1e9, allow_inf_nan=False)]
+WindowWidth = Annotated[float, BeforeValidator(parse_duration_option), Field(ge=1e-3, le=1e9, allow_inf_nan=False)]
 """The length of a window in seconds, at least a millisecond."""
 Size = Annotated[int, BeforeValidator(parse_size), Field(ge=0, lt=2**63)]
 """A number of bytes."""
@@ -240,7 +221,7 @@ TextList = Annotated[tuple[str, ...], NoDecode, BeforeValidator(split_at_commas)
 """Texts, written with commas between them."""
 
 METAVAR_BY_PARSER: dict[Any, str] = {
-    parse_duration: "TIME",
+    parse_duration_option: "TIME",
     parse_size: "SIZE",
     parse_share: "SHARE",
     parse_shares: "SHARE[,…]",

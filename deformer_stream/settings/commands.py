@@ -8,6 +8,7 @@ from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
+from deformer_stream.durations import parse_duration
 from deformer_stream.record_limits import MAX_SLOTS
 from deformer_stream.settings.base import (
     DEFAULT_MAX_AHEAD,
@@ -29,7 +30,6 @@ from deformer_stream.settings.base import (
     Units,
     WindowWidth,
     get_limit_micros,
-    parse_duration,
     text_default,
     to_flag,
 )
@@ -599,8 +599,8 @@ class ReplaySettings(ModelSetSettings, InputSettings, IncidentRuleSettings, Shar
         """
         if self.evidence is not None and str(self.evidence) in ("on", "off"):
             raise ValueError(
-                f"--evidence {self.evidence} is a value of consume; replay needs the name of a file, so move the "
-                "option evidence of consume to the table [consume] of the configuration file"
+                f"--evidence {self.evidence} is a value of consume; replay needs the name of a file, so write the "
+                "option evidence of consume below [consume] in the configuration file"
             )
         return self
 

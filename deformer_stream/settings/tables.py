@@ -8,9 +8,8 @@ from zoneinfo import ZoneInfo
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
+from deformer_stream.durations import TimeUnit
 from deformer_stream.settings.base import Settings
-
-TimeUnit = Literal["s", "ms", "us", "ns"]
 
 _DELIMITER_BY_NAME = {"tab": "\t", "\\t": "\t", "comma": ",", "semicolon": ";", "pipe": "|", "space": " "}
 

@@ -91,6 +91,6 @@ def test_options_are_checked() -> None:
     for widths in ("", "10", "x"):
         with pytest.raises(ConfigError, match="--widths"):
             wide.parse_widths(widths)
-    for duration in ("", "60", "1h"):
+    for duration in ("", "60", "1y"):
         with pytest.raises(ConfigError, match="--max-time"):
             wide.parse_seconds(duration)

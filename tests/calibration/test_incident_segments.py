@@ -18,12 +18,8 @@ from deformer_stream.calibration.incident_evidence import (
     advance_detector,
     compute_log_statistic,
 )
-from deformer_stream.calibration.incident_segments import (
-    MAX_OPEN_ALERTS,
-    MICROS_PER_HOUR,
-    SegmentCalibration,
-    SegmentCollector,
-)
+from deformer_stream.calibration.incident_segments import MAX_OPEN_ALERTS, SegmentCalibration, SegmentCollector
+from deformer_stream.durations import MICROS_PER_HOUR
 from tests.calibration.segments import calibrate_segments
 
 DAY = 24 * MICROS_PER_HOUR

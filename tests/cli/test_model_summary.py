@@ -10,7 +10,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
-import pytest
 from rich.console import Console
 
 from deformer_stream import model_store
@@ -18,7 +17,6 @@ from deformer_stream.calibration.conformal import Calibration
 from deformer_stream.cli.model_summary import print_model
 from deformer_stream.model.deformer import DEformer
 from deformer_stream.model.schema import Feature, Schema
-from deformer_stream.model.windows import format_rough_duration
 from tests.model.irregular_models import SCHEMA as IRREGULAR_SCHEMA
 from tests.model.irregular_models import make_config
 from tests.models import CONFIG, SCHEMA
@@ -63,21 +61,6 @@ def test_irregular_readings_are_described(tmp_path: Path) -> None:
     assert "Readings are irregular" in text
     assert "A record usually lasts 2 days." in text
     assert "up to 3 recent readings, the last reading of each sensor, and its block of 4." in text
-
-
-@pytest.mark.parametrize(
-    ("microseconds", "text"),
-    [
-        (7_198_412_000, "120 min"),
-        (1_000_000, "1 s"),
-        (90_000_000, "90 s"),
-        (172_800_000_000, "2 days"),
-        (1500, "1.5 ms"),
-        (300_000, "300 ms"),
-    ],
-)
-def test_rough_durations_have_three_digits(microseconds: int, text: str) -> None:
-    assert format_rough_duration(microseconds) == text
 
 
 def test_hostile_names_are_escaped(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from connectors.kafka import describe_evidence_topic, describe_incident_topics, 
 from deformer_stream import model_store
 from deformer_stream.cli.propose import build_propose
 from deformer_stream.codec.encode_evidence import encode_evidence
-from deformer_stream.codec.feedback_messages import encode_label, make_label
+from deformer_stream.codec.feedback_messages import encode_label
 from deformer_stream.errors import ArtifactError, ConfigError, InputError
 from deformer_stream.incident_store import (
     INCIDENTS_FILE,
@@ -31,6 +31,7 @@ from deformer_stream.incident_store import (
 from deformer_stream.runtime.incident_plan import load_detection_plan
 from deformer_stream.settings import load_settings
 from deformer_stream.settings.incident_commands import ProposeSettings
+from tests.incidents.examples import make_label
 from tests.incidents.simulated_evidence import FALSE_SHARES, FAULT_SHARES, HOUR, Fleet, draw_episodes, make_segments
 from tests.models import write_model
 

@@ -11,12 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deformer_stream.cli import feedback
-from deformer_stream.codec.feedback_messages import decode_label, encode_label, get_label_key, make_label
+from deformer_stream.codec.feedback_messages import decode_label, encode_label, get_label_key
 from deformer_stream.errors import InputError
-from deformer_stream.incidents import events
 from deformer_stream.incidents.events import FeedbackLabel
-from tests.incidents.examples import HOSTILE_NAMES, START
+from tests.incidents.examples import HOSTILE_NAMES, START, make_label
 
 INCIDENT = "d2c1" * 8
 
@@ -140,8 +138,3 @@ def test_unknown_keys_and_large_messages() -> None:
         decode_label(encode_label(label) + b" " * 2**16)
     with pytest.raises(InputError):
         decode_label(encode_label(replace(label, note="x" * 2001)))
-
-
-def test_the_command_offers_all_labels() -> None:
-    """It has a list of its own, so that its help does not import the packages of this one."""
-    assert set(feedback.LABELS) == set(events.LABELS)

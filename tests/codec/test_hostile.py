@@ -16,7 +16,7 @@ import pyarrow as pa
 import pytest
 
 from deformer_stream.codec import MAX_TEXT_CHARS, Codec, WindowAssigner, encode_alert, encode_rejected, get_message
-from deformer_stream.codec.encode_outputs import MAX_ALERT_BYTES
+from deformer_stream.codec.encode_alerts import MAX_ALERT_BYTES
 from deformer_stream.codec.payloads import Messages, UnreadablePayload, WideRows
 from deformer_stream.engine.events import NO_TIME, Alert, Contribution, ExpectedRange, Rejection, RejectionReason
 from tests.codec.json_examples import BROKER_TIME, CODEC, SCHEMA, decode, list_readings, make_messages, make_reading

@@ -14,15 +14,9 @@ from hypothesis import strategies as st
 from deformer_stream.codec import Codec
 from deformer_stream.codec.columns import parse_times
 from deformer_stream.codec.time_columns import convert_times
-from deformer_stream.codec.timestamps import (
-    DEFAULT_TIME_FORMAT,
-    MAX_MICROS,
-    UNITS_PER_SECOND,
-    TimeFormat,
-    TimeUnit,
-    guess_unit,
-)
+from deformer_stream.codec.timestamps import DEFAULT_TIME_FORMAT, MAX_MICROS, TimeFormat, guess_unit
 from deformer_stream.codec.validation import RejectionError
+from deformer_stream.durations import UNITS_PER_SECOND, TimeUnit
 from deformer_stream.engine.events import NO_TIME, RejectionReason
 from deformer_stream.errors import ConfigError
 from tests.codec.arrow_examples import make_stream

@@ -11,7 +11,7 @@ import pytest
 from connectors.kafka import KafkaSource
 from tests.connectors.fake_kafka import Clock, FakeKafka
 from tests.connectors.kafka_groups import MODES, Group, Reader
-from tests.connectors.kafka_helpers import Topic
+from tests.connectors.kafka_helpers import Topic, open_plain_source
 
 
 @pytest.fixture
@@ -20,7 +20,7 @@ def open_reader(kafka: SimpleNamespace) -> Iterator[Callable[..., Reader]]:
     opened: list[KafkaSource] = []
 
     def make(topic: str, group: str = "g", **options: Any) -> Reader:
-        opened.append(KafkaSource(kafka.cluster, topic, f"{group}-{topic}", **options))
+        opened.append(open_plain_source(kafka.cluster, topic, f"{group}-{topic}", **options))
         return Reader(opened[-1])
 
     yield make

@@ -5,7 +5,7 @@ outside.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
@@ -17,12 +17,15 @@ from connectors.kafka import (
     Delivery,
     KafkaCluster,
     KafkaSink,
+    KafkaSource,
+    StateTopic,
     count_partitions,
     describe_output_topics,
     ensure_topics,
 )
 from connectors.kafka.client import load_client
 from connectors.kafka.ports import ConsumerOptions, ReceivedMessage
+from connectors.kafka.state import RESERVED_BYTES
 from deformer_stream.codec.output_formats import OutputReader
 from deformer_stream.codec.payloads import Payload
 from deformer_stream.engine.events import Alert, ClosedRecords, Effects, EventBatch, Rejection, ScoredReadings
@@ -56,6 +59,32 @@ class FlushingSink(KafkaSink):
         self._delivery.seal_pending()
         self._delivery.send([])
         self._delivery.mark_committed()
+
+
+class NoDelivery(Delivery):
+    """A delivery without a producer, for a source whose commits consist of offsets only."""
+
+    def __init__(self, cluster: KafkaCluster) -> None:
+        super().__init__(cluster, {})
+
+    def _open_producer(self) -> None:
+        """Do nothing: nothing is sent."""
+
+
+class NoState(StateTopic):
+    """A state topic in which no state is saved. It has the name of the topic that is consumed, so that it exists."""
+
+    def __init__(self, cluster: KafkaCluster, topic: str) -> None:
+        super().__init__(cluster, topic, 2 * RESERVED_BYTES)
+
+    def find_written_partitions(self, partitions: Collection[int], on_wait: Callable[[], None]) -> set[int]:
+        """Return no partitions."""
+        return set()
+
+
+def open_plain_source(cluster: KafkaCluster, topic: str, group: str, **options: Any) -> KafkaSource:
+    """Return a source that commits offsets only: it sends no messages and saves no state."""
+    return KafkaSource(cluster, topic, group, delivery=NoDelivery(cluster), state=NoState(cluster, topic), **options)
 
 
 def make_sink(

@@ -11,7 +11,6 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from connectors.receivers.alertmanager import RESEND_SECONDS, Alertmanager
-from deformer_stream.codec.feedback_messages import make_label
 from deformer_stream.incidents.events import Incident
 from deformer_stream.runtime.incident_metrics import DeliveryMetrics
 from deformer_stream.runtime.memory_logs import MemoryFeedbackLog
@@ -19,7 +18,7 @@ from deformer_stream.runtime.notification import ReceiverWorker
 from tests.connectors.alertmanager import RunningAlertmanager, list_statuses, run_alertmanager
 from tests.connectors.receiving_server import ReceivingServer
 from tests.incidents.delivery import ManualClock, Topic, TopicReader
-from tests.incidents.examples import make_incident, make_incidents
+from tests.incidents.examples import make_incident, make_incidents, make_label
 
 
 @pytest.fixture

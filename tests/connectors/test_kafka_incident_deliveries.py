@@ -18,14 +18,12 @@ from prometheus_client import CollectorRegistry
 from connectors.kafka import KafkaFeedbackLog, describe_incident_topics, ensure_topics, produce
 from connectors.kafka.client import load_client
 from connectors.kafka.incident_deliveries import (
-    MAX_METADATA_BYTES,
     KafkaDeliveryLog,
     decode_progress,
     encode_progress,
 )
 from connectors.kafka.ports import ClientLibrary
 from deformer_stream.codec.encode_incidents import encode_incident
-from deformer_stream.codec.feedback_messages import make_label
 from deformer_stream.errors import Unavailable
 from deformer_stream.incidents.events import Incident
 from deformer_stream.runtime.incident_metrics import DeliveryMetrics
@@ -34,7 +32,10 @@ from deformer_stream.runtime.notification import ReceiverWorker
 from deformer_stream.runtime.notification_backlog import MAX_FULL_IDS, MAX_NOTED_INCIDENTS, shorten_id
 from tests.connectors.kafka_helpers import InterruptedReader, wait_until
 from tests.incidents.delivery import ScriptedReceiver
-from tests.incidents.examples import make_incident
+from tests.incidents.examples import make_incident, make_label
+
+MAX_METADATA_BYTES = 4096
+"""Kafka's default limit of the metadata of an offset, `offset.metadata.max.bytes`."""
 
 KNOWLEDGE = st.sampled_from(["hidden", "opening", "shown", "resolving"])
 IDS = st.text("0123456789abcdef", min_size=32, max_size=32)

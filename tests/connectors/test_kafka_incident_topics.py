@@ -20,12 +20,11 @@ from connectors.kafka import (
 )
 from deformer_stream.codec.encode_evidence import decode_evidence, encode_evidence
 from deformer_stream.codec.encode_incidents import encode_incident
-from deformer_stream.codec.feedback_messages import make_label
 from deformer_stream.errors import ConfigError, Unavailable
 from deformer_stream.incidents.events import Incident
 from tests.connectors.kafka_helpers import InterruptedReader, read_messages, wait_until
 from tests.incidents.evidence_logs import SECOND, make_log
-from tests.incidents.examples import make_incident
+from tests.incidents.examples import make_incident, make_label
 
 pytestmark = [pytest.mark.kafka, pytest.mark.usefixtures("client_library")]
 

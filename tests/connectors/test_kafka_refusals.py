@@ -11,10 +11,11 @@ from types import SimpleNamespace
 import pytest
 from kafka import errors as refusals
 
-from connectors.kafka import Delivery, KafkaCluster, KafkaSource, client, produce
+from connectors.kafka import Delivery, KafkaCluster, client, produce
 from connectors.kafka.client import CONNECT_SECONDS, explain_failed_connection
 from connectors.kafka.kafka_python_connection import FAILURES, translate
 from deformer_stream.errors import ConfigError, DeformerError, Unavailable
+from tests.connectors.kafka_helpers import open_plain_source
 
 pytestmark = pytest.mark.kafka
 
@@ -31,7 +32,7 @@ def check_one_line(error: DeformerError) -> str:
 
 def test_unknown_topic_is_reported(kafka: SimpleNamespace) -> None:
     with pytest.raises(Unavailable) as caught:
-        KafkaSource(kafka.cluster, "no-such-topic", "g")
+        open_plain_source(kafka.cluster, "no-such-topic", "g")
     assert (
         check_one_line(caught.value)
         == f"topic 'no-such-topic' does not exist on {kafka.bootstrap}: create it or check --topic"
@@ -42,7 +43,7 @@ def test_unknown_topic_is_reported(kafka: SimpleNamespace) -> None:
 @pytest.mark.parametrize(
     "attempt",
     [
-        lambda cluster: KafkaSource(cluster, "t", "g"),
+        lambda cluster: open_plain_source(cluster, "t", "g"),
         lambda cluster: Delivery(cluster, {"a": 1000}),
         lambda cluster: produce(cluster, "t", [(b"k", b"v", None)]),
     ],
@@ -66,14 +67,14 @@ def test_unreachable_broker_is_reported(
 @pytest.mark.parametrize("servers", ["localhost:port", "", "localhost", "localhost:99999", "a:1,b"])
 def test_malformed_address_is_reported(servers: str) -> None:
     with pytest.raises(ConfigError, match="does not have the form host:port") as caught:
-        KafkaSource(KafkaCluster(servers), "t", "g")
+        open_plain_source(KafkaCluster(servers), "t", "g")
     check_one_line(caught.value)
 
 
 @pytest.mark.parametrize("host", ["kafka..local", "a" * 70 + ".local"])
 def test_malformed_host_is_reported(host: str) -> None:
     with pytest.raises(ConfigError, match="is not a valid host name: correct it") as caught:
-        KafkaSource(KafkaCluster(f"{host}:9092"), "t", "g")
+        open_plain_source(KafkaCluster(f"{host}:9092"), "t", "g")
     check_one_line(caught.value)
 
 
@@ -205,13 +206,13 @@ def test_refused_login_names_the_options_of_its_mechanism(mechanism: str, cause:
 
 def test_illegal_topic_name_is_reported(kafka: SimpleNamespace) -> None:
     with pytest.raises(ConfigError):
-        KafkaSource(kafka.cluster, "no spaces, please", "g")
+        open_plain_source(kafka.cluster, "no spaces, please", "g")
 
 
 def test_missing_certificate_is_reported(kafka: SimpleNamespace) -> None:
     security = {"security_protocol": "SSL", "ssl_cafile": "/nowhere/ca.pem"}
     with pytest.raises(ConfigError, match=r"--ssl-cafile /nowhere/ca.pem: no such file"):
-        KafkaSource(KafkaCluster(kafka.bootstrap, security), "t", "g")
+        open_plain_source(KafkaCluster(kafka.bootstrap, security), "t", "g")
 
 
 def iterate_subclasses(base: type[Exception]) -> Iterator[type[Exception]]:

@@ -15,6 +15,7 @@ from connectors.kafka.state import MAX_VISIBILITY_SECONDS, StateTopic
 from deformer_stream.errors import StateError, Unavailable
 from deformer_stream.runtime.ports import PartitionState, SourceCallbacks
 from tests.connectors.fake_kafka import Clock, FakeConsumer, FakeKafka
+from tests.connectors.kafka_helpers import NoDelivery, open_plain_source
 
 PATIENCE = 120.0
 STATE_TOPIC = "events-state"
@@ -33,7 +34,9 @@ def open_source(kafka: FakeKafka, num_partitions: int, patience: float = PATIENC
     """Return a source to which all partitions are assigned, and its consumer."""
     kafka.num_partitions = {"events": num_partitions, STATE_TOPIC: num_partitions}
     state = StateTopic(kafka.cluster, STATE_TOPIC, 10_000)
-    source = KafkaSource(kafka.cluster, "events", "group", state=state, patience=patience)
+    source = KafkaSource(
+        kafka.cluster, "events", "group", delivery=NoDelivery(kafka.cluster), state=state, patience=patience
+    )
     (consumer,) = kafka.consumers
     consumer.give(*(TopicPartition("events", number) for number in range(num_partitions)))
     return source, consumer
@@ -76,7 +79,7 @@ def test_patience_of_a_restore_begins_with_its_first_failure(fake_kafka: FakeKaf
 def test_a_process_that_is_to_end_does_not_retry_a_commit_for_its_patience(fake_kafka: FakeKafka, clock: Clock) -> None:
     """A supervisor would kill it. Nothing is lost: the next run handles the messages again."""
     fake_kafka.num_partitions = {"events": 1}
-    source = KafkaSource(fake_kafka.cluster, "events", "group", patience=1000.0)
+    source = open_plain_source(fake_kafka.cluster, "events", "group", patience=1000.0)
     stop = threading.Event()
     source.set_callbacks(SourceCallbacks(stop=stop))
     (consumer,) = fake_kafka.consumers

@@ -8,6 +8,7 @@ from connectors.kafka.ports import CommittedOffset, OutgoingMessage, TopicPartit
 from connectors.kafka.source import KafkaSource
 from deformer_stream.errors import Unavailable
 from tests.connectors.fake_kafka import Clock, FakeConsumer, FakeKafka
+from tests.connectors.kafka_helpers import open_plain_source
 
 TPS = [TopicPartition("events", number) for number in range(2)]
 
@@ -17,7 +18,7 @@ def open_source(kafka: FakeKafka, num_messages: int = 5) -> tuple[KafkaSource, F
     kafka.num_partitions = {"events": len(TPS)}
     for tp in TPS:
         kafka.messages[tp] += [OutgoingMessage(0, "events", b"k", b"1")] * num_messages
-    source = KafkaSource(kafka.cluster, "events", "group")
+    source = open_plain_source(kafka.cluster, "events", "group")
     (consumer,) = kafka.consumers
     consumer.give(*TPS)
     for _ in range(3):  # restore, read, and record what was read as written

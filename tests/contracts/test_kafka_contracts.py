@@ -18,7 +18,7 @@ from deformer_stream.codec.encode_evidence import encode_evidence
 from deformer_stream.codec.payloads import Messages, Payload
 from deformer_stream.engine.events import Effects
 from deformer_stream.incidents.make_evidence import make_evidence
-from tests.connectors.kafka_helpers import make_sink
+from tests.connectors.kafka_helpers import make_sink, open_plain_source
 from tests.contracts.sinks import SinkContract, SinkUnderTest
 from tests.contracts.sources import Reading, SourceContract, SourceUnderTest
 
@@ -37,7 +37,7 @@ class TestKafkaSource(SourceContract):
             produce(kafka.cluster, name, [(d["record"].encode(), orjson.dumps(d), None) for d in documents])
 
         def open_() -> KafkaSource:
-            return KafkaSource(kafka.cluster, name, group, max_poll_records=7)
+            return open_plain_source(kafka.cluster, name, group, max_poll_records=7)
 
         return SourceUnderTest(publish, open_, is_finite=False, has_offsets=True)
 

@@ -18,10 +18,10 @@ import pyarrow.parquet as pq
 import pytest
 from packaging.version import Version
 
+from deformer_stream.codec.encode_alerts import encode_storm
 from deformer_stream.codec.encode_evidence import decode_evidence
 from deformer_stream.codec.encode_incidents import decode_incident
 from deformer_stream.codec.encode_next_readings import decode_suspicious_record, encode_suspicious_record
-from deformer_stream.codec.encode_outputs import encode_storm
 from deformer_stream.codec.feedback_messages import decode_label
 from deformer_stream.codec.sparkplug import SparkplugTranslator
 from deformer_stream.demo.simulate import simulate

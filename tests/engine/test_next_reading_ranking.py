@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from deformer_stream.calibration.conformal import Calibration, PrefixState, advance_prefix_state
-from deformer_stream.codec.encode_outputs import encode_alert
+from deformer_stream.codec.encode_alerts import encode_alert
 from deformer_stream.engine.engine import Engine
 from deformer_stream.engine.events import Alert, EventBatch
 from deformer_stream.engine.next_reading_ranking import (

@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 from deformer_stream.codec.encode_incidents import decode_incident, encode_incident
-from deformer_stream.codec.feedback_messages import decode_label, encode_label, make_label
+from deformer_stream.codec.feedback_messages import decode_label, encode_label
 from deformer_stream.codec.incident_state import decode_incident_state, encode_incident_state
 from deformer_stream.codec.state_header import HEADER
 from deformer_stream.engine.events import ONLY_MODEL
 from deformer_stream.errors import StateError
 from deformer_stream.incidents.events import FeedbackLabel, Incident
-from tests.incidents.examples import START, make_fleet_incident, make_incident
+from tests.incidents.examples import START, make_fleet_incident, make_incident, make_label
 
 GOLDEN = Path(__file__).parent
 

@@ -4,8 +4,17 @@ from __future__ import annotations
 
 import hashlib
 from types import MappingProxyType
+from typing import Any
 
-from deformer_stream.incidents.events import Incident, IncidentState, IncidentSuspect, SuspectReadings, Timeline
+from deformer_stream.codec.feedback_messages import add_id
+from deformer_stream.incidents.events import (
+    FeedbackLabel,
+    Incident,
+    IncidentState,
+    IncidentSuspect,
+    SuspectReadings,
+    Timeline,
+)
 
 START = 1_583_750_073_000_000
 """2020-03-09T10:34:33Z, at which the first incident opens."""
@@ -28,6 +37,11 @@ HOSTILE_NAMES = (
 """Names of devices and features that a page, a log or a receiver must not interpret."""
 
 STATES: tuple[IncidentState, ...] = ("open", "updated", "resolved")
+
+
+def make_label(label: Any, time: int, **fields: Any) -> FeedbackLabel:
+    """Return a label of a person with its id, from fields of `FeedbackLabel`."""
+    return add_id(FeedbackLabel(label, time, **fields))
 
 
 def make_incident(number: int = 0, *, state: IncidentState = "open", device: str | None = None) -> Incident:

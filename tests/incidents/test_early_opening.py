@@ -7,8 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from deformer_stream.calibration.incident_budget import MICROS_PER_DAY, parse_budget, plan_budget
+from deformer_stream.calibration.incident_budget import parse_budget, plan_budget
 from deformer_stream.calibration.incident_segments import SegmentCalibration
+from deformer_stream.durations import MICROS_PER_DAY
 from deformer_stream.incidents.events import AlertRow, ClosedRows, EvidenceBatch
 from deformer_stream.incidents.tracker import IncidentTracker
 from deformer_stream.runtime.incident_calibration import calibrate_from_evidence

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
 from deformer_stream.codec.encode_incidents import decode_incident
-from deformer_stream.codec.feedback_messages import make_label
 from deformer_stream.errors import ConfigError, Unavailable
 from deformer_stream.incidents.events import FeedbackLabel, Incident
 from deformer_stream.incidents.overlay import Overlay
@@ -40,7 +39,7 @@ from deformer_stream.runtime.notification import (
 from deformer_stream.runtime.notification_backlog import MAX_FULL_IDS, MAX_NOTED_INCIDENTS, Backlog, Entry
 from tests.effort import num_examples
 from tests.incidents.delivery import ManualClock, ScriptedBatchReceiver, ScriptedReceiver, Topic, TopicReader
-from tests.incidents.examples import MINUTE, make_fleet_incident, make_incident, make_incidents
+from tests.incidents.examples import MINUTE, make_fleet_incident, make_incident, make_incidents, make_label
 
 WAIT_SECONDS = 60.0
 """Limit of a wait for a thread. It decides no test: a test that reaches it has failed."""
@@ -409,12 +408,12 @@ def test_the_work_for_a_request_does_not_grow_with_the_number_of_open_incidents(
         backlog.start(0.0)
         entries = CountingEntries(backlog._entry_by_id)
         backlog._entry_by_id = entries
-        backlog._owed = owed = CountingEntries(backlog._owed)
+        backlog._pending = pending = CountingEntries(backlog._pending)
         for now in range(100):
             for entry in backlog.list_due(float(now), 1):
                 backlog.mark_sent(entry, backlog.make_notification(entry), float(now))
             backlog.find_next_time(float(now))
-        steps_by_count[count] = entries.num_scans + owed.num_scans
+        steps_by_count[count] = entries.num_scans + pending.num_scans
     assert steps_by_count == {500: 0, 4000: 0}
 
 
@@ -583,9 +582,9 @@ def test_progress_of_an_earlier_release_is_read(num_listed: int) -> None:
     for offset, incident in enumerate(incidents):
         backlog.add(LoggedIncident(incident, 0, offset), 0.0)
     backlog.start(0.0)
-    owed = {entry.incident.id: entry.owed for entry in backlog.list_due(0.0, 1000)}
+    pending = {entry.incident.id: entry.pending for entry in backlog.list_due(0.0, 1000)}
     may_be_shown = num_listed > MAX_FULL_IDS
-    assert owed == dict.fromkeys([one.id for one in incidents[:-1]], "open") | (
+    assert pending == dict.fromkeys([one.id for one in incidents[:-1]], "open") | (
         {incidents[-1].id: "resolve"} if may_be_shown else {}
     )
 
@@ -785,7 +784,7 @@ def check_steps(steps: list[tuple[Any, Any, Any]], is_truncated: bool = False) -
 
 
 def test_backlog_reads_history_without_sending() -> None:
-    """Before the start nothing is owed, so that a later message in the log can change it."""
+    """Before the start nothing is pending, so that a later message in the log can change it."""
     backlog = Backlog(False, {}, {0: 3}, Overlay())
     for offset, state in enumerate(make_states()):
         backlog.add(LoggedIncident(state, 0, offset), 0.0)
@@ -883,7 +882,7 @@ def test_a_worker_that_cannot_be_created_ends_the_start() -> None:
 
 
 @pytest.mark.parametrize(
-    ("is_resolved", "is_silenced", "state", "owed"),
+    ("is_resolved", "is_silenced", "state", "pending"),
     [
         (False, False, "hidden", "open"),
         (False, False, "opening", "open"),
@@ -903,7 +902,7 @@ def test_a_worker_that_cannot_be_created_ends_the_start() -> None:
         (True, True, "resolving", "resolve"),
     ],
 )
-def test_the_table_of_states(is_resolved: bool, is_silenced: bool, state: ReceiverState, owed: str | None) -> None:
+def test_the_table_of_states(is_resolved: bool, is_silenced: bool, state: ReceiverState, pending: str | None) -> None:
     """The table in the docstring of `notification_backlog`."""
     incident = make_states(1)[2 if is_resolved else 0]
     labels = [make_label("false-alarm", 1, incident=incident.id)] if is_silenced else []
@@ -912,7 +911,7 @@ def test_the_table_of_states(is_resolved: bool, is_silenced: bool, state: Receiv
     backlog.add(LoggedIncident(incident, 0, 0), 0.0)
     backlog.start(0.0)
     entry = next(iter(backlog.list_due(0.0, 1)), None)
-    assert (None if entry is None else entry.owed) == owed
+    assert (None if entry is None else entry.pending) == pending
 
 
 def test_numbers_of_open_and_silenced_incidents() -> None:

@@ -7,10 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from deformer_stream.codec.feedback_messages import make_label
 from deformer_stream.incidents.events import FeedbackLabel
 from deformer_stream.incidents.overlay import Overlay, Presentation
-from tests.incidents.examples import MINUTE, make_fleet_incident, make_incident
+from tests.incidents.examples import MINUTE, make_fleet_incident, make_incident, make_label
 
 INCIDENT = replace(make_incident(0), last=make_incident(0).opened)
 

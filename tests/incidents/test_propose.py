@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 from deformer_stream.calibration.conformal import Calibration
 from deformer_stream.calibration.false_alarm_patterns import FalseAlarmPattern
 from deformer_stream.calibration.incident_segments import SegmentCalibration, SegmentCollector
-from deformer_stream.codec.feedback_messages import make_label
 from deformer_stream.errors import InputError
 from deformer_stream.incidents.events import EvidenceBatch, FeedbackLabel, Incident
 from deformer_stream.incidents.overlay import Overlay
@@ -20,7 +19,7 @@ from deformer_stream.runtime.incident_difference import IncidentSpans, compare_i
 from deformer_stream.runtime.incident_plan import DetectionPlan
 from deformer_stream.runtime.propose import Proposal, ProposalOptions, count_records_to_open, propose
 from tests.effort import IS_LONG
-from tests.incidents.examples import make_incident
+from tests.incidents.examples import make_incident, make_label
 from tests.incidents.simulated_evidence import (
     DAY,
     FALSE_SHARES,

@@ -631,13 +631,17 @@ def test_alerts_of_open_records_update_the_fleet_incident() -> None:
         ("auto", AUTOMATIC_RULE),
         ("3 within 10m", FleetRule()),
         (" 12 within 1.5h", FleetRule(12, 5_400_000_000)),
+        ("12 within 1h30m", FleetRule(12, 5_400_000_000)),
+        ("2 within 1w", FleetRule(2, 604_800_000_000)),
     ],
 )
 def test_the_fleet_rule_is_written_in_words(text: str, rule: FleetRule | None) -> None:
     assert parse_fleet_rule(text) == rule
 
 
-@pytest.mark.parametrize("text", ["", "on", "1 within 10m", "3 in 10m", "3 within 10", "3 within m"])
+@pytest.mark.parametrize(
+    "text", ["", "on", "1 within 10m", "3 in 10m", "3 within 10", "3 within m", f"3 within {9 * 10**400}d"]
+)
 def test_nonsense_is_no_fleet_rule(text: str) -> None:
     with pytest.raises(ConfigError, match="--fleet"):
         parse_fleet_rule(text)

@@ -18,8 +18,7 @@ from deformer_stream.errors import ArtifactError
 from deformer_stream.model.deformer import DEformer
 from deformer_stream.model.schema import Feature, Schema
 from deformer_stream.model.time_slots import collapse_time_slots, describe_records, expand_time_slots, name_time_slot
-from deformer_stream.model.windows import PerSlot, Window, floor_to_window, format_duration
-from deformer_stream.settings.base import Settings, WindowWidth
+from deformer_stream.model.windows import PerSlot, Window, floor_to_window
 from tests import models
 from tests.engine.random_models import draw_records, make_model, normalise_values
 from tests.model.slot_models import CONFIG
@@ -58,24 +57,18 @@ def test_time_slot_includes_its_start_and_excludes_its_end() -> None:
     assert [thirds.time_slot_index(t) for t in times] == [0, 0, 1, 1, 2, 2, 0, 2, 2, 1]
 
 
-class WidthSettings(Settings):
-    """Settings with one option, a duration."""
-
-    width: WindowWidth
-
-
-@given(st.integers(1000, 10**15))
-def test_formatted_duration_is_parsed_to_the_same_duration(microseconds: int) -> None:
-    settings = WidthSettings.model_validate({"width": format_duration(microseconds)})
-    assert round(settings.width * 1e6) == microseconds
-
-
 @pytest.mark.parametrize(
     ("microseconds", "text"),
-    [(0, "0s"), (500, "0.5ms"), (1500, "1.5ms"), (20 * SECOND, "20s"), (90 * SECOND, "90s"), (120 * SECOND, "2m")],
+    [
+        (0, "0s"),
+        (500, "0.5ms"),
+        (1500, "1.5ms"),
+        (20 * SECOND, "20s"),
+        (90 * SECOND, "90s"),
+        (24 * 3600 * SECOND, "24h"),
+    ],
 )
-def test_duration_is_formatted_in_the_largest_unit_without_a_fraction(microseconds: int, text: str) -> None:
-    assert format_duration(microseconds) == text
+def test_time_slot_is_named_by_its_start(microseconds: int, text: str) -> None:
     assert name_time_slot("temp", microseconds) == f"temp+{text}"
 
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from deformer_stream.codec.feedback_messages import make_label
 from deformer_stream.engine.events import NO_TIME, SuggestedReading, SuspiciousRecord
 from deformer_stream.errors import Unavailable
 from deformer_stream.incidents.events import Incident, OpenRecordReading
@@ -20,7 +19,7 @@ from deformer_stream.page.followers import LogFollower
 from deformer_stream.page.store import IncidentStore
 from deformer_stream.page.views import PAGE_SIZE, Notice
 from deformer_stream.runtime.memory_logs import MemoryIncidentLog
-from tests.incidents.examples import HOSTILE_NAMES, make_fleet_incident, make_incident, make_incidents
+from tests.incidents.examples import HOSTILE_NAMES, make_fleet_incident, make_incident, make_incidents, make_label
 from tests.page.pages import NOW, BrokenFeedbackLog, Site, find_rows, find_token, make_site
 
 

@@ -17,7 +17,6 @@ import pytest
 from playwright.sync_api import Browser, BrowserContext, Error, expect, sync_playwright
 from playwright.sync_api import Page as Tab
 
-from deformer_stream.codec.feedback_messages import make_label
 from deformer_stream.engine.events import SuggestedReading, SuspiciousRecord
 from deformer_stream.incidents.events import Incident
 from deformer_stream.page.app import Page, PageOptions
@@ -27,7 +26,7 @@ from deformer_stream.page.server import PageServer, bind
 from deformer_stream.page.store import IncidentStore
 from deformer_stream.page.views import Notice
 from deformer_stream.runtime.memory_logs import MemoryFeedbackLog, MemoryIncidentLog, MemoryNextReadingLog
-from tests.incidents.examples import HOSTILE_NAMES, make_incident, make_incidents
+from tests.incidents.examples import HOSTILE_NAMES, make_incident, make_incidents, make_label
 
 pytestmark = pytest.mark.browser
 

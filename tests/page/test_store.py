@@ -8,14 +8,13 @@ from dataclasses import replace
 
 import pytest
 
-from deformer_stream.codec.feedback_messages import make_label
 from deformer_stream.errors import Unavailable
 from deformer_stream.incidents.events import FeedbackLabel, Incident, IncidentState, Timeline
 from deformer_stream.incidents.overlay import Overlay, Presentation
 from deformer_stream.page.followers import LogFollower
 from deformer_stream.page.store import MAX_LABELS_PER_INCIDENT, SPARKLINE_POINTS, IncidentFilter, IncidentStore
 from deformer_stream.runtime.memory_logs import MemoryIncidentLog
-from tests.incidents.examples import make_fleet_incident, make_incident, make_incidents
+from tests.incidents.examples import make_fleet_incident, make_incident, make_incidents, make_label
 from tests.page.pages import NOW
 
 

@@ -15,14 +15,13 @@ import pytest
 
 from deformer_stream.calibration.incident_budget import parse_budget
 from deformer_stream.calibration.incident_segments import SegmentCalibration
-from deformer_stream.codec.feedback_messages import make_label
+from deformer_stream.durations import MICROS_PER_DAY
 from deformer_stream.incident_store import IncidentCalibration, LogEntry, write_incident_calibration
 from deformer_stream.model_manifest import read_manifest
 from deformer_stream.page import system_state
 from deformer_stream.page.store import LabelCounts
 from deformer_stream.page.system_state import make_rate, parse_metrics, read_process, summarize_process
-from deformer_stream.page.texts import DAY
-from tests.incidents.examples import make_incident
+from tests.incidents.examples import make_incident, make_label
 from tests.models import write_model
 from tests.page.pages import NOW, make_site
 
@@ -56,24 +55,26 @@ process_open_fds 12.0
 
 def make_counts(**values: Any) -> LabelCounts:
     """Return numbers of incidents by label."""
-    empty = LabelCounts(0, 0, 0, first_opened=NOW - 30 * DAY, num_devices=1)
+    empty = LabelCounts(0, 0, 0, first_opened=NOW - 30 * MICROS_PER_DAY, num_devices=1)
     return replace(empty, **values)
 
 
 def test_the_rate_is_within_above_or_around_the_budget() -> None:
     budget = parse_budget("1 per 30d")
-    rate = make_rate(budget, make_counts(num_devices=10), 60 * DAY)  # no false incident in 20 device-months
+    rate = make_rate(budget, make_counts(num_devices=10), 60 * MICROS_PER_DAY)  # no false incident in 20 device-months
     assert (rate.low, rate.verdict) == (0, "within")
     assert rate.high == pytest.approx(-math.log(0.005) / 20)
-    assert make_rate(budget, make_counts(num_false=9), 30 * DAY).verdict == "above"
-    unlabelled = make_rate(budget, make_counts(num_false=1, num_unlabelled=8), 30 * DAY)
+    assert make_rate(budget, make_counts(num_false=9), 30 * MICROS_PER_DAY).verdict == "above"
+    unlabelled = make_rate(budget, make_counts(num_false=1, num_unlabelled=8), 30 * MICROS_PER_DAY)
     assert unlabelled.verdict == "open"
     assert unlabelled.low < 1 < 8 < unlabelled.high
-    assert make_rate(budget, make_counts(num_unlabelled=1), DAY).verdict == "early"
+    assert make_rate(budget, make_counts(num_unlabelled=1), MICROS_PER_DAY).verdict == "early"
 
 
 def test_the_rate_counts_only_the_labels_of_incidents_of_devices() -> None:
-    incidents = [replace(make_incident(n, state="resolved"), opened=NOW - (n + 1) * DAY, severity=1) for n in range(6)]
+    incidents = [
+        replace(make_incident(n, state="resolved"), opened=NOW - (n + 1) * MICROS_PER_DAY, severity=1) for n in range(6)
+    ]
     site = make_site(incidents)
     labels = [
         make_label("false-alarm", NOW, incident=incidents[0].id),
@@ -207,7 +208,9 @@ def test_the_model_and_its_incident_calibration_are_shown(tmp_path: Path) -> Non
     page = site.get("/health").text
     assert fingerprint in page
     assert "deformer-stream calibrate --incidents stores segments" in page
-    segments = SegmentCalibration(DAY, tuple(float(i) for i in range(40)), 8000.0, 4, start=NOW - 40 * DAY, end=NOW)
+    segments = SegmentCalibration(
+        MICROS_PER_DAY, tuple(float(i) for i in range(40)), 8000.0, 4, start=NOW - 40 * MICROS_PER_DAY, end=NOW
+    )
     log = (LogEntry(NOW, "anna <b>", "approve", "3 patterns"),)
     write_incident_calibration(directory, IncidentCalibration(fingerprint, (segments,), log=log))
     page = site.get("/health").text

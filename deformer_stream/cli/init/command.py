@@ -83,7 +83,7 @@ def run_init(inputs: tuple[str, ...], settings: InitSettings) -> None:
         )
     from deformer_stream.cli.init.config_file import describe_reach, format_config, list_next_commands
     from deformer_stream.cli.init.questions import ask_questions, list_assumptions
-    from deformer_stream.model.windows import format_duration
+    from deformer_stream.durations import format_duration
 
     look = _look_at_topic(settings, settings.topic) if settings.topic else _look_at_files(inputs, saved_table, settings)
     view = look.view
@@ -122,7 +122,7 @@ def format_view(view: TableView) -> str:
     """Return what the first look at the data has shown, as text for the terminal."""
     from deformer_stream.cli.config_report import align_columns
     from deformer_stream.cli.init.label_columns import describe_values
-    from deformer_stream.model.windows import format_rough_duration
+    from deformer_stream.durations import format_rough_duration
     from trainer.fill_values import describe_fill_values
 
     about = "" if view.is_exact else "about "

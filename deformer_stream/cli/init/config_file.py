@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from deformer_stream.calibration.conformal import Calibration, choose_num_calibration
-from deformer_stream.codec.timestamps import TimeUnit
-from deformer_stream.model.windows import PerSlot, format_duration
+from deformer_stream.durations import TimeUnit, format_duration
+from deformer_stream.model.windows import PerSlot
 
 RecordKind = Literal["row", "window", "id"]
 """What a record is: a row of a table, a time window of a device, or all readings with one id."""

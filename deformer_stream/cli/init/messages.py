@@ -13,8 +13,9 @@ from typing import Any
 import orjson
 import pyarrow as pa
 
-from deformer_stream.codec.timestamps import UNITS_PER_SECOND, TimeUnit, guess_unit
+from deformer_stream.codec.timestamps import guess_unit
 from deformer_stream.codec.validation import is_json_number
+from deformer_stream.durations import UNITS_PER_SECOND, TimeUnit
 from deformer_stream.errors import InputError
 from deformer_stream.model.schema import format_label
 

@@ -16,8 +16,9 @@ from pydantic import TypeAdapter, ValidationError
 from deformer_stream.cli.init.config_file import Answers, RecordKind
 from deformer_stream.cli.init.label_columns import choose_normal_value, describe_values, match_value
 from deformer_stream.cli.init.table_view import TableView
+from deformer_stream.durations import format_duration
 from deformer_stream.errors import ConfigError
-from deformer_stream.model.windows import PerSlot, Window, format_duration
+from deformer_stream.model.windows import PerSlot, Window
 from deformer_stream.record_limits import MAX_SLOTS
 from deformer_stream.runtime.repeated_readings import MIN_SHARE
 from deformer_stream.settings import InitSettings, MinorityShare, Share, Timeout, WindowWidth, explain_error

@@ -34,7 +34,8 @@ from deformer_stream.cli.init.label_columns import (
 )
 from deformer_stream.codec.columns import is_numeric, is_present, parse_times, to_float64
 from deformer_stream.codec.time_columns import UTC_MICROSECONDS, has_local_texts
-from deformer_stream.codec.timestamps import TimeUnit, guess_unit
+from deformer_stream.codec.timestamps import guess_unit
+from deformer_stream.durations import TimeUnit
 from deformer_stream.engine.events import NO_TIME
 from deformer_stream.errors import InputError
 from deformer_stream.model.schema import Feature

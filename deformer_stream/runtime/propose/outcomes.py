@@ -6,9 +6,9 @@ import math
 from collections.abc import Container, Mapping, Sequence
 
 from deformer_stream.calibration.false_alarm_patterns import FalseAlarmPattern, PatternCandidate
-from deformer_stream.calibration.incident_budget import MICROS_PER_DAY, bound_realised_rate
+from deformer_stream.calibration.incident_budget import bound_realised_rate
 from deformer_stream.calibration.incident_evidence import INITIAL_STATE, advance_detector, compute_log_statistic
-from deformer_stream.calibration.incident_segments import MICROS_PER_HOUR
+from deformer_stream.durations import MICROS_PER_DAY, MICROS_PER_HOUR
 from deformer_stream.runtime.incident_difference import IncidentDifference, LabelledIncident, predict_count
 from deformer_stream.runtime.incident_plan import DetectionPlan
 from deformer_stream.runtime.propose.proposal import FalseRate, LogSummary, PatternOutcome

@@ -6,8 +6,8 @@ import math
 
 import numpy as np
 
-from deformer_stream.calibration.incident_segments import MICROS_PER_HOUR
 from deformer_stream.calibration.observed_time import MAX_GAP, ObservedTime
+from deformer_stream.durations import MICROS_PER_HOUR
 from deformer_stream.errors import InputError
 from deformer_stream.incidents.events import Incident
 from deformer_stream.runtime.incident_difference import IncidentSpans
