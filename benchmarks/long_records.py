@@ -172,7 +172,17 @@ def make_snapshot(template: Snapshot, num_records: int) -> Snapshot:
         num_records: Number of records, a multiple of the number of records of the template.
     """
     repeats, rng = num_records // len(template), np.random.default_rng(0)
-    names = ("model", "age", "counts", "absent_counts", "absent", "features", "num_scored", "alert_seq", "alert_alpha")
+    names = (
+        "model",
+        "idle_micros",
+        "counts",
+        "num_declared_missing",
+        "declared_missing",
+        "features",
+        "num_scored",
+        "alert_seq",
+        "alert_alpha",
+    )
     sums = ("log_likelihood", "neg_log_p_sum", "min_log_p", "max_statistic", "centered_nll")
     event_times = template.event_times
     assert event_times is not None

@@ -12,8 +12,9 @@ events, and `closing` selects the records to close. `model_versions` scores with
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
@@ -65,6 +66,9 @@ __all__ = ["Engine", "Limits", "OpenRecordPolicy", "UnscorableReadings", "comput
 CALL_ORDER = "restore, preload_decisions, replay, apply_decisions, handle"
 """The order in which the methods of `Engine` must be called for one partition."""
 
+RESCORED_READINGS_AT_END = 8_192
+"""About how many readings `Engine.finish` scores again at a time, which bounds the memory that it needs."""
+
 OpenRecordPolicy = Literal["finish", "rescore"]
 """What happens to open records when the model changes. "finish": the model that was current when a record was opened
 scores it until it is closed. "rescore": the new model scores all readings of open records again."""
@@ -79,14 +83,14 @@ class Rescoring:
         time: The time to which the idle times of the snapshot refer, in microseconds since 1970.
         record_index: Rows of the records in the table that must be scored; None until the snapshot is loaded.
         num_scored: How many of these records are scored already.
-        num_dropped: Number of readings that were dropped when the snapshot was loaded.
+        num_dropped_by_feature: Number of readings that were dropped when the snapshot was loaded, by feature name.
     """
 
     snapshot: Snapshot
     time: int
     record_index: Ints | None = None
     num_scored: int = 0
-    num_dropped: int = 0
+    num_dropped_by_feature: Counter[str] = field(default_factory=Counter)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,16 +130,14 @@ class Engine:
     A new partition starts with `handle`. After `revoke` a partition may be restored again. `change_model`, `snapshot`
     and `finish` may be called at any time.
 
-    `change_model` and `restore` may have to score the readings of many records again. With `at_once=False` they leave
-    this to calls of `rescore`, each of which scores a part of them. Until then the partition is one of
-    `partitions_to_rescore`, and must not be replayed or handled.
+    `change_model` and `restore` may have to score the readings of many records again. They leave this to calls of
+    `rescore`, each of which scores a part of them. Until then the partition is one of `partitions_to_rescore`, and must
+    not be replayed or handled.
 
     Attributes:
         alphas: The false-alarm rates at which alerts are raised, descending.
         effort: How thoroughly alerts are explained: "full", "fast" (one forward pass per record) or "off".
         records: The table of open records.
-        num_dropped_readings: Number of readings of open records that were dropped so far, because a new model lacks
-            their feature.
     """
 
     def __init__(
@@ -195,7 +197,7 @@ class Engine:
         self._suspicious = SuspiciousRecords(suspicious) if suspicious is not None and states_suspicious else None
         holds_ties = self._holds_ties(model, calibration)
         self.records = RecordTable(model.schema, self.limits.max_closed_ids, holds_ties)
-        self.num_dropped_readings = 0
+        self._num_dropped_by_feature: Counter[str] = Counter()
         self._unscorable: UnscorableReadings | None = None
         # Partitions whose records are not all scored by the current model yet, in the order in which they are scored.
         self._rescorings: dict[int, Rescoring] = {}
@@ -513,22 +515,21 @@ class Engine:
         """
         rescoring = self._rescorings.get(partition)
         if rescoring is not None:
-            return replace(rescoring.snapshot, age=rescoring.snapshot.age + (now - rescoring.time))
+            return replace(rescoring.snapshot, idle_micros=rescoring.snapshot.idle_micros + (now - rescoring.time))
         drift_state = None if self._drift_monitor is None else self._drift_monitor.export_state(partition)
         return export_state(self.records, partition, now, self._versions.fingerprint_by_number, drift_state)
 
-    def restore(self, partition: int, snapshot: Snapshot, now: int, at_once: bool = True) -> None:
+    def restore(self, partition: int, snapshot: Snapshot, now: int) -> None:
         """Load the state of a partition from a snapshot of the previous run.
 
-        Records that were scored by a model which this engine does not have are scored again by the current model,
-        without alerts. The same happens if features, labels or the tie policy (how readings with the same event time
-        are scored) have changed.
+        Records that were scored by a model which this engine does not have must be scored again by the current model
+        (`rescore`), without alerts. The same holds if features, labels or the tie policy (how readings with the same
+        event time are scored) have changed.
 
         Args:
             partition: Number of the partition, which must not have any state in this engine yet.
             snapshot: The state, from `snapshot`.
             now: The current time in microseconds since 1970. Records count as idle for as long as in the snapshot.
-            at_once: Whether to score these records now. Otherwise `rescore` must be called for them.
 
         Raises:
             InvariantViolated: If the partition has state already.
@@ -540,8 +541,6 @@ class Engine:
             )
         self._rescorings[partition] = Rescoring(snapshot, now)
         self._load_snapshot(partition)
-        if at_once:
-            self._rescore_all()
 
     def change_model(
         self,
@@ -549,7 +548,6 @@ class Engine:
         calibration: Calibration,
         fingerprint: str,
         open_records: OpenRecordPolicy,
-        at_once: bool = True,
         fault_classifier: FaultClassifier | None = None,
     ) -> OpenRecordPolicy:
         """Replace the model by another one, which scores all records that are opened from now on.
@@ -568,8 +566,7 @@ class Engine:
             calibration: The calibration of the new network.
             fingerprint: A hash that identifies the new model with its calibration.
             open_records: "finish" if the model that was current when a record was opened should score it to its end.
-                "rescore" if the new model should score all readings of open records again.
-            at_once: Whether to score them now. Otherwise `rescore` must be called.
+                "rescore" if the new model should score all readings of open records again, by calls of `rescore`.
             fault_classifier: The classifier of faults of the new model; None if it has none.
 
         Returns:
@@ -612,15 +609,13 @@ class Engine:
         self._versions.allocate_caches(self.records)  # the new model may need a cache of another shape
         if not can_finish:
             self._rescorings = {partition: Rescoring(snapshot, time=0) for partition, snapshot in snapshots.items()}
-        if at_once:
-            self._rescore_all()
         return "finish" if can_finish else "rescore"
 
     def replace_fault_classifier(self, fault_classifier: FaultClassifier | None) -> None:
         """Replace the classifier of faults of the current model, which changes no score and no alert."""
         self.current_version.fault_classifier = fault_classifier
 
-    def rescore(self, max_readings: int | None = None) -> None:
+    def rescore(self, max_readings: int) -> None:
         """Score a part of the records that wait for it, without alerts, after a change of the model or a restore.
 
         The order of the calls and their number change no score. When the last record of a partition is scored, the
@@ -628,7 +623,7 @@ class Engine:
 
         Args:
             max_readings: About how many readings to score: as many records as have no more readings, but at least one.
-                Loading the snapshot of a partition takes a call of its own. None for all records of one partition.
+                Loading the snapshot of a partition takes a call of its own.
         """
         partition = next(iter(self._rescorings), None)
         if partition is None:
@@ -638,9 +633,8 @@ class Engine:
             self._load_snapshot(partition)
             return
         waiting = rescoring.record_index[rescoring.num_scored :]
-        if max_readings is not None:
-            num_readings = self.records.count_stored(waiting).cumsum()
-            waiting = waiting[: max(1, int(np.searchsorted(num_readings, max_readings, side="right")))]
+        num_readings = self.records.count_stored(waiting).cumsum()
+        waiting = waiting[: max(1, int(np.searchsorted(num_readings, max_readings, side="right")))]
         self._rescore(waiting)
         self.records.drop_old_readings(waiting)
         rescoring.num_scored += len(waiting)
@@ -701,6 +695,18 @@ class Engine:
         """
         unscorable, self._unscorable = self._unscorable, None
         return unscorable
+
+    def pop_dropped_readings(self) -> Counter[str]:
+        """Return the number of readings of open records that were dropped since the last call, and reset the number.
+
+        After a change of the model or a restore, readings are dropped that the current model cannot have. Their feature
+        is missing from the model, or only one of the two models has irregular readings.
+
+        Returns:
+            The number of dropped readings by the name of their feature; empty if none was dropped.
+        """
+        dropped, self._num_dropped_by_feature = self._num_dropped_by_feature, Counter()
+        return dropped
 
     def measure_drift(self) -> dict[int, float]:
         """Return, by partition, log10 of the evidence that its records no longer resemble the calibration records.
@@ -764,7 +770,8 @@ class Engine:
             Scores and alerts of the waiting readings, and the closed records, by partition and in the order in which
             they were opened.
         """
-        self._rescore_all()
+        while self._rescorings:
+            self.rescore(RESCORED_READINGS_AT_END)
         open_records = self.records.indices_of_partitions()
         unscored = self._select_unscored()
         # All records end now, so the current time has no effect.
@@ -883,17 +890,12 @@ class Engine:
                     f"{partition}: report this bug"
                 )
 
-    def _rescore_all(self) -> None:
-        """Score all records that wait for `rescore`."""
-        while self._rescorings:
-            self.rescore()
-
     def _end_rescoring_if_done(self, partition: int) -> None:
         """Remove a partition from those that wait for `rescore` if all of its records are scored."""
         rescoring = self._rescorings[partition]
         if rescoring.record_index is not None and rescoring.num_scored == len(rescoring.record_index):
             # Only now, because the snapshot is loaded once more if the model changes before all records are scored.
-            self.num_dropped_readings += rescoring.num_dropped
+            self._num_dropped_by_feature += rescoring.num_dropped_by_feature
             del self._rescorings[partition]
             self._closing_rules.reset_timeouts()
 
@@ -909,7 +911,7 @@ class Engine:
         rescoring = self._rescorings[partition]
         adapted = adapt_snapshot(rescoring.snapshot, self.schema, self.records.holds_ties)
         snapshot = adapted.snapshot
-        rescoring.num_dropped = adapted.num_dropped
+        rescoring.num_dropped_by_feature = adapted.num_dropped_by_feature
         if adapted.is_translated:
             self._closing_rules.add_translated_partition(partition)
         # Models whose scores of records remain valid, with their version numbers.

@@ -45,7 +45,7 @@ from typing import Any, ParamSpec, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from deformer_stream.calibration.cusum import create_states, state_width
+from deformer_stream.calibration.cusum import StateLayout, create_states
 from deformer_stream.engine.events import NO_ALERT, NO_TIME, AlertState, ClosedRecords, CloseReason, EventBatch
 from deformer_stream.engine.idle_queue import IdleQueue
 from deformer_stream.engine.partition import MAX_CLOSED_IDS, Partition
@@ -198,7 +198,7 @@ class RecordTable:
         tie_time: Event time of the record's last tie group, or of the readings that waited when the record was
             restored; `NO_TIME` if there is none.
         running: Running statistics of the record's scores, of dtype `RUNNING_DTYPE`. Kernels update them in place.
-        cusum_states: (capacity, W) float32 states of the record's cumulative sums (`calibration.cusum.state_width`).
+        cusum_states: (capacity, W) float32 states of the record's cumulative sums (`calibration.cusum.StateLayout`).
             Kernels update them in place. Only if readings are irregular.
         alert_seq: Position in the record of the reading that raised the first alert, -1 if there is none.
         alert_alpha: The strictest (smallest) alpha at which the record has alerted, `NO_ALERT` if there is none.
@@ -256,7 +256,7 @@ class RecordTable:
         if self.is_irregular:
             self.origin = self._add_array("origin", np.int64)
             self.latest_time = self._add_array("latest_time", np.int64, (len(schema),))
-            self.cusum_states = self._add_array("cusum_states", np.float32, (state_width(len(schema)),))
+            self.cusum_states = self._add_array("cusum_states", np.float32, (StateLayout(len(schema)).width,))
         # Bytes of a record without its readings, for `num_bytes`.
         arrays = [getattr(self, name) for name in self._array_names]
         row_widths = [array.dtype.itemsize * int(np.prod(array.shape[1:])) for array in arrays]

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deformer_stream.calibration.cusum import create_states, state_width
+from deformer_stream.calibration.cusum import StateLayout, create_states
 from deformer_stream.calibration.drift_state import DriftState
 from deformer_stream.codec.state import (
     DECISIONS,
@@ -24,9 +24,7 @@ from deformer_stream.codec.state import (
     SET_VERSION,
     SNAPSHOT,
     check_state,
-    decode_decisions,
     decode_decisions_by_model,
-    decode_snapshot,
     decode_snapshots,
     encode_decisions,
     encode_decisions_by_model,
@@ -44,6 +42,7 @@ from deformer_stream.engine.snapshot import (
     WaitingReadings,
 )
 from deformer_stream.errors import StateError
+from tests.codec.saved_state import decode_decisions, decode_snapshot
 from tests.codec.state_examples import DECIDED, EXAMPLE, VOCABULARY, make_ints
 from tests.effort import num_examples
 from tests.engine.restarts import assert_same_snapshot
@@ -144,12 +143,12 @@ def draw_snapshots(draw: st.DrawFn) -> Snapshot:
         models=("m", "n"),
         ids=ids,
         model=rng.integers(0, 2, R).astype(np.int32),
-        age=rng.integers(-(2**40), 2**40, R),
+        idle_micros=rng.integers(-(2**40), 2**40, R),
         counts=counts,
         features=codes,
         values=values,
-        absent_counts=absent,
-        absent=np.concatenate([*gone, np.empty(0, np.int16)]),
+        num_declared_missing=absent,
+        declared_missing=np.concatenate([*gone, np.empty(0, np.int16)]),
         num_scored=counts,
         alert_seq=seq,
         alert_alpha=np.where(seq < 0, 1.0, rng.uniform(0, 0.5, R)),
@@ -238,7 +237,9 @@ def test_format_version_5_is_written_only_for_circular_means() -> None:
 def test_format_version_7_is_written_for_irregular_readings() -> None:
     """Since version 7, the columns of all parts that a snapshot does not have are missing."""
     assert IRREGULAR.event_times is not None
-    sums = np.random.default_rng(0).exponential(size=(3, state_width(len(IRREGULAR.vocabulary)))).astype(np.float32)
+    sums = (
+        np.random.default_rng(0).exponential(size=(3, StateLayout(len(IRREGULAR.vocabulary)).width)).astype(np.float32)
+    )
     num_sensors = len(IRREGULAR.vocabulary)
     sums[:, -2 * num_sensors :] = 0.0  # the sums "level" and "step", for which there are versions 9 and 10
     dropping = replace(
@@ -452,16 +453,16 @@ def test_inconsistent_snapshots_are_rejected() -> None:
     faults: list[dict[str, Any]] = [
         {"ids": ["a", "b", "a"]},
         {"ids": ["a", "b"]},
-        {"age": EXAMPLE.age[:2]},
-        {"age": np.array([0, 2**62, 0])},
+        {"idle_micros": EXAMPLE.idle_micros[:2]},
+        {"idle_micros": np.array([0, 2**62, 0])},
         {"centered_nll": EXAMPLE.centered_nll[:2]},
         {"model": make_ints(2, 0, 0)},
         {"model": make_ints(-1, 0, 0)},
         {"counts": make_ints(4, 0, 1)},
         {"counts": make_ints(2, 1, 1)},
         {"counts": make_ints(3, -1, 1)},
-        {"absent": np.array([2, 0], np.int16)},
-        {"absent": np.array([2, 0, 1], np.int16)},
+        {"declared_missing": np.array([2, 0], np.int16)},
+        {"declared_missing": np.array([2, 0, 1], np.int16)},
         {"features": np.array([1, 1, 1], np.int16)},
         {"features": np.array([1, 3, 1], np.int16)},
         {"features": np.array([1, -1, 1], np.int16)},
@@ -590,8 +591,6 @@ def test_state_of_several_models_has_a_checksum_and_a_kind() -> None:
         decode_snapshots(data[:-1])
     with pytest.raises(StateError, match="another kind"):
         decode_decisions_by_model(data)
-    with pytest.raises(StateError, match="several models, where that of one model is expected"):
-        decode_snapshot(data)
     nested = f'[["a", {len(data)}]]\n'.encode() + data
     with pytest.raises(StateError, match="several models, where that of one model is expected"):
         decode_snapshots(seal(nested))
