@@ -179,15 +179,15 @@ def make_snapshot(template: Snapshot, num_records: int) -> Snapshot:
         "num_declared_missing",
         "declared_missing",
         "features",
-        "num_scored",
         "alert_seq",
         "alert_alpha",
     )
     sums = ("log_likelihood", "neg_log_p_sum", "min_log_p", "max_statistic", "centered_nll")
     event_times = template.event_times
     assert event_times is not None
-    columns = {name: np.tile(getattr(template, name), repeats) for name in (*names, "p_value")}
-    columns |= {name: np.tile(getattr(template, name), repeats) * rng.random(num_records) for name in sums}
+    columns = {name: np.tile(getattr(template, name), repeats) for name in (*names, "running")}
+    for name in sums:
+        columns["running"][name] *= rng.random(num_records)
     if template.cusums is not None:
         columns["cusums"] = np.tile(template.cusums, (repeats, 1)) * rng.random((num_records, 1), np.float32)
     if template.latest_event_time is not None:

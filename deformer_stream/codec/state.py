@@ -51,6 +51,7 @@ from deformer_stream.codec.state_header import HEADER, MAGIC
 from deformer_stream.engine.events import NO_ALERT, NO_TIME, ONLY_MODEL, SUPPRESS_ALL, AlertState, Decisions
 from deformer_stream.engine.id_set import StringColumn
 from deformer_stream.engine.reading_log import MAX_EXTENT_SIZE
+from deformer_stream.engine.records import INITIAL_RUNNING
 from deformer_stream.engine.snapshot import (
     CircularSums,
     CompleteWindows,
@@ -83,7 +84,7 @@ Columns = Mapping[str, Column]
 _TEXT = pa.large_string()  # all ids of a partition together may exceed the 2 GiB of `pa.string`
 
 # The names and types of the stored columns are the file format and must not change. The columns of `_SNAPSHOT_COLUMNS`
-# are explained at the fields of `Snapshot`. Those that have another name than their field are in `_FIELD_BY_COLUMN`.
+# are explained at the fields of `Snapshot`, and those of `_RUNNING_FIELD_BY_COLUMN` at `RUNNING_DTYPE`.
 _VOCABULARY_COLUMNS = {"names": _TEXT, "kinds": _TEXT, "label_counts": pa.int32(), "labels": _TEXT}
 _SNAPSHOT_COLUMNS = _VOCABULARY_COLUMNS | {
     "models": _TEXT,
@@ -173,19 +174,20 @@ _LATEST_COLUMNS = {"latest_event_time": pa.int64()}
 """The latest event time of each record (`Snapshot.latest_event_time`)."""
 _PRIOR_COLUMNS = {"prior_total": pa.float64(), "prior_least": pa.float64()}
 """The running statistics of the p-values under the Gaussian prior alone, of each record. Missing if all are 0."""
-_FIELD_BY_COLUMN = {
-    "age": "idle_micros",
-    "absent_counts": "num_declared_missing",
-    "absent": "declared_missing",
+_FIELD_BY_COLUMN = {"age": "idle_micros", "absent_counts": "num_declared_missing", "absent": "declared_missing"}
+"""The fields of `Snapshot` by the names of their columns, if these differ."""
+_RUNNING_FIELD_BY_COLUMN = {
+    "log_likelihood": "log_likelihood",
     "scored": "num_scored",
     "total": "neg_log_p_sum",
     "least": "min_log_p",
     "peak": "max_statistic",
     "excess": "centered_nll",
+    "p_value": "p_value",
     "prior_total": "prior_neg_log_p_sum",
     "prior_least": "prior_min_log_p",
 }
-"""The fields of `Snapshot` by the names of their columns, if these differ."""
+"""The running statistics of the records (`Snapshot.running`) by the names of their columns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,8 +239,6 @@ _VERSION_BY_COLUMN = (
 """The format version that has added a column. Columns of version 1 are missing."""
 
 _KIND_NAMES = {SNAPSHOT: "a snapshot", DECISIONS: "decisions"}
-# Columns with one floating-point number per record, updated with each reading; explained at `Snapshot`.
-_RUNNING_SUMS = ("log_likelihood", "total", "least", "peak", "excess", "p_value")
 
 
 class _InvalidStateError(Exception):
@@ -275,18 +275,21 @@ def encode_snapshot(snapshot: Snapshot) -> bytes:
         columns |= {name: sums.ravel() for name, sums in (("levels", levels), ("step_sums", step_sums)) if sums.any()}
     if snapshot.latest_event_time is not None:
         columns["latest_event_time"] = snapshot.latest_event_time
-    if snapshot.prior_neg_log_p_sum is not None and snapshot.prior_min_log_p is not None:
-        columns |= {name: _get_column(snapshot, name) for name in _PRIOR_COLUMNS}
+    prior_columns = {name: _get_column(snapshot, name) for name in _PRIOR_COLUMNS}
+    if any(column.any() for column in prior_columns.values()):
+        columns |= prior_columns
     return _encode(SNAPSHOT, columns, _SNAPSHOT_TYPES)
 
 
 def _get_column(snapshot: Snapshot, name: str) -> Any:
-    """Return the content of a stored column, None if the snapshot does not have it.
+    """Return the content of a stored column.
 
     Args:
         snapshot: The snapshot.
         name: The name of the column in the file format.
     """
+    if name in _RUNNING_FIELD_BY_COLUMN:
+        return np.ascontiguousarray(snapshot.running[_RUNNING_FIELD_BY_COLUMN[name]])
     return getattr(snapshot, _FIELD_BY_COLUMN.get(name, name))
 
 
@@ -489,9 +492,11 @@ def _decode_snapshot(data: bytes) -> Snapshot:
     columns["closed"] = StringColumn.from_strings(columns["closed"])
     latest_event_time = columns.pop("latest_event_time", None)
     models = tuple(columns.pop("models"))
+    running = _pop_running(columns, len(columns["ids"]))
     snapshot = Snapshot(
         vocabulary,
         models,
+        running=running,
         **{_FIELD_BY_COLUMN.get(name, name): column for name, column in columns.items()},
         drift=drift,
         ties=ties,
@@ -526,6 +531,28 @@ def _decode_decisions(data: bytes) -> Decisions:
     # The columns of tie groups are missing in format versions 1 and 2.
     tie_timeouts = _decode_tie_timeouts(columns.get("waited", []), columns.get("waited_at", np.empty(0, np.int32)))
     return Decisions(tuple(columns["closed"]), alert_states, drift_state, tie_timeouts)
+
+
+def _pop_running(columns: dict[str, Any], num_records: int) -> NDArray[np.void]:
+    """Remove the columns of the running statistics of records and return their content.
+
+    Args:
+        columns: The columns of a snapshot by name. The columns `_RUNNING_FIELD_BY_COLUMN` are removed. Statistics
+            without a column are those of a record without readings.
+        num_records: The number of records.
+
+    Raises:
+        _InvalidStateError: If a column has another length, or a number is not finite.
+    """
+    running = np.full(num_records, INITIAL_RUNNING)
+    for name, field in _RUNNING_FIELD_BY_COLUMN.items():
+        if name not in columns:
+            continue
+        column = columns.pop(name)
+        _require(len(column) == num_records, f"the column {name!r} does not have one value per record")
+        _require(bool(np.isfinite(column).all()), f"a value in the column {name!r} is not finite")
+        running[field] = column
+    return running
 
 
 def _pop_ties(columns: dict[str, Any]) -> TieGroups:
@@ -859,7 +886,7 @@ def _check_snapshot(snapshot: Snapshot) -> None:
     """
     num_records, num_features = len(snapshot), len(snapshot.vocabulary)
     # The columns with one value per record.
-    for name in ("model", "age", "counts", "absent_counts", "scored", "alert_seq", "alert_alpha", *_RUNNING_SUMS):
+    for name in ("model", "age", "counts", "absent_counts", "alert_seq", "alert_alpha"):
         _require(
             len(_get_column(snapshot, name)) == num_records, f"the column {name!r} does not have one value per record"
         )
@@ -867,14 +894,9 @@ def _check_snapshot(snapshot: Snapshot) -> None:
     _require(_is_within(snapshot.model, len(snapshot.models)), "the model of a record is not in the list of models")
     _check_readings(snapshot, num_records, num_features)
     _check_values(snapshot)
-    for name in _PRIOR_COLUMNS:
-        sums = _get_column(snapshot, name)
-        if sums is not None:
-            _require(len(sums) == num_records, f"the column {name!r} does not have one value per record")
-            _require(bool(np.isfinite(sums).all()), f"a value in the column {name!r} is not finite")
     # A record that has not alerted has the alert position −1 and the alpha (false-alarm rate) `NO_ALERT`, which is 1.
     _require(
-        bool((snapshot.alert_seq >= -1).all()) and bool((snapshot.num_scored >= 0).all()),
+        bool((snapshot.alert_seq >= -1).all()) and bool((snapshot.running["num_scored"] >= 0).all()),
         "the position of an alert or the number of scored readings is negative",
     )
     is_alpha_valid = (snapshot.alert_alpha >= 0) & (snapshot.alert_alpha <= NO_ALERT)
@@ -1062,8 +1084,6 @@ def _check_values(snapshot: Snapshot) -> None:
     _require(bool(is_label_code[is_discrete_feature[features]].all()), "the code of a label is out of range")
     # An idle time lies between −MAX_MICROS and MAX_MICROS. It is negative if the clock was set back.
     _require(_is_within(snapshot.idle_micros + MAX_MICROS, 2 * MAX_MICROS), "the idle time of a record is out of range")
-    for name in _RUNNING_SUMS:
-        _require(bool(np.isfinite(_get_column(snapshot, name)).all()), f"a value in the column {name!r} is not finite")
 
 
 def _is_within(numbers: NDArray[Any], end: int | NDArray[Any]) -> bool:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from deformer_stream.calibration.drift_state import DriftState
 from deformer_stream.engine.id_set import BoundedIdSet, StringColumn
 from deformer_stream.engine.partition import Partition
-from deformer_stream.engine.records import MAX_RECORDS_PER_PASS, RUNNING_DTYPE, RecordTable
+from deformer_stream.engine.records import MAX_RECORDS_PER_PASS, RecordTable
 from deformer_stream.engine.slot_readings import SlotReading
 from deformer_stream.model.schema import FeatureKind, Schema
 from deformer_stream.model.windows import PerSlot
@@ -188,16 +188,7 @@ class Snapshot:
             labels if the label is unseen.
         num_declared_missing: (R,) int32 number of features that were declared as "will not be observed".
         declared_missing: (A,) int16 feature codes of these A features, one record after the other.
-        log_likelihood: (R,) float64 sum of ln p(value | earlier values) over the scored readings.
-        num_scored: (R,) int32 number of scored readings.
-        neg_log_p_sum: (R,) float64 sum of -ln q over the scored readings. q is a reading's p-value (probability of a
-            value at most as likely as the observed one) raised to `P_VALUE_EXPONENT`.
-        min_log_p: (R,) float64 smallest ln q of a scored reading.
-        max_statistic: (R,) float64 anomaly score of the record, larger is more anomalous. It is the largest prefix
-            statistic so far. The prefix statistic of the first k readings combines their p-values in one number.
-        centered_nll: (R,) float64 sum of centered NLLs (negative log-likelihood of a value minus the entropy of its
-            conditional).
-        p_value: (R,) float64 current p-value of the record, computed from `max_statistic`.
+        running: (R,) running statistics of the records' scores, of dtype `RUNNING_DTYPE`.
         alert_seq: (R,) int32 position of the reading that raised the first alert, -1 if there is none. Dropped readings
             are counted.
         alert_alpha: (R,) float64 strictest (smallest) alpha at which the record has alerted, `NO_ALERT` if none.
@@ -223,9 +214,6 @@ class Snapshot:
         latest_event_time: (R,) int64 latest event time of each record's readings, microseconds since 1970, `NO_TIME` if
             it is not known. None if it was not saved. It is then that of the readings in `event_times`, if there are
             any, although a dropped reading may have been later.
-        prior_neg_log_p_sum: (R,) float64 as `neg_log_p_sum`, of the p-values under the Gaussian prior alone. None if
-            they are no term of the alert, or if no reading is scored.
-        prior_min_log_p: (R,) float64 as `min_log_p`, of these p-values; None together with `prior_neg_log_p_sum`.
     """
 
     vocabulary: Vocabulary
@@ -238,13 +226,7 @@ class Snapshot:
     values: NDArray[np.float64]
     num_declared_missing: NDArray[np.int32]
     declared_missing: NDArray[np.int16]
-    log_likelihood: NDArray[np.float64]
-    num_scored: NDArray[np.int32]
-    neg_log_p_sum: NDArray[np.float64]
-    min_log_p: NDArray[np.float64]
-    max_statistic: NDArray[np.float64]
-    centered_nll: NDArray[np.float64]
-    p_value: NDArray[np.float64]
+    running: NDArray[np.void]
     alert_seq: NDArray[np.int32]
     alert_alpha: NDArray[np.float64]
     unseen_record: NDArray[np.int32]
@@ -263,8 +245,6 @@ class Snapshot:
     event_times: EventTimes | None = None
     cusums: NDArray[np.float32] | None = None
     latest_event_time: Ints | None = None
-    prior_neg_log_p_sum: NDArray[np.float64] | None = None
-    prior_min_log_p: NDArray[np.float64] | None = None
 
     def __len__(self) -> int:
         """Return the number of open records."""
@@ -309,8 +289,6 @@ def export_state(
     position_by_id = dict(zip(ids, range(len(ids)), strict=True)) if windows else {}
     complete = partition.watermarks.complete_windows()
     watermark_by_device = partition.watermarks.watermark_by_device
-    running = records.running[rows]
-    has_prior = bool(running["prior_neg_log_p_sum"].any() or running["prior_min_log_p"].any())
     ties = None
     if records.holds_ties or records.num_pending[rows].any():
         record, place = ragged_indices(counts)
@@ -333,13 +311,7 @@ def export_state(
         values=values,
         num_declared_missing=np.bincount(missing_record, minlength=len(ids)).astype(np.int32),
         declared_missing=missing_feature.astype(np.int16),
-        log_likelihood=np.ascontiguousarray(running["log_likelihood"]),
-        num_scored=running["num_scored"].astype(np.int32),
-        neg_log_p_sum=np.ascontiguousarray(running["neg_log_p_sum"]),
-        min_log_p=np.ascontiguousarray(running["min_log_p"]),
-        max_statistic=np.ascontiguousarray(running["max_statistic"]),
-        centered_nll=np.ascontiguousarray(running["centered_nll"]),
-        p_value=np.ascontiguousarray(running["p_value"]),
+        running=records.running[rows],
         alert_seq=records.alert_seq[rows],
         alert_alpha=records.alert_alpha[rows],
         unseen_record=np.array([position for position, _, _ in unseen], np.int32),
@@ -364,8 +336,6 @@ def export_state(
         event_times=event_times,
         cusums=records.cusum_states[rows] if records.is_irregular else None,
         latest_event_time=records.latest_event_time[rows],
-        prior_neg_log_p_sum=np.ascontiguousarray(running["prior_neg_log_p_sum"]) if has_prior else None,
-        prior_min_log_p=np.ascontiguousarray(running["prior_min_log_p"]) if has_prior else None,
     )
 
 
@@ -481,7 +451,6 @@ def import_state(records: RecordTable, partition_id: int, snapshot: Snapshot, no
     for start in range(0, len(rows), MAX_RECORDS_PER_PASS):
         part = slice(start, min(start + MAX_RECORDS_PER_PASS, len(rows)))
         readings, missing = (slice(ends[part.start], ends[part.stop]) for ends in (reading_ends, missing_ends))
-        # The fields of the running statistics have the same names in the snapshot.
         records.restore_records(
             rows[part],
             last_accepted_at=now - snapshot.idle_micros[part],
@@ -490,11 +459,7 @@ def import_state(records: RecordTable, partition_id: int, snapshot: Snapshot, no
             values=snapshot.values[readings],
             num_declared_missing=snapshot.num_declared_missing[part],
             missing_features=snapshot.declared_missing[missing],
-            running={
-                field: getattr(snapshot, field)[part]
-                for field in RUNNING_DTYPE.names or ()
-                if getattr(snapshot, field) is not None
-            },
+            running=snapshot.running[part],
             alert_seq=snapshot.alert_seq[part],
             alert_alpha=snapshot.alert_alpha[part],
             num_dropped=None if event_times is None else event_times.num_dropped[part],

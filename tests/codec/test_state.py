@@ -43,7 +43,7 @@ from deformer_stream.engine.snapshot import (
 )
 from deformer_stream.errors import StateError
 from tests.codec.saved_state import decode_decisions, decode_snapshot
-from tests.codec.state_examples import DECIDED, EXAMPLE, VOCABULARY, make_ints
+from tests.codec.state_examples import DECIDED, EXAMPLE, VOCABULARY, make_ints, make_running
 from tests.effort import num_examples
 from tests.engine.restarts import assert_same_snapshot
 
@@ -149,7 +149,7 @@ def draw_snapshots(draw: st.DrawFn) -> Snapshot:
         values=values,
         num_declared_missing=absent,
         declared_missing=np.concatenate([*gone, np.empty(0, np.int16)]),
-        num_scored=counts,
+        running=make_running(num_scored=counts, **sums, **draw(st.sampled_from([{}, prior_sums]))),
         alert_seq=seq,
         alert_alpha=np.where(seq < 0, 1.0, rng.uniform(0, 0.5, R)),
         unseen_record=make_ints(*(i for i, _ in new)),
@@ -164,9 +164,15 @@ def draw_snapshots(draw: st.DrawFn) -> Snapshot:
         drift=draw(drifts),
         ties=draw(st.sampled_from([None, ties])),
         latest_event_time=draw(st.sampled_from([None, rng.integers(-(2**60), 2**60, R)])),
-        **sums,
-        **draw(st.sampled_from([{}, prior_sums])),
     )
+
+
+def change_running(snapshot: Snapshot, **columns: Any) -> Snapshot:
+    """Return a snapshot with other running statistics."""
+    running = snapshot.running.copy()
+    for name, column in columns.items():
+        running[name] = column
+    return replace(snapshot, running=running)
 
 
 @settings(max_examples=num_examples(150), deadline=None)
@@ -288,15 +294,13 @@ def test_format_version_8_is_written_only_for_event_times(part: dict[str, Any]) 
 
 
 def test_format_version_12_is_written_only_for_p_values_under_the_prior() -> None:
-    snapshot = replace(
-        EXAMPLE, prior_neg_log_p_sum=np.array([3.5, 0.0, 1.0]), prior_min_log_p=np.array([-2.0, 0.0, -1.0])
-    )
+    snapshot = change_running(EXAMPLE, prior_neg_log_p_sum=[3.5, 0.0, 1.0], prior_min_log_p=[-2.0, 0.0, -1.0])
     data = encode_snapshot(snapshot)
     assert data[10] == 12
     assert_same_snapshot(decode_snapshot(data), snapshot)
     assert_same_snapshot(decode_snapshot((GOLDEN / "snapshot.v12").read_bytes()), snapshot)
-    for sums in (np.zeros(2), np.array([0.0, np.nan, 1.0])):
-        assert_rejected(decode_snapshot, encode_snapshot(replace(snapshot, prior_min_log_p=sums)), "prior_least")
+    damaged = change_running(snapshot, prior_min_log_p=[0.0, np.nan, 1.0])
+    assert_rejected(decode_snapshot, encode_snapshot(damaged), "'prior_least' is not finite")
 
 
 def test_event_times_must_fit_the_records() -> None:
@@ -411,6 +415,11 @@ def test_columns_and_rows_are_checked() -> None:
     assert_rejected(
         decode_snapshot, encode_changed_table(lambda table: table.set_column(at, "closed", null)), "missing"
     )
+    two = pa.array([[0.0, 1.0]], pa.large_list(pa.float64()))
+    for name in ("total", "excess", "p_value"):
+        at = list(pa.ipc.open_stream(encode_snapshot(EXAMPLE)[HEADER.size :]).schema.names).index(name)
+        data = encode_changed_table(lambda table, at=at, name=name: table.set_column(at, name, two))  # type: ignore[misc]
+        assert_rejected(decode_snapshot, data, f"the column {name!r} does not have one value per record")
 
 
 def test_inconsistent_time_slots_are_rejected() -> None:
@@ -455,7 +464,7 @@ def test_inconsistent_snapshots_are_rejected() -> None:
         {"ids": ["a", "b"]},
         {"idle_micros": EXAMPLE.idle_micros[:2]},
         {"idle_micros": np.array([0, 2**62, 0])},
-        {"centered_nll": EXAMPLE.centered_nll[:2]},
+        {"running": EXAMPLE.running[:2]},
         {"model": make_ints(2, 0, 0)},
         {"model": make_ints(-1, 0, 0)},
         {"counts": make_ints(4, 0, 1)},
@@ -471,8 +480,8 @@ def test_inconsistent_snapshots_are_rejected() -> None:
         {"values": np.array([4.0, 0.0, 2.0])},
         {"values": np.array([-1.0, 0.0, 2.0])},
         {"values": np.array([1e300, 0.0, 2.0])},
-        {"max_statistic": np.array([np.inf, 0.0, 0.0])},
-        {"num_scored": make_ints(-1, 0, 0)},
+        {"running": change_running(EXAMPLE, max_statistic=[np.inf, 0.0, 0.0]).running},
+        {"running": change_running(EXAMPLE, num_scored=[-1, 0, 0]).running},
         {"alert_seq": make_ints(-2, 0, 0)},
         {"alert_seq": make_ints(-1, -1, 0)},
         {"alert_alpha": np.array([0.01, 0.01, 0.01])},

@@ -293,6 +293,10 @@ def assert_same_snapshot(a: Snapshot, b: Snapshot, tolerance: float = 0.0) -> No
         x, y = getattr(a, f.name), getattr(b, f.name)
         if isinstance(x, np.ndarray) and x.dtype == np.float64:
             np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance, err_msg=f.name)
+        elif f.name == "running":
+            assert x.dtype == y.dtype
+            for name in x.dtype.names:
+                np.testing.assert_allclose(x[name], y[name], rtol=tolerance, atol=tolerance, err_msg=name)
         elif f.name == "drift":
             assert_same_drift(x, y)
         elif f.name == "closed":

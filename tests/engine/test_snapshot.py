@@ -328,17 +328,10 @@ def test_records_of_another_model_are_rescored(polls: list[Poll], same_schema: b
         assert restored.pop_dropped_readings().total() == len(saved.features) - len(translated.features)
         fresh_effects = fresh.handle(events_of(translated, partition), 0)
         actual = restored.snapshot(partition, 0)
-        scores = dict(
-            zip(actual.ids, zip(actual.centered_nll, actual.log_likelihood, actual.p_value, strict=True), strict=True)
-        )
+        names = ["centered_nll", "log_likelihood", "p_value"]
+        scores = dict(zip(actual.ids, actual.running[names].tolist(), strict=True))
         open_now, closed = fresh.snapshot(partition, 0), fresh_effects.closed
-        expected = dict(
-            zip(
-                open_now.ids,
-                zip(open_now.centered_nll, open_now.log_likelihood, open_now.p_value, strict=True),
-                strict=True,
-            )
-        )
+        expected = dict(zip(open_now.ids, open_now.running[names].tolist(), strict=True))
         closed_scores = zip(closed.anomaly_score, closed.log_likelihood, closed.p_value, strict=True)
         expected |= dict(zip(closed.record_ids, closed_scores, strict=True))
         for record_id, count in zip(actual.ids, actual.counts.tolist(), strict=True):
