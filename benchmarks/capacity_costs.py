@@ -28,9 +28,9 @@ from connectors.kafka.state import StateReference
 from deformer_stream.codec import Codec
 from deformer_stream.codec.encode_evidence import encode_evidence
 from deformer_stream.codec.payloads import Messages
-from deformer_stream.codec.state import decode_snapshot, encode_snapshot
+from deformer_stream.codec.state import decode_snapshots, encode_snapshot
 from deformer_stream.engine.engine import Engine, Limits
-from deformer_stream.engine.events import Alert, EventBatch
+from deformer_stream.engine.events import ONLY_MODEL, Alert, EventBatch
 from deformer_stream.engine.explain import ExplanationEffort
 from deformer_stream.engine.id_set import BoundedIdSet
 from deformer_stream.engine.partition import MAX_CLOSED_IDS
@@ -156,7 +156,7 @@ def _measure_snapshot(engine: Engine, model: DEformer, num_records: int) -> dict
     """
     snapshot, take_seconds = _measure_seconds(lambda: engine.snapshot(0, 0))
     data, encode_seconds = _measure_seconds(lambda: encode_snapshot(replace(snapshot, latest_event_time=None)))
-    decoded, decode_seconds = _measure_seconds(lambda: decode_snapshot(data))
+    decoded, decode_seconds = _measure_seconds(lambda: decode_snapshots(data)[ONLY_MODEL])
     other = make_engine(model, max(num_records, 1))
     _, restore_seconds = _measure_seconds(lambda: other.restore(0, decoded, 0))
     return {

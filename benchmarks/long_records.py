@@ -172,12 +172,22 @@ def make_snapshot(template: Snapshot, num_records: int) -> Snapshot:
         num_records: Number of records, a multiple of the number of records of the template.
     """
     repeats, rng = num_records // len(template), np.random.default_rng(0)
-    names = ("model", "age", "counts", "absent_counts", "absent", "features", "num_scored", "alert_seq", "alert_alpha")
+    names = (
+        "model",
+        "idle_micros",
+        "counts",
+        "num_declared_missing",
+        "declared_missing",
+        "features",
+        "alert_seq",
+        "alert_alpha",
+    )
     sums = ("log_likelihood", "neg_log_p_sum", "min_log_p", "max_statistic", "centered_nll")
     event_times = template.event_times
     assert event_times is not None
-    columns = {name: np.tile(getattr(template, name), repeats) for name in (*names, "p_value")}
-    columns |= {name: np.tile(getattr(template, name), repeats) * rng.random(num_records) for name in sums}
+    columns = {name: np.tile(getattr(template, name), repeats) for name in (*names, "running")}
+    for name in sums:
+        columns["running"][name] *= rng.random(num_records)
     if template.cusums is not None:
         columns["cusums"] = np.tile(template.cusums, (repeats, 1)) * rng.random((num_records, 1), np.float32)
     if template.latest_event_time is not None:

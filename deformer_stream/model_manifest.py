@@ -10,32 +10,12 @@ import glob
 import hashlib
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from deformer_stream.errors import ArtifactError
 
-BASE_VERSION = 1
-GROUPS_VERSION = 2
-TIES_VERSION = 3
-WINDOW_VERSION = 4
-PER_SLOT_VERSION = 5
-READING_TIMES_VERSION = 6
-EXTREME_VERSION = 7
-STEP_VERSION = 8
-OUTLIER_LIMIT_VERSION = 9
-PRIOR_WEIGHT_VERSION = 10
-WIDE_PRIOR_VERSION = 11
-ALERT_DISTANCE_VERSION = 12
-ALERT_PRIOR_VERSION = 13
-MARGINAL_WEIGHT_VERSION = 14
-FAULT_UNITS_VERSION = 15
-FILL_VALUES_VERSION = 16
-LATEST_VERSION = FILL_VALUES_VERSION
-"""Format versions of the manifest (manifest.json of a model directory), each with one addition to the one before.
-
-`determine_version` lists the additions.
-"""
 FAULT_UNITS_KEY = "units"
 """The key of the entry `faults` of the manifest that a classifier has whose inputs are standardised."""
 MANIFEST = "manifest.json"
@@ -43,9 +23,69 @@ MAX_MANIFEST_BYTES = 64 * 2**20
 """The largest size of manifest.json; with a million calibration records, the file has half of it."""
 OLD_SUFFIX = ".old"
 """The end of the temporary name that a model directory has until a new one has its name."""
+BASE_VERSION = 1
+"""The format version of a manifest without any of the additions of `_IS_NEEDED_BY_VERSION`."""
 REMEDY = "restore the model directory from a copy, or train again"
 """What a person should do about a damaged model directory; the end of error messages."""
 
+
+def _has(manifest: dict[str, Any], *path: str) -> bool:
+    """Return whether a manifest has a key within nested objects, such as "calibration" and "ties" for that of ties.
+
+    Args:
+        manifest: The parsed manifest; its contents may be invalid.
+        path: The key of each object, from the outermost one, and the key itself.
+    """
+    value: Any = manifest
+    for key in path:
+        if not isinstance(value, dict) or key not in value:
+            return False
+        value = value[key]
+    return True
+
+
+def _has_fill_values(manifest: dict[str, Any]) -> bool:
+    """Return whether a feature of a manifest has values that stand for a missing reading."""
+    features = manifest.get("features")
+    return isinstance(features, list) and any(isinstance(row, dict) and "fill_values" in row for row in features)
+
+
+_IS_NEEDED_BY_VERSION: dict[int, Callable[[dict[str, Any]], bool]] = {
+    # Groups of records have calibrations of their own.
+    2: lambda manifest: _has(manifest, "calibration", "groups"),
+    # There is a rule for readings with equal event times.
+    3: lambda manifest: _has(manifest, "calibration", "ties"),
+    # Each record is a window of event time.
+    4: lambda manifest: _has(manifest, "window"),
+    # The readings of a sensor in one time slot are combined.
+    5: lambda manifest: _has(manifest, "window", "per_slot"),
+    # Readings are irregular, that is, they keep their own times.
+    6: lambda manifest: _has(manifest, "reading_times"),
+    # Single readings and levels are evidence.
+    7: lambda manifest: _has(manifest, "reading_times") and _has(manifest, "calibration", "cusum", "extreme"),
+    # Steps from the last value are evidence.
+    8: lambda manifest: _has(manifest, "reading_times") and _has(manifest, "calibration", "cusum", "step"),
+    # Outliers count less as conditions of other readings.
+    9: lambda manifest: _has(manifest, "reading_times") and _has(manifest, "hyperparameters", "outlier_limit"),
+    # The density of the Gaussian prior is a term of the ranking.
+    10: lambda manifest: _has(manifest, "hyperparameters", "prior_weight"),
+    # Wide records have a Gaussian process as their prior.
+    11: lambda manifest: _has(manifest, "hyperparameters", "neighbors") and not _has(manifest, "reading_times"),
+    # Training records are stored for the alert.
+    12: lambda manifest: _has(manifest, "hyperparameters", "alert_exemplars"),
+    # P-values under the Gaussian prior are a term of the alert.
+    13: lambda manifest: _has(manifest, "hyperparameters", "alert_prior"),
+    # The density of readings without regard to one another is a term of the ranking.
+    14: lambda manifest: _has(manifest, "hyperparameters", "marginal_weight"),
+    # The inputs of the classifier of faults are standardised.
+    15: lambda manifest: _has(manifest, "faults", FAULT_UNITS_KEY),
+    # Values stand for a missing reading.
+    16: _has_fill_values,
+}
+"""Whether a manifest needs a format version, because it has what this version has added to the one before."""
+
+LATEST_VERSION = max(_IS_NEEDED_BY_VERSION)
+"""The newest format version of manifest.json, which this release reads and writes."""
 
 DirectoryState = tuple[int, int, int] | None
 """Inode, modification time in nanoseconds and size in bytes of the manifest of a model directory, which change if the
@@ -159,63 +199,13 @@ def _is_unaltered(manifest: Any, raw: bytes) -> bool:
 def determine_version(manifest: dict[str, Any]) -> int:
     """Return the lowest format version of manifest.json that can express the contents of a manifest.
 
-    A manifest gets the lowest version, so that releases that read only this version can still read it. Version 1 has
-    none of the following additions:
-
-    - Version 16 is needed if values stand for a missing reading ("fill_values" of a feature).
-    - Version 15 is needed if the inputs of the classifier of faults are standardised ("units" of "faults").
-    - Version 14 is needed if the density of readings without regard to one another is a term of the ranking
-      ("marginal_weight").
-    - Version 13 is needed if p-values under the Gaussian prior are a term of the alert ("alert_prior").
-    - Version 12 is needed if training records are stored for the alert ("alert_exemplars").
-    - Version 11 is needed if wide records have a Gaussian process as their prior ("neighbors" without "reading_times").
-    - Version 10 is needed if the density of the Gaussian prior is a term of the ranking ("prior_weight").
-    - Version 9 is needed if outliers count less as conditions of other readings ("outlier_limit").
-    - Version 8 is needed if steps from the last value are evidence ("step" of the cumulative sums).
-    - Version 7 is needed if single readings and levels are evidence ("extreme" and "level" of the cumulative sums).
-    - Version 6 is needed if readings are irregular, that is, if they keep their own times ("reading_times").
-    - Version 5 is needed if the readings of a sensor in one time slot are combined ("per_slot" of the window).
-    - Version 4 is needed if each record is a window of event time.
-    - Version 3 is needed for a rule for readings with equal event times ("ties").
-    - Version 2 is needed for separate calibrations of groups of records.
+    A manifest gets the lowest version, so that releases that read only this version can still read it.
 
     Args:
         manifest: The parsed manifest; its contents may be invalid.
     """
-    # Each version can also express what lower versions can, so the highest version is checked first.
-    calibration, hyperparameters = manifest.get("calibration"), manifest.get("hyperparameters")
-    faults, features = manifest.get("faults"), manifest.get("features")
-    if isinstance(features, list) and any(isinstance(row, dict) and "fill_values" in row for row in features):
-        return FILL_VALUES_VERSION
-    if isinstance(faults, dict) and FAULT_UNITS_KEY in faults:
-        return FAULT_UNITS_VERSION
-    if isinstance(hyperparameters, dict) and "marginal_weight" in hyperparameters:
-        return MARGINAL_WEIGHT_VERSION
-    if isinstance(hyperparameters, dict) and "alert_prior" in hyperparameters:
-        return ALERT_PRIOR_VERSION
-    if isinstance(hyperparameters, dict) and "alert_exemplars" in hyperparameters:
-        return ALERT_DISTANCE_VERSION
-    if isinstance(hyperparameters, dict) and "neighbors" in hyperparameters and "reading_times" not in manifest:
-        return WIDE_PRIOR_VERSION
-    if isinstance(hyperparameters, dict) and "prior_weight" in hyperparameters:
-        return PRIOR_WEIGHT_VERSION
-    if "reading_times" in manifest:
-        if isinstance(hyperparameters, dict) and "outlier_limit" in hyperparameters:
-            return OUTLIER_LIMIT_VERSION
-        cusum = calibration.get("cusum") if isinstance(calibration, dict) else None
-        if not isinstance(cusum, dict):
-            return READING_TIMES_VERSION
-        if "step" in cusum:
-            return STEP_VERSION
-        return EXTREME_VERSION if "extreme" in cusum else READING_TIMES_VERSION
-    if "window" in manifest:
-        window = manifest["window"]
-        return PER_SLOT_VERSION if isinstance(window, dict) and "per_slot" in window else WINDOW_VERSION
-    if not isinstance(calibration, dict):
-        return BASE_VERSION
-    if "ties" in calibration:
-        return TIES_VERSION
-    return GROUPS_VERSION if "groups" in calibration else BASE_VERSION
+    needed = (version for version, is_needed in _IS_NEEDED_BY_VERSION.items() if is_needed(manifest))
+    return max(needed, default=BASE_VERSION)
 
 
 def compute_fingerprint(manifest: dict[str, Any]) -> str:

@@ -274,7 +274,7 @@ def read_files(directory: Path) -> dict[str, bytes]:
     directory = Path(directory)
 
     def read_once() -> dict[str, bytes]:
-        """Read the files, which are those of two models if the directory is replaced meanwhile."""
+        """Return the contents of the files. Some may be of another model if the directory is replaced meanwhile."""
         manifest = read_manifest(directory)
         contents = {WEIGHTS: read_at_most(directory / WEIGHTS, _get_weights_size(manifest, directory))}
         contents[MANIFEST] = read_at_most(directory / MANIFEST, MAX_MANIFEST_BYTES)

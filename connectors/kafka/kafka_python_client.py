@@ -167,7 +167,7 @@ class KafkaPythonConsumer:
             self._consumer.beginning_offsets([first], timeout_ms=to_milliseconds(client.DELIVERY_SECONDS))
 
     def rejoin(self) -> None:
-        """Leave the group and join it anew, see `ports.Consumer.rejoin`."""
+        """Leave the consumer group and join it again, see `ports.Consumer.rejoin`."""
         if self._handler is None:
             return
         group, instance = self._options.group, self._options.instance

@@ -161,7 +161,7 @@ class LibrdkafkaConsumer:
             self._client.subscribe([topic], on_assign=self._on_assign, on_revoke=self._on_revoke, on_lost=self._on_lost)
 
     def rejoin(self) -> None:
-        """Leave the group and join it anew, see `ports.Consumer.rejoin`."""
+        """Leave the consumer group and join it again, see `ports.Consumer.rejoin`."""
         if self._handler is None:
             return
         action = f"leaving the group to join it anew for topic {self._topic!r}"

@@ -224,9 +224,10 @@ class Consumer(Protocol):
         """Join the consumer group; the group then assigns partitions, one by one (cooperative rebalancing)."""
 
     def rejoin(self) -> None:
-        """Leave the group, also with an instance name, and join it anew, so that it assigns all partitions again.
+        """Leave the consumer group and join it again, so that the group assigns all partitions again.
 
-        The partitions of this consumer are lost, or revoked within the next poll. Call it after `subscribe`.
+        A consumer with an instance name (a static member) leaves the group, too. The partitions of this consumer are
+        lost, or revoked during the next poll. Call this method after `subscribe`.
         """
 
     def assign(self, start_offsets: Mapping[TopicPartition, int]) -> None:

@@ -226,19 +226,70 @@ def compute_log_resolutions(schema: Schema) -> Floats:
         return np.log(np.array(widths, np.float64))
 
 
-def state_width(num_sensors: int) -> int:
-    """Return the number W of numbers in the state of a record with F sensors: 6F + 1.
+@dataclass(frozen=True, slots=True)
+class StateLayout:
+    """Where the numbers are in the state of a record with F sensors.
 
-    They are the sums of each kind (F for each of `SUM_KINDS`), the last value of each sensor (infinite before its first
-    reading), the sum of the record, the sums "level" (F), and the sums "step" (F).
+    The numbers of all sensors that belong together are next to each other, in the order of the sensor codes. The
+    properties are the index of the first of them. The compiled kernels and saved states have the same order.
+
+    Attributes:
+        num_sensors: The number F of sensors.
     """
-    return (len(SUM_KINDS) + 3) * num_sensors + 1
+
+    num_sensors: int
+
+    @staticmethod
+    def of_states(states: Floats32) -> StateLayout:
+        """Return the layout of the states of records, (R, W)."""
+        return StateLayout((states.shape[1] - 1) // (len(SUM_KINDS) + 3))
+
+    @property
+    def improbable(self) -> int:
+        """The index of the first sum "improbable"."""
+        return SUM_KINDS.index("improbable") * self.num_sensors
+
+    @property
+    def offset(self) -> int:
+        """The index of the first sum "offset"."""
+        return SUM_KINDS.index("offset") * self.num_sensors
+
+    @property
+    def repeated(self) -> int:
+        """The index of the first sum "repeated"."""
+        return SUM_KINDS.index("repeated") * self.num_sensors
+
+    @property
+    def last_value(self) -> int:
+        """The index of the first last value of a sensor. A last value is infinite before the sensor's first reading."""
+        return len(SUM_KINDS) * self.num_sensors
+
+    @property
+    def record(self) -> int:
+        """The index of the sum of the record, a single number."""
+        return self.last_value + self.num_sensors
+
+    @property
+    def level(self) -> int:
+        """The index of the first sum "level"."""
+        return self.record + 1
+
+    @property
+    def step(self) -> int:
+        """The index of the first sum "step"."""
+        return self.level + self.num_sensors
+
+    @property
+    def width(self) -> int:
+        """The number W of numbers in the state of a record: 6F + 1."""
+        return self.step + self.num_sensors
 
 
 def create_states(num_records: int, num_sensors: int) -> Floats32:
     """Return the states of records without readings, (R, W) float32."""
-    states = np.zeros((num_records, state_width(num_sensors)), np.float32)
-    states[:, len(SUM_KINDS) * num_sensors : (len(SUM_KINDS) + 1) * num_sensors] = np.inf
+    layout = StateLayout(num_sensors)
+    states = np.zeros((num_records, layout.width), np.float32)
+    states[:, layout.last_value : layout.record] = np.inf
     return states
 
 
@@ -273,16 +324,16 @@ def find_previous_values(states: Floats32, codes: Ints, values: Floats32, is_cou
     """Return the previous counted value of the sensor of each reading, (R, L); infinite if there is none.
 
     Args:
-        states: (R, W) the states of the records before the readings (`state_width`), which contain earlier values.
+        states: (R, W) the states of the records before the readings (`StateLayout`), which contain earlier values.
         codes: (R, L) sensor codes of up to L new readings of each record.
         values: (R, L) normalised values or label codes.
         is_counted: (R, L) false for padding and for readings that are not scored.
     """
-    num_sensors = (states.shape[1] - 1) // (len(SUM_KINDS) + 3)
+    layout = StateLayout.of_states(states)
     record, place = np.nonzero(is_counted)
     code = codes[record, place]
-    earlier = find_previous_in_group(record * num_sensors + code)
-    stored = states[record, len(SUM_KINDS) * num_sensors + code]
+    earlier = find_previous_in_group(record * layout.num_sensors + code)
+    stored = states[record, layout.last_value + code]
     previous = np.full(codes.shape, np.inf, np.float32)
     previous[record, place] = np.where(earlier >= 0, values[record, place][earlier], stored)
     return previous
@@ -295,7 +346,7 @@ def advance_sums(states: Floats32, readings: CusumReadings) -> tuple[Floats, Flo
     calls.
 
     Args:
-        states: (R, W) the states of the records (`state_width`), which are updated.
+        states: (R, W) the states of the records (`StateLayout`), which are updated.
         readings: The readings.
 
     Returns:
@@ -303,9 +354,9 @@ def advance_sums(states: Floats32, readings: CusumReadings) -> tuple[Floats, Flo
         (R, L): the sum of the record. Both are undefined for readings that are not counted.
     """
     num_records, num_readings = readings.codes.shape
-    num_sensors = (states.shape[1] - 1) // (len(SUM_KINDS) + 3)
-    record_place = (len(SUM_KINDS) + 1) * num_sensors
-    level_place, step_place = record_place + 1, record_place + 1 + num_sensors
+    layout = StateLayout.of_states(states)
+    sum_places = (layout.improbable, layout.offset, layout.repeated, layout.level, layout.step)
+    sum_kinds = [KINDS.index(kind) for kind in ("improbable", "offset", "repeated", "level", "step")]
     sensor_sums = np.zeros((len(KINDS), num_records, num_readings))
     record_sums = np.zeros((num_records, num_readings))
     sensor_bets = compute_increments(readings.log_p, SENSOR_KAPPA)
@@ -321,24 +372,19 @@ def advance_sums(states: Floats32, readings: CusumReadings) -> tuple[Floats, Flo
     for column in range(num_readings):
         rows = np.flatnonzero(readings.is_counted[:, column])
         code, value = readings.codes[rows, column], readings.values[rows, column]
-        improbable = np.maximum(states[rows, code] + sensor_bets[rows, column], 0.0).astype(np.float32)
-        offset = states[rows, num_sensors + code] + offset_bets[rows, column]
-        offset = np.maximum(offset, 0.0).astype(np.float32)
-        is_repeated = states[rows, len(SUM_KINDS) * num_sensors + code] == value
-        repeated = states[rows, 2 * num_sensors + code] + repetitions[rows, column]
-        repeated = np.where(is_repeated, repeated, 0.0).astype(np.float32)
-        level = np.maximum(states[rows, level_place + code] + level_bets[rows, column], 0.0).astype(np.float32)
-        step = np.maximum(states[rows, step_place + code] + step_bets[rows, column], 0.0).astype(np.float32)
-        record = np.maximum(states[rows, record_place] + record_bets[rows, column], 0.0).astype(np.float32)
-        for kind, sums in enumerate((improbable, offset, repeated)):
-            states[rows, kind * num_sensors + code] = sums
-            sensor_sums[kind, rows, column] = sums
-        states[rows, level_place + code] = level
-        sensor_sums[KINDS.index("level"), rows, column] = level
-        states[rows, step_place + code] = step
-        sensor_sums[KINDS.index("step"), rows, column] = step
-        states[rows, len(SUM_KINDS) * num_sensors + code] = value
-        states[rows, record_place] = record
+        improbable = np.maximum(states[rows, layout.improbable + code] + sensor_bets[rows, column], 0.0)
+        offset = np.maximum(states[rows, layout.offset + code] + offset_bets[rows, column], 0.0)
+        is_repeated = states[rows, layout.last_value + code] == value
+        repeated = np.where(is_repeated, states[rows, layout.repeated + code] + repetitions[rows, column], 0.0)
+        level = np.maximum(states[rows, layout.level + code] + level_bets[rows, column], 0.0)
+        step = np.maximum(states[rows, layout.step + code] + step_bets[rows, column], 0.0)
+        record = np.maximum(states[rows, layout.record] + record_bets[rows, column], 0.0).astype(np.float32)
+        for place, kind, sums in zip(sum_places, sum_kinds, (improbable, offset, repeated, level, step), strict=True):
+            sums_to_store = sums.astype(np.float32)
+            states[rows, place + code] = sums_to_store
+            sensor_sums[kind, rows, column] = sums_to_store
+        states[rows, layout.last_value + code] = value
+        states[rows, layout.record] = record
         record_sums[rows, column] = record
     return sensor_sums, record_sums
 

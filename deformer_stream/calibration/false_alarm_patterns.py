@@ -476,16 +476,16 @@ class _Group:
 
     Attributes:
         shares: Sum of the unit vectors of the incidents' shares.
-        kept_scores: The scores of earlier incidents, whose evidence is no longer kept, by id.
-        kept_labelled: Ids of those of them that were labelled.
-        kept_devices: The devices of the earlier pattern, None if it held for all devices.
+        earlier_scores: By id, the scores of incidents of an earlier pattern whose evidence is not stored any more.
+        earlier_labelled: Ids of those of them that were labelled.
+        earlier_devices: The devices of the earlier pattern, None if it held for all devices.
         labelled: The incidents whose evidence is kept.
     """
 
     shares: dict[str, float]
-    kept_scores: dict[str, float]
-    kept_labelled: list[str]
-    kept_devices: tuple[str, ...] | None
+    earlier_scores: dict[str, float]
+    earlier_labelled: list[str]
+    earlier_devices: tuple[str, ...] | None
     labelled: list[PastIncident] = field(default_factory=list)
 
     def add(self, incident: PastIncident, shares: Shares) -> None:
@@ -499,8 +499,8 @@ class _Group:
 def _make_candidate(group: _Group, incidents: Sequence[PastIncident]) -> PatternCandidate:
     """Return the pattern of a group, or what is missing for one."""
     direction = keep_valid_shares(group.shares)
-    labelled_devices = sorted({*(incident.device for incident in group.labelled), *(group.kept_devices or ())})
-    is_for_all = group.kept_devices is None or len(labelled_devices) >= MIN_DEVICES_FOR_ALL
+    labelled_devices = sorted({*(incident.device for incident in group.labelled), *(group.earlier_devices or ())})
+    is_for_all = group.earlier_devices is None or len(labelled_devices) >= MIN_DEVICES_FOR_ALL
     devices = None if is_for_all else tuple(labelled_devices)
     labelled_ids = {incident.id for incident in group.labelled}
     similar = [
@@ -511,10 +511,10 @@ def _make_candidate(group: _Group, incidents: Sequence[PastIncident]) -> Pattern
     ]
     unlabelled = tuple(incident for incident in similar if incident.label is None)
     confirmed = tuple(incident for incident in similar if incident.label == "true")
-    scores = group.kept_scores | {
+    scores = group.earlier_scores | {
         incident.id: incident.score for incident in (*group.labelled, *unlabelled) if math.isfinite(incident.score)
     }
-    labelled = (*group.kept_labelled, *(incident.id for incident in group.labelled))
+    labelled = (*group.earlier_labelled, *(incident.id for incident in group.labelled))
     remedy = ""
     if len(labelled) < MIN_FALSE_LABELS:
         remedy = f"label {MIN_FALSE_LABELS - len(labelled)} more of these incidents as false alarms"

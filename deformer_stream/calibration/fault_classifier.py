@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -121,6 +121,30 @@ class FaultName:
         return next((candidate.probability for candidate in self.candidates if candidate.name == self.name), None)
 
 
+def _check_array(
+    description: str, array: NDArray[Any], kind: type[np.generic], shape: tuple[int, ...], low: float, high: float
+) -> None:
+    """Check the kind, the shape and the range of an array.
+
+    Args:
+        description: What the error message calls the array.
+        array: The array.
+        kind: The kind of its numbers, `np.floating` or `np.integer`.
+        shape: Its shape.
+        low: The number above which all elements must be.
+        high: The number below which all elements must be.
+
+    Raises:
+        ValueError: The array is another one. The message says what it must be.
+    """
+    if not np.issubdtype(array.dtype, kind):
+        raise ValueError(f"{description} must have the type {kind.__name__}, but has {array.dtype}")
+    if array.shape != shape:
+        raise ValueError(f"{description} must have the shape {shape}, but has {array.shape}")
+    if not ((array > low) & (array < high)).all():
+        raise ValueError(f"{description} must have elements above {low} and below {high}")
+
+
 @dataclass(frozen=True, slots=True)
 class FaultClassifier:
     """A classifier of partial records of the C known faults, with L labelled records for its calibration.
@@ -163,41 +187,46 @@ class FaultClassifier:
         Raises:
             ValueError: They do not.
         """
-        num_models, _, num_faults = self.weights.shape
-        units = [array for array in (self.centers, self.scales) if array is not None]
+        for name in ("weights", "means", "scores"):
+            if getattr(self, name).ndim != 3:
+                raise ValueError(f"the array {name!r} of the classifier of faults must have three dimensions")
+        num_models, num_weights, num_faults = self.weights.shape
         num_records, num_lengths, num_prefixes = self.scores.shape
-        if not (
-            len(self.names) == num_faults >= 1
-            and len(set(self.names)) == num_faults
-            and all(np.issubdtype(array.dtype, np.integer) for array in (self.lengths, self.fault_indexes, self.folds))
-            and all(
-                np.issubdtype(array.dtype, np.floating)
-                for array in (self.weights, self.biases, self.means, self.precisions, self.scores, *units)
+        if not (num_models and num_faults and num_lengths and num_prefixes):
+            raise ValueError("the classifier of faults must have models, faults, lengths of records and prefixes")
+        num_features = self.num_features
+        if not 0 < self.level < 1:
+            raise ValueError(f"the level of the classifier of faults must be between 0 and 1, but is {self.level}")
+        is_named = all(isinstance(name, str) and name and name != UNKNOWN for name in self.names)
+        if not is_named or not len(self.names) == len(set(self.names)) == num_faults:
+            raise ValueError(f"the {num_faults} faults of the classifier must have names, all different")
+        if (self.centers is None) != (self.scales is None):
+            raise ValueError("the classifier of faults must have both of the arrays 'centers' and 'scales', or neither")
+        if 4 * num_features > self.num_inputs:
+            raise ValueError(
+                "the array 'weights' of the classifier of faults must have at least 4 inputs for each of "
+                f"{num_features} features, but has {self.num_inputs}"
             )
-            and UNKNOWN not in self.names
-            and all(isinstance(name, str) and name for name in self.names)
-            and 0 < self.level < 1
-            and num_models >= 1
-            and num_prefixes >= 1
-            and self.biases.shape == (num_models, num_faults)
-            and self.means.shape == self.precisions.shape == (num_models, num_faults, 2 * self.num_features)
-            and 4 * self.num_features <= self.num_inputs
-            and len(units) in {0, 2}
-            and all(array.shape == (num_models, 3 * self.num_features) for array in units)
-            and (self.scales is None or bool((self.scales > 0).all()))
-            and bool((self.precisions > 0).all())
-            and self.lengths.shape == (num_lengths,)
-            and num_lengths >= 1
-            and bool((np.diff(self.lengths) > 0).all())
-            and self.fault_indexes.shape == self.folds.shape == (num_records,)
-            and bool(((self.fault_indexes >= 0) & (self.fault_indexes < num_faults)).all())
-            and bool(((self.folds >= 0) & (self.folds < num_models)).all())
-            and all(
-                bool(np.isfinite(array).all())
-                for array in (self.weights, self.biases, self.means, self.precisions, self.scores, *units)
-            )
-        ):
-            raise ValueError("the arrays of the classifier of faults do not fit each other")
+        real, whole, infinity = np.floating, np.integer, float("inf")
+        # Name; kind of numbers; shape; and the numbers between which all elements are.
+        rules: tuple[tuple[str, type[np.generic], tuple[int, ...], float, float], ...] = (
+            ("weights", real, (num_models, num_weights, num_faults), -infinity, infinity),
+            ("biases", real, (num_models, num_faults), -infinity, infinity),
+            ("means", real, (num_models, num_faults, 2 * num_features), -infinity, infinity),
+            ("precisions", real, (num_models, num_faults, 2 * num_features), 0, infinity),
+            ("lengths", whole, (num_lengths,), -infinity, infinity),
+            ("scores", real, self.scores.shape, -infinity, infinity),
+            ("fault_indexes", whole, (num_records,), -1, num_faults),
+            ("folds", whole, (num_records,), -1, num_models),
+            ("centers", real, (num_models, 3 * num_features), -infinity, infinity),
+            ("scales", real, (num_models, 3 * num_features), 0, infinity),
+        )
+        for name, kind, shape, low, high in rules:
+            array = getattr(self, name)
+            if array is not None:
+                _check_array(f"the array {name!r} of the classifier of faults", array, kind, shape, low, high)
+        if not (np.diff(self.lengths) > 0).all():
+            raise ValueError("the array 'lengths' of the classifier of faults must be ascending")
 
     @property
     def num_features(self) -> int:

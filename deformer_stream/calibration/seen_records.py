@@ -285,7 +285,8 @@ class SeenCheck:
         is_tested: (N,) whether it is known if the model has seen the record. It is unknown for a part of the records if
             there were more than `MAX_FINGERPRINTS` different ones.
         in_training: (N,) whether training has used the record.
-        in_calibration: (N,) whether the calibration in force has used the record.
+        in_calibration: (N,) whether the calibration in force has used the record, or a person has removed the record
+            from it as an anomaly.
     """
 
     is_new: Bools
@@ -295,7 +296,7 @@ class SeenCheck:
 
     @property
     def num_seen(self) -> int:
-        """Number of records that training or the calibration in force has used, as far as it is known."""
+        """Number of records that are known to be `in_training` or `in_calibration`."""
         return int((self.in_training | self.in_calibration).sum())
 
     def describe(self) -> str:

@@ -175,7 +175,8 @@ def _choose_decimals(low: float, high: float) -> int:
 def format_values_and_range(values: Sequence[float], low: float, high: float) -> tuple[list[str], str, str]:
     """Return readings and the bounds of their expected range as texts.
 
-    If a reading is outside of the range, they have enough digits to show it.
+    All texts get further digits, up to `MAX_MORE_DIGITS`, until each reading is within the bounds as they are shown if
+    and only if it is within the range.
 
     Args:
         values: The readings.

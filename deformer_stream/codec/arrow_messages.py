@@ -464,14 +464,14 @@ def _split_stream(
 def _make_divisible(batch: pa.RecordBatch) -> pa.RecordBatch:
     """Return a record batch whose rows can be selected.
 
-    Arrow cannot select rows of views and of run-end encoded columns. They become dictionaries, which take no more
-    memory, however often a value occurs.
+    Arrow cannot select rows of columns of string-view and run-end-encoded types. They become dictionaries, which take
+    no more memory, however often a value occurs.
     """
     return pa.RecordBatch.from_arrays([_encode_if_indivisible(column) for column in batch.columns], batch.schema.names)
 
 
 def _encode_if_indivisible(column: pa.Array) -> pa.Array:
-    """Return a column of views or runs as a dictionary, and any other column unchanged."""
+    """Return a column of a string-view or run-end-encoded type as a dictionary, and any other column unchanged."""
     types = pa.types
     if types.is_run_end_encoded(column.type):
         rows = np.arange(column.offset, column.offset + len(column))

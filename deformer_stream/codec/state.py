@@ -36,7 +36,7 @@ import hashlib
 import json
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import Any, TypeAlias, get_args
 
@@ -44,13 +44,14 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from deformer_stream.calibration.cusum import create_states, state_width
+from deformer_stream.calibration.cusum import StateLayout, create_states
 from deformer_stream.calibration.drift import BET_EXPONENTS, MAX_WEALTH
 from deformer_stream.calibration.drift_state import DriftState
 from deformer_stream.codec.state_header import HEADER, MAGIC
 from deformer_stream.engine.events import NO_ALERT, NO_TIME, ONLY_MODEL, SUPPRESS_ALL, AlertState, Decisions
 from deformer_stream.engine.id_set import StringColumn
 from deformer_stream.engine.reading_log import MAX_EXTENT_SIZE
+from deformer_stream.engine.records import INITIAL_RUNNING
 from deformer_stream.engine.snapshot import (
     CircularSums,
     CompleteWindows,
@@ -72,7 +73,7 @@ SNAPSHOT, DECISIONS = b"S", b"D"
 MIN_COMPRESSED_BYTES = 16_384
 """Size in bytes from which state is compressed. An alert has to wait until the decisions of its commit are encoded.
 They are below this size, at which compression gains nothing and makes encoding take four times as long."""
-MAX_AGE = 2**61
+MAX_MICROS = 2**61
 """Largest plausible time since a record's last event, in microseconds. A snapshot with a larger one is damaged. So is
 one with an event time that is further from 1970."""
 REMEDY = "restore the saved state from a backup, or choose with --lost-state how to continue without it"
@@ -83,7 +84,7 @@ Columns = Mapping[str, Column]
 _TEXT = pa.large_string()  # all ids of a partition together may exceed the 2 GiB of `pa.string`
 
 # The names and types of the stored columns are the file format and must not change. The columns of `_SNAPSHOT_COLUMNS`
-# are explained at the fields of `Snapshot`. Those that have another name than their field are in `_FIELD_BY_COLUMN`.
+# are explained at the fields of `Snapshot`, and those of `_RUNNING_FIELD_BY_COLUMN` at `RUNNING_DTYPE`.
 _VOCABULARY_COLUMNS = {"names": _TEXT, "kinds": _TEXT, "label_counts": pa.int32(), "labels": _TEXT}
 _SNAPSHOT_COLUMNS = _VOCABULARY_COLUMNS | {
     "models": _TEXT,
@@ -173,60 +174,71 @@ _LATEST_COLUMNS = {"latest_event_time": pa.int64()}
 """The latest event time of each record (`Snapshot.latest_event_time`)."""
 _PRIOR_COLUMNS = {"prior_total": pa.float64(), "prior_least": pa.float64()}
 """The running statistics of the p-values under the Gaussian prior alone, of each record. Missing if all are 0."""
-_FIELD_BY_COLUMN = {
+_FIELD_BY_COLUMN = {"age": "idle_micros", "absent_counts": "num_declared_missing", "absent": "declared_missing"}
+"""The fields of `Snapshot` by the names of their columns, if these differ."""
+_RUNNING_FIELD_BY_COLUMN = {
+    "log_likelihood": "log_likelihood",
     "scored": "num_scored",
     "total": "neg_log_p_sum",
     "least": "min_log_p",
     "peak": "max_statistic",
     "excess": "centered_nll",
+    "p_value": "p_value",
     "prior_total": "prior_neg_log_p_sum",
     "prior_least": "prior_min_log_p",
 }
-"""The fields of `Snapshot` by the names of their columns, if these differ."""
-_COLUMNS_ADDED_IN_VERSION = {
-    2: {"alert_alpha", *_DRIFT_COLUMNS},
-    3: {*_TIE_COLUMNS, *_TIE_DECISION_COLUMNS},
-    4: {*_SLOT_COLUMNS, *_COMPLETE_COLUMNS},
-    5: {*_CIRCULAR_COLUMNS},
-    6: {*_TIME_COLUMNS},
-    7: {*_DROPPED_COLUMNS, *_CUSUM_COLUMNS},
-    8: {*_LATEST_COLUMNS},
-    9: {*_LEVEL_COLUMNS},
-    10: {*_STEP_COLUMNS},
-    12: {*_PRIOR_COLUMNS},
-}
-_PARTS = (
-    _TIE_COLUMNS,
-    _SLOT_COLUMNS | _COMPLETE_COLUMNS,
-    _CIRCULAR_COLUMNS,
-    _TIME_COLUMNS | _DROPPED_COLUMNS | _CUSUM_COLUMNS,
-    _LEVEL_COLUMNS,
-    _STEP_COLUMNS,
-    _LATEST_COLUMNS,
-    _PRIOR_COLUMNS,
-)
-"""Columns of the parts that not every state has. Since version 7, those of a missing part are missing."""
+"""The running statistics of the records (`Snapshot.running`) by the names of their columns."""
 
-_SNAPSHOT_TYPES = (
-    _SNAPSHOT_COLUMNS
-    | _DRIFT_COLUMNS
-    | _TIE_COLUMNS
-    | _SLOT_COLUMNS
-    | _COMPLETE_COLUMNS
-    | _CIRCULAR_COLUMNS
-    | _TIME_COLUMNS
-    | _DROPPED_COLUMNS
-    | _CUSUM_COLUMNS
-    | _LEVEL_COLUMNS
-    | _STEP_COLUMNS
-    | _LATEST_COLUMNS
-    | _PRIOR_COLUMNS
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A part of a snapshot that not every state has.
+
+    Attributes:
+        types_by_version: The types of its columns, by the format version that has added them.
+        optional_since: The format version since which the columns are missing if the state does not have the part.
+            Before, they are empty.
+    """
+
+    types_by_version: Mapping[int, Mapping[str, pa.DataType]]
+    optional_since: int = 7
+
+    @property
+    def types(self) -> dict[str, pa.DataType]:
+        """The type of each column."""
+        return {name: types[name] for types in self.types_by_version.values() for name in types}
+
+
+_PARTS = (
+    _Part({3: _TIE_COLUMNS}, optional_since=4),
+    _Part({4: _SLOT_COLUMNS | _COMPLETE_COLUMNS}),
+    _Part({5: _CIRCULAR_COLUMNS}),
+    _Part({6: _TIME_COLUMNS, 7: _DROPPED_COLUMNS | _CUSUM_COLUMNS}),
+    _Part({9: _LEVEL_COLUMNS}),
+    _Part({10: _STEP_COLUMNS}),
+    _Part({8: _LATEST_COLUMNS}),
+    _Part({12: _PRIOR_COLUMNS}),
 )
+"""The parts in the order of their columns. A new part is added at the end, with the next format version."""
+
+_SNAPSHOT_TYPES = {
+    name: column_type
+    for types in (_SNAPSHOT_COLUMNS, _DRIFT_COLUMNS, *(part.types for part in _PARTS))
+    for name, column_type in types.items()
+}
 """The type of each column of a snapshot in the newest format version."""
 
+_DECISION_TYPES = _DECISION_COLUMNS | _TIE_DECISION_COLUMNS
+"""The type of each column of decisions in the newest format version."""
+
+_VERSION_BY_COLUMN = (
+    dict.fromkeys(["alert_alpha", *_DRIFT_COLUMNS], 2)
+    | dict.fromkeys(_TIE_DECISION_COLUMNS, 3)
+    | {name: version for part in _PARTS for version, types in part.types_by_version.items() for name in types}
+)
+"""The format version that has added a column. Columns of version 1 are missing."""
+
 _KIND_NAMES = {SNAPSHOT: "a snapshot", DECISIONS: "decisions"}
-# Columns with one floating-point number per record, updated with each reading; explained at `Snapshot`.
-_RUNNING_SUMS = ("log_likelihood", "total", "least", "peak", "excess", "p_value")
 
 
 class _InvalidStateError(Exception):
@@ -257,39 +269,28 @@ def encode_snapshot(snapshot: Snapshot) -> bytes:
         steps = np.diff(event_times.times, prepend=0)
         columns |= {"times": steps, "origins": event_times.origins, "dropped": event_times.num_dropped}
         cusums = snapshot.cusums if snapshot.cusums is not None else create_states(len(snapshot), len(vocabulary))
-        step_place = cusums.shape[1] - len(vocabulary)
-        others, levels, step_sums = np.split(cusums, [step_place - len(vocabulary), step_place], 1)
+        layout = StateLayout(len(vocabulary))
+        others, levels, step_sums = np.split(cusums, [layout.level, layout.step], 1)
         columns["cusums"] = others.ravel()
         columns |= {name: sums.ravel() for name, sums in (("levels", levels), ("step_sums", step_sums)) if sums.any()}
     if snapshot.latest_event_time is not None:
         columns["latest_event_time"] = snapshot.latest_event_time
-    if snapshot.prior_neg_log_p_sum is not None and snapshot.prior_min_log_p is not None:
-        columns |= {name: _get_column(snapshot, name) for name in _PRIOR_COLUMNS}
+    prior_columns = {name: _get_column(snapshot, name) for name in _PRIOR_COLUMNS}
+    if any(column.any() for column in prior_columns.values()):
+        columns |= prior_columns
     return _encode(SNAPSHOT, columns, _SNAPSHOT_TYPES)
 
 
 def _get_column(snapshot: Snapshot, name: str) -> Any:
-    """Return the content of a stored column, None if the snapshot does not have it.
+    """Return the content of a stored column.
 
     Args:
         snapshot: The snapshot.
         name: The name of the column in the file format.
     """
+    if name in _RUNNING_FIELD_BY_COLUMN:
+        return np.ascontiguousarray(snapshot.running[_RUNNING_FIELD_BY_COLUMN[name]])
     return getattr(snapshot, _FIELD_BY_COLUMN.get(name, name))
-
-
-def decode_snapshot(data: bytes, description: str = "the saved snapshot") -> Snapshot:
-    """Return the snapshot (complete state of a partition) that was encoded as `data`.
-
-    Args:
-        data: The result of `encode_snapshot`.
-        description: What the error message calls the data, such as "saved snapshot of partition 3 at offset 17".
-
-    Raises:
-        StateError: If the data is damaged, has an unsupported format version, or contradicts itself.
-    """
-    with _describe_errors(description):
-        return _decode_snapshot(data)
 
 
 def encode_decisions(decisions: Decisions) -> bytes:
@@ -315,24 +316,7 @@ def encode_decisions(decisions: Decisions) -> bytes:
         pairs = [(record_id, n) for record_id, counts in decisions.tie_timeouts.items() for n in counts]
         columns["waited"] = [record_id for record_id, _ in pairs]
         columns["waited_at"] = np.array([num_readings for _, num_readings in pairs], np.int32)
-    return _encode(DECISIONS, columns, _DECISION_COLUMNS | _TIE_DECISION_COLUMNS)
-
-
-def decode_decisions(data: bytes, description: str = "the saved decisions") -> Decisions:
-    """Return the decisions that were encoded as `data`.
-
-    Decisions are results of a run, such as records closed by a time-out, that do not follow from the messages of the
-    partition.
-
-    Args:
-        data: The result of `encode_decisions`.
-        description: What the error message calls the data, such as "saved decisions of partition 3 at offset 17".
-
-    Raises:
-        StateError: If the data is damaged, has an unsupported format version, or contradicts itself.
-    """
-    with _describe_errors(description):
-        return _decode_decisions(data)
+    return _encode(DECISIONS, columns, _DECISION_TYPES)
 
 
 def encode_snapshots(snapshot_by_model: Mapping[str, Snapshot]) -> bytes:
@@ -345,10 +329,10 @@ def decode_snapshots(data: bytes, description: str = "the saved snapshot") -> di
 
     Args:
         data: The result of `encode_snapshots` or `encode_snapshot`.
-        description: What the error message calls the data.
+        description: What the error message calls the data, such as "saved snapshot of partition 3 at offset 17".
 
     Raises:
-        StateError: As `decode_snapshot`.
+        StateError: If the data is damaged, has an unsupported format version, or contradicts itself.
     """
     with _describe_errors(description):
         return {name: _decode_snapshot(part) for name, part in _decode_set(SNAPSHOT, data).items()}
@@ -367,7 +351,7 @@ def decode_decisions_by_model(data: bytes, description: str = "the saved decisio
         description: What the error message calls the data.
 
     Raises:
-        StateError: As `decode_decisions`.
+        StateError: If the data is damaged, has an unsupported format version, or contradicts itself.
     """
     with _describe_errors(description):
         return {name: _decode_decisions(part) for name, part in _decode_set(DECISIONS, data).items()}
@@ -498,19 +482,21 @@ def _decode_snapshot(data: bytes) -> Snapshot:
     cusums = columns.pop("cusums", None)
     if cusums is not None:
         num_records, num_sensors = len(columns["ids"]), len(vocabulary)
-        absent = np.zeros(num_records * num_sensors, np.float32)
-        added = [columns.pop(name, absent) for name in ("levels", "step_sums")]
-        num_others = state_width(num_sensors) - len(added) * num_sensors
-        has_length = len(cusums) == num_records * num_others and all(len(sums) == len(absent) for sums in added)
+        zeros = np.zeros(num_records * num_sensors, np.float32)
+        added = [columns.pop(name, zeros) for name in ("levels", "step_sums")]
+        num_others = StateLayout(num_sensors).level
+        has_length = len(cusums) == num_records * num_others and all(len(sums) == len(zeros) for sums in added)
         _require(has_length, "the cumulative sums do not have the length that the records need")
         parts = [cusums.reshape(num_records, num_others), *(sums.reshape(num_records, num_sensors) for sums in added)]
         cusums = np.concatenate(parts, 1)
     columns["closed"] = StringColumn.from_strings(columns["closed"])
     latest_event_time = columns.pop("latest_event_time", None)
     models = tuple(columns.pop("models"))
+    running = _pop_running(columns, len(columns["ids"]))
     snapshot = Snapshot(
         vocabulary,
         models,
+        running=running,
         **{_FIELD_BY_COLUMN.get(name, name): column for name, column in columns.items()},
         drift=drift,
         ties=ties,
@@ -530,7 +516,7 @@ def _decode_decisions(data: bytes) -> Decisions:
     Raises:
         _InvalidStateError: If the data is not valid.
     """
-    columns = _decode(DECISIONS, data, _DECISION_COLUMNS | _TIE_DECISION_COLUMNS)
+    columns = _decode(DECISIONS, data, _DECISION_TYPES)
     # For each record with alerts: its id, the position of the reading that raised the first alert, and the smallest
     # alpha (false-alarm rate) at which it has alerted. Format version 1 has no alphas. Its records with alerts get
     # `SUPPRESS_ALL`, with which they raise no further alert.
@@ -545,6 +531,28 @@ def _decode_decisions(data: bytes) -> Decisions:
     # The columns of tie groups are missing in format versions 1 and 2.
     tie_timeouts = _decode_tie_timeouts(columns.get("waited", []), columns.get("waited_at", np.empty(0, np.int32)))
     return Decisions(tuple(columns["closed"]), alert_states, drift_state, tie_timeouts)
+
+
+def _pop_running(columns: dict[str, Any], num_records: int) -> NDArray[np.void]:
+    """Remove the columns of the running statistics of records and return their content.
+
+    Args:
+        columns: The columns of a snapshot by name. The columns `_RUNNING_FIELD_BY_COLUMN` are removed. Statistics
+            without a column are those of a record without readings.
+        num_records: The number of records.
+
+    Raises:
+        _InvalidStateError: If a column has another length, or a number is not finite.
+    """
+    running = np.full(num_records, INITIAL_RUNNING)
+    for name, field in _RUNNING_FIELD_BY_COLUMN.items():
+        if name not in columns:
+            continue
+        column = columns.pop(name)
+        _require(len(column) == num_records, f"the column {name!r} does not have one value per record")
+        _require(bool(np.isfinite(column).all()), f"a value in the column {name!r} is not finite")
+        running[field] = column
+    return running
 
 
 def _pop_ties(columns: dict[str, Any]) -> TieGroups:
@@ -758,9 +766,14 @@ def _encode(kind: bytes, columns: Columns, types: Mapping[str, pa.DataType]) -> 
         writer.write_batch(batch)
     body: bytes = sink.getvalue().to_pybytes()
     # Earlier releases can read lower versions. Version 1 is not written any more.
-    version = max((added_in for added_in, names in _COLUMNS_ADDED_IN_VERSION.items() if names & columns.keys()))
+    version = _find_lowest_version(columns)
     header: bytes = HEADER.pack(MAGIC, kind, version, hashlib.sha256(body).digest())
     return header + body
+
+
+def _find_lowest_version(names: Iterable[str]) -> int:
+    """Return the lowest format version that has all of these columns."""
+    return max((_VERSION_BY_COLUMN.get(name, 1) for name in names), default=1)
 
 
 @lru_cache(256)
@@ -804,24 +817,18 @@ def _decode(kind: bytes, data: bytes, types: Mapping[str, pa.DataType]) -> dict[
             f"{FORMAT_VERSION}: use the release that wrote it"
         )
     _require(data_kind == kind, f"the data is of another kind; expected: {_KIND_NAMES[kind]}")
-    newer_columns = {
-        name for added_in, names in _COLUMNS_ADDED_IN_VERSION.items() if added_in > version for name in names
-    }
-    types = {name: column_type for name, column_type in types.items() if name not in newer_columns}
+    types = {name: types[name] for name in types if _VERSION_BY_COLUMN.get(name, 1) <= version}
     body = memoryview(data)[HEADER.size :]
     _require(hashlib.sha256(body).digest() == digest, "checksum mismatch: the data is cut short or altered")
     try:
         table = pa.ipc.open_stream(pa.py_buffer(body)).read_all()
         table.validate(full=True)
         # The version is not part of the checksum. Since version 3, it is the lowest one that has all of the columns.
-        present = {added_in for added_in, names in _COLUMNS_ADDED_IN_VERSION.items() if names & set(table.schema.names)}
-        is_lowest = version < 3 or version == max(present, default=1)
+        is_lowest = version < 3 or version == _find_lowest_version(table.schema.names)
         _require(is_lowest, "its format version is not that of its columns")
-        # Since version 4, the columns of tie groups are missing if there are no tie groups. Since version 7, this holds
-        # for the columns of all parts.
-        for part in _PARTS[: 0 if version < 4 else 1 if version < 7 else None]:
-            if not part.keys() <= set(table.schema.names):
-                types = {name: types[name] for name in types if name not in part}
+        for part in _PARTS:
+            if version >= part.optional_since and not part.types.keys() <= set(table.schema.names):
+                types = {name: types[name] for name in types if name not in part.types}
         expected_schema = pa.schema({name: pa.large_list(column_type) for name, column_type in types.items()})
         _require(table.schema.equals(expected_schema), "its columns are not those of its format version")
         _require(table.num_rows == 1, f"it has {table.num_rows} rows instead of one")
@@ -879,7 +886,7 @@ def _check_snapshot(snapshot: Snapshot) -> None:
     """
     num_records, num_features = len(snapshot), len(snapshot.vocabulary)
     # The columns with one value per record.
-    for name in ("model", "age", "counts", "absent_counts", "scored", "alert_seq", "alert_alpha", *_RUNNING_SUMS):
+    for name in ("model", "age", "counts", "absent_counts", "alert_seq", "alert_alpha"):
         _require(
             len(_get_column(snapshot, name)) == num_records, f"the column {name!r} does not have one value per record"
         )
@@ -887,14 +894,9 @@ def _check_snapshot(snapshot: Snapshot) -> None:
     _require(_is_within(snapshot.model, len(snapshot.models)), "the model of a record is not in the list of models")
     _check_readings(snapshot, num_records, num_features)
     _check_values(snapshot)
-    for name in _PRIOR_COLUMNS:
-        sums = _get_column(snapshot, name)
-        if sums is not None:
-            _require(len(sums) == num_records, f"the column {name!r} does not have one value per record")
-            _require(bool(np.isfinite(sums).all()), f"a value in the column {name!r} is not finite")
     # A record that has not alerted has the alert position −1 and the alpha (false-alarm rate) `NO_ALERT`, which is 1.
     _require(
-        bool((snapshot.alert_seq >= -1).all()) and bool((snapshot.num_scored >= 0).all()),
+        bool((snapshot.alert_seq >= -1).all()) and bool((snapshot.running["num_scored"] >= 0).all()),
         "the position of an alert or the number of scored readings is negative",
     )
     is_alpha_valid = (snapshot.alert_alpha >= 0) & (snapshot.alert_alpha <= NO_ALERT)
@@ -907,7 +909,7 @@ def _check_snapshot(snapshot: Snapshot) -> None:
         _check_waiting(snapshot, snapshot.waiting)
     if snapshot.latest_event_time is not None:
         latest = snapshot.latest_event_time
-        is_valid = (latest == NO_TIME) | ((latest > -MAX_AGE) & (latest < MAX_AGE))
+        is_valid = (latest == NO_TIME) | ((latest > -MAX_MICROS) & (latest < MAX_MICROS))
         _require(len(latest) == num_records, "the latest event times do not have one value per record")
         _require(bool(is_valid.all()), "the latest event time of a record is out of range")
 
@@ -936,10 +938,10 @@ def _check_snapshot(snapshot: Snapshot) -> None:
 
 
 def _check_readings(snapshot: Snapshot, num_records: int, num_features: int) -> None:
-    """Check the readings and the absent features of a snapshot: each record may have each feature at most once.
+    """Check the readings and the features declared missing of a snapshot: a record may have each feature at most once.
 
-    An absent feature is one that was declared as "will not be observed". If readings are irregular, a feature can have
-    any number of readings in a record, also if it is absent.
+    A feature is declared missing if an event states that it "will not be observed". If readings are irregular, a
+    feature can have any number of readings in a record, also if it is declared missing.
 
     Args:
         snapshot: The snapshot.
@@ -952,30 +954,31 @@ def _check_readings(snapshot: Snapshot, num_records: int, num_features: int) -> 
     event_times = snapshot.event_times
     max_readings = num_features if event_times is None else MAX_EXTENT_SIZE
     _require(
-        _is_within(snapshot.counts, max_readings + 1) and _is_within(snapshot.absent_counts, num_features + 1),
+        _is_within(snapshot.counts, max_readings + 1) and _is_within(snapshot.num_declared_missing, num_features + 1),
         "the number of readings of a record is out of range",
     )
-    num_readings, num_absent = int(snapshot.counts.sum()), int(snapshot.absent_counts.sum())
+    num_readings, num_missing = int(snapshot.counts.sum()), int(snapshot.num_declared_missing.sum())
     _require(
-        len(snapshot.features) == len(snapshot.values) == num_readings and len(snapshot.absent) == num_absent,
+        len(snapshot.features) == len(snapshot.values) == num_readings
+        and len(snapshot.declared_missing) == num_missing,
         "the list of readings does not have the length that the records state",
     )
     _require(
-        _is_within(snapshot.features, num_features) and _is_within(snapshot.absent, num_features),
+        _is_within(snapshot.features, num_features) and _is_within(snapshot.declared_missing, num_features),
         "a reading belongs to no feature",
     )
-    # Each reading and each absent feature sets one element of a table of records and features. If a feature occurs
-    # twice in a record, the same element is set twice, so the number of set elements is too small.
+    # Each reading and each feature declared missing sets one element of a table of records and features. If a feature
+    # occurs twice in a record, the same element is set twice, so the number of set elements is too small.
     record_of_reading, _ = ragged_indices(snapshot.counts)
-    record_of_absent_feature, _ = ragged_indices(snapshot.absent_counts)
+    record_of_missing_feature, _ = ragged_indices(snapshot.num_declared_missing)
     has_feature = np.zeros((num_records, num_features), bool)
-    has_feature[record_of_absent_feature, snapshot.absent] = True
+    has_feature[record_of_missing_feature, snapshot.declared_missing] = True
     if event_times is not None:
         _check_times(snapshot, event_times)
-        num_readings = 0  # only absent features must be different
+        num_readings = 0  # only features declared missing must be different
     else:
         has_feature[record_of_reading, snapshot.features] = True
-    _require(int(has_feature.sum()) == num_readings + num_absent, "a record has a feature twice")
+    _require(int(has_feature.sum()) == num_readings + num_missing, "a record has a feature twice")
 
 
 def _check_times(snapshot: Snapshot, event_times: EventTimes) -> None:
@@ -990,10 +993,10 @@ def _check_times(snapshot: Snapshot, event_times: EventTimes) -> None:
         len(times) == len(snapshot.features) and len(origins) == len(num_dropped) == len(snapshot),
         "the times of the readings do not have the length that the records state",
     )
-    _require(_is_within(num_dropped, MAX_AGE), "the number of dropped readings of a record is out of range")
+    _require(_is_within(num_dropped, MAX_MICROS), "the number of dropped readings of a record is out of range")
     # The first reading of a record sets its origin.
     all_times = np.append(times, origins[snapshot.counts > 0])
-    is_valid = (all_times > -MAX_AGE) & (all_times < MAX_AGE)
+    is_valid = (all_times > -MAX_MICROS) & (all_times < MAX_MICROS)
     _require(bool(is_valid.all()), "the time of a reading is missing or out of range")
 
 
@@ -1039,9 +1042,9 @@ def _check_waiting(snapshot: Snapshot, waiting: WaitingReadings) -> None:
     _require(_is_within(waiting.feature, num_features), "a waiting reading belongs to no feature")
     # The features that each record has, or that wait: a code of its own for each pair of a record and a feature.
     record_of_reading, _ = snapshot.reading_positions()
-    record_of_absent_feature, _ = ragged_indices(snapshot.absent_counts)
-    records = np.concatenate([record_of_reading, record_of_absent_feature, waiting.record])
-    features = np.concatenate([snapshot.features, snapshot.absent, waiting.feature]).astype(np.int64)
+    record_of_missing_feature, _ = ragged_indices(snapshot.num_declared_missing)
+    records = np.concatenate([record_of_reading, record_of_missing_feature, waiting.record])
+    features = np.concatenate([snapshot.features, snapshot.declared_missing, waiting.feature]).astype(np.int64)
     pairs = records * num_features + features
     _require(len(np.unique(pairs)) == len(pairs), "a record has a feature twice")
     _require(bool((waiting.num_values >= 0).all()), "the number of combined readings is negative")
@@ -1079,10 +1082,8 @@ def _check_values(snapshot: Snapshot) -> None:
     _require(bool(np.isfinite(values).all()), "a value is not finite")
     is_label_code = (values >= 0) & (values <= num_labels[features]) & (values == np.floor(values))
     _require(bool(is_label_code[is_discrete_feature[features]].all()), "the code of a label is out of range")
-    # The age (time since the last event) lies between −MAX_AGE and MAX_AGE. It is negative if the clock was set back.
-    _require(_is_within(snapshot.age + MAX_AGE, 2 * MAX_AGE), "the age of a record is out of range")
-    for name in _RUNNING_SUMS:
-        _require(bool(np.isfinite(_get_column(snapshot, name)).all()), f"a value in the column {name!r} is not finite")
+    # An idle time lies between −MAX_MICROS and MAX_MICROS. It is negative if the clock was set back.
+    _require(_is_within(snapshot.idle_micros + MAX_MICROS, 2 * MAX_MICROS), "the idle time of a record is out of range")
 
 
 def _is_within(numbers: NDArray[Any], end: int | NDArray[Any]) -> bool:

@@ -16,6 +16,7 @@ takes and returns. The modules are:
     irregular_ingest, record_contexts, last_context   irregular readings, and the readings to which each is compared
     ties                 readings of one event time, which are scored together
     snapshot, snapshot_adaptation     the state of a partition as a value; its form for another model
+    rescoring            scoring open records again after a change of the model or a restore
 
     scoring              scores of readings, by the compiled kernels
     torch_scorer         the same by PyTorch, on GPUs and without kernels

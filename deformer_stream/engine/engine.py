@@ -7,11 +7,13 @@ new run can therefore continue where the previous run ended; the docstring of `E
 
 `Engine` holds the order of the steps in which a batch is handled. Each step has a module of its own. `ingest` ingests
 events, and `closing` selects the records to close. `model_versions` scores with the models and caches of open records.
-`alerts` makes alerts, and `closed_records` the final scores of closed records.
+`alerts` makes alerts, and `closed_records` the final scores of closed records. After a change of the model or a
+restore, `rescoring` scores records again.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -45,18 +47,17 @@ from deformer_stream.engine.irregular_ingest import ingest_irregular
 from deformer_stream.engine.model_versions import ModelVersions
 from deformer_stream.engine.next_reading import DEFAULT_NUM_DRAWS, DEFAULT_SUSPICIOUS, NextReading
 from deformer_stream.engine.records import AcceptedReadings, RecordTable
+from deformer_stream.engine.rescoring import RescoringQueue
 from deformer_stream.engine.scoring import NO_ALPHAS, Cache, ModelVersion
 from deformer_stream.engine.single_readings import check_single_readings
 from deformer_stream.engine.slot_ingest import ingest_slots, release_slots
-from deformer_stream.engine.snapshot import Snapshot, Vocabulary, export_state, import_state
-from deformer_stream.engine.snapshot_adaptation import adapt_snapshot
+from deformer_stream.engine.snapshot import Snapshot, Vocabulary, export_state
 from deformer_stream.engine.suspicious import SuspiciousRecords, suggest_next_readings
-from deformer_stream.engine.ties import append_readings, decide_tie_groups, sort_groups
+from deformer_stream.engine.ties import append_readings, decide_tie_groups
 from deformer_stream.errors import ConfigError, InvariantViolated
 from deformer_stream.model.load_network import require_torch
 from deformer_stream.model.parameters import Model
 from deformer_stream.model.schema import Schema
-from deformer_stream.ragged import ragged_indices
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -65,28 +66,12 @@ __all__ = ["Engine", "Limits", "OpenRecordPolicy", "UnscorableReadings", "comput
 CALL_ORDER = "restore, preload_decisions, replay, apply_decisions, handle"
 """The order in which the methods of `Engine` must be called for one partition."""
 
+RESCORED_READINGS_AT_END = 8_192
+"""About how many readings `Engine.finish` scores again at a time, which bounds the memory that it needs."""
+
 OpenRecordPolicy = Literal["finish", "rescore"]
 """What happens to open records when the model changes. "finish": the model that was current when a record was opened
 scores it until it is closed. "rescore": the new model scores all readings of open records again."""
-
-
-@dataclass(slots=True)
-class Rescoring:
-    """A partition whose records the current model must score again before the partition takes further events.
-
-    Attributes:
-        snapshot: The state of the partition before. It stays the partition's snapshot until all records are scored.
-        time: The time to which the idle times of the snapshot refer, in microseconds since 1970.
-        record_index: Rows of the records in the table that must be scored; None until the snapshot is loaded.
-        num_scored: How many of these records are scored already.
-        num_dropped: Number of readings that were dropped when the snapshot was loaded.
-    """
-
-    snapshot: Snapshot
-    time: int
-    record_index: Ints | None = None
-    num_scored: int = 0
-    num_dropped: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,16 +111,14 @@ class Engine:
     A new partition starts with `handle`. After `revoke` a partition may be restored again. `change_model`, `snapshot`
     and `finish` may be called at any time.
 
-    `change_model` and `restore` may have to score the readings of many records again. With `at_once=False` they leave
-    this to calls of `rescore`, each of which scores a part of them. Until then the partition is one of
-    `partitions_to_rescore`, and must not be replayed or handled.
+    `change_model` and `restore` may have to score the readings of many records again. They leave this to calls of
+    `rescore`, each of which scores a part of them. Until then the partition is one of `partitions_to_rescore`, and must
+    not be replayed or handled.
 
     Attributes:
         alphas: The false-alarm rates at which alerts are raised, descending.
         effort: How thoroughly alerts are explained: "full", "fast" (one forward pass per record) or "off".
         records: The table of open records.
-        num_dropped_readings: Number of readings of open records that were dropped so far, because a new model lacks
-            their feature.
     """
 
     def __init__(
@@ -195,19 +178,15 @@ class Engine:
         self._suspicious = SuspiciousRecords(suspicious) if suspicious is not None and states_suspicious else None
         holds_ties = self._holds_ties(model, calibration)
         self.records = RecordTable(model.schema, self.limits.max_closed_ids, holds_ties)
-        self.num_dropped_readings = 0
         self._unscorable: UnscorableReadings | None = None
-        # Partitions whose records are not all scored by the current model yet, in the order in which they are scored.
-        self._rescorings: dict[int, Rescoring] = {}
         first_version = ModelVersion(model, calibration, fingerprint, fault_classifier)
         self._versions = ModelVersions(first_version, self.limits.cache_bytes)
+        self._rescoring_queue = RescoringQueue(self._versions, self._closing_rules)
         self._set_context_limits()
         self._drift_monitor = None if drift is None else DriftMonitor(calibration, fingerprint, drift)
         # By partition and record id: how many readings the record had each time a timeout of the previous run ended
         # one of its tie groups.
         self._tie_timeouts: dict[int, dict[str, set[int]]] = {}
-        # Partitions with restored readings that no model has scored yet, because they waited before.
-        self._unscored_partitions: set[int] = set()
         # Partitions for which `replay` or `handle` was called; used to check the order of calls.
         self._replayed_partitions: set[int] = set()
         self._live_partitions: set[int] = set()
@@ -252,7 +231,7 @@ class Engine:
     @property
     def partitions_to_rescore(self) -> frozenset[int]:
         """The partitions that must not be replayed or handled until `rescore` has scored all of their records."""
-        return frozenset(self._rescorings)
+        return frozenset(self._rescoring_queue.partitions)
 
     @property
     def cache(self) -> Cache:
@@ -294,15 +273,14 @@ class Engine:
         Raises:
             InvariantViolated: If the batch has events of a partition that is still being restored.
         """
-        if self._rescorings:
-            restoring_partitions = {*restoring_partitions, *self._rescorings}
+        restoring_partitions = {*restoring_partitions, *self._rescoring_queue.partitions}
         if restoring_partitions:
             _check_not_restoring(batch, restoring_partitions)
         withdrawn = self._take_over_suspicious(restoring_partitions)
-        unscored = self._select_unscored(restoring_partitions)
+        unscored = self._rescoring_queue.pop_unscored(self.records, restoring_partitions)
         batch, accepted, rejections, num_combined = self._ingest(batch, now)
         # From now on, it is an error to restore or replay these partitions.
-        self._live_partitions.update(self.records.partitions.keys() - set(restoring_partitions))
+        self._live_partitions.update(self.records.partitions.keys() - restoring_partitions)
         ending, close_reasons, completed = self._closing_rules.select_closing(
             self.records, accepted, now, restoring_partitions
         )
@@ -369,12 +347,12 @@ class Engine:
         Args:
             now: The current time in microseconds since 1970.
         """
-        is_pending = self._suspicious is not None or bool(self._unscored_partitions)
+        is_pending = self._suspicious is not None or bool(self._rescoring_queue.unscored_partitions)
         return is_pending or self._closing_rules.is_due(self.records, now)
 
     def has_partition(self, partition: int) -> bool:
         """Return whether there is any state of a partition."""
-        return partition in self.records.partitions or partition in self._rescorings
+        return partition in self.records.partitions or partition in self._rescoring_queue.partitions
 
     def replay(self, batch: EventBatch, now: int, marks_alerts: bool = False) -> None:
         """Reproduce the state of the previous run from events that it has handled, without raising alerts again.
@@ -400,7 +378,7 @@ class Engine:
                 f"Engine.replay was called after Engine.handle had processed events for partition {partition}, but the "
                 f"methods must be called in the order {CALL_ORDER}: report this bug"
             )
-        self._check_is_rescored("replay", partitions)
+        self._rescoring_queue.check_is_done("replay", partitions)
         self._replayed_partitions |= partitions
         # The previous run has reported the rejections already.
         batch, accepted, _, _ = self._ingest(batch, now)
@@ -413,7 +391,7 @@ class Engine:
             _, to_score = decide_tie_groups(
                 self.records, batch, accepted, np.array(ending, np.int64), self._get_timeout_places
             )
-        elif self._unscored_partitions:
+        elif self._rescoring_queue.unscored_partitions:
             # The next `handle` scores the readings that waited before, and all later ones of their records.
             is_pending = self.records.num_pending[to_score.record_indices] > 0
             self.records.add_pending(to_score.record_indices[is_pending])
@@ -477,7 +455,7 @@ class Engine:
                 f"Engine.apply_decisions was called after Engine.handle had processed events for partition {partition},"
                 f" but the methods must be called in the order {CALL_ORDER}: report this bug"
             )
-        self._check_is_rescored("apply_decisions", {partition})
+        self._rescoring_queue.check_is_done("apply_decisions", {partition})
         index_by_id = self.records.partition(partition).record_index_by_id
         self._tie_timeouts.pop(partition, None)  # the replay before this call has used them
         if self.records.holds_ties and decisions.tie_timeouts:
@@ -511,37 +489,33 @@ class Engine:
         Returns:
             The state. If the records of the partition are not all scored again yet, it is the state before.
         """
-        rescoring = self._rescorings.get(partition)
-        if rescoring is not None:
-            return replace(rescoring.snapshot, age=rescoring.snapshot.age + (now - rescoring.time))
+        snapshot_before = self._rescoring_queue.get_snapshot(partition, now)
+        if snapshot_before is not None:
+            return snapshot_before
         drift_state = None if self._drift_monitor is None else self._drift_monitor.export_state(partition)
         return export_state(self.records, partition, now, self._versions.fingerprint_by_number, drift_state)
 
-    def restore(self, partition: int, snapshot: Snapshot, now: int, at_once: bool = True) -> None:
+    def restore(self, partition: int, snapshot: Snapshot, now: int) -> None:
         """Load the state of a partition from a snapshot of the previous run.
 
-        Records that were scored by a model which this engine does not have are scored again by the current model,
-        without alerts. The same happens if features, labels or the tie policy (how readings with the same event time
-        are scored) have changed.
+        Records that were scored by a model which this engine does not have must be scored again by the current model
+        (`rescore`), without alerts. The same holds if features, labels or the tie policy (how readings with the same
+        event time are scored) have changed.
 
         Args:
             partition: Number of the partition, which must not have any state in this engine yet.
             snapshot: The state, from `snapshot`.
             now: The current time in microseconds since 1970. Records count as idle for as long as in the snapshot.
-            at_once: Whether to score these records now. Otherwise `rescore` must be called for them.
 
         Raises:
             InvariantViolated: If the partition has state already.
         """
-        if partition in self.records.partitions or partition in self._rescorings:
+        if self.has_partition(partition):
             raise InvariantViolated(
                 f"Engine.restore was called after another method had created the state for partition {partition}, but "
                 f"the methods must be called in the order {CALL_ORDER}: report this bug"
             )
-        self._rescorings[partition] = Rescoring(snapshot, now)
-        self._load_snapshot(partition)
-        if at_once:
-            self._rescore_all()
+        self._rescoring_queue.add(self.records, partition, snapshot, now, self._drift_monitor)
 
     def change_model(
         self,
@@ -549,7 +523,6 @@ class Engine:
         calibration: Calibration,
         fingerprint: str,
         open_records: OpenRecordPolicy,
-        at_once: bool = True,
         fault_classifier: FaultClassifier | None = None,
     ) -> OpenRecordPolicy:
         """Replace the model by another one, which scores all records that are opened from now on.
@@ -568,8 +541,7 @@ class Engine:
             calibration: The calibration of the new network.
             fingerprint: A hash that identifies the new model with its calibration.
             open_records: "finish" if the model that was current when a record was opened should score it to its end.
-                "rescore" if the new model should score all readings of open records again.
-            at_once: Whether to score them now. Otherwise `rescore` must be called.
+                "rescore" if the new model should score all readings of open records again, by calls of `rescore`.
             fault_classifier: The classifier of faults of the new model; None if it has none.
 
         Returns:
@@ -594,7 +566,7 @@ class Engine:
         can_finish = open_records == "finish" and has_same_vocabulary and has_same_ties and has_same_slots
         # Records to be scored again are exported to snapshots, and imported into a new table below. The import can
         # translate them to other features and labels. Both use the same time (0), so idle times do not change.
-        partitions = [*self.records.partitions, *(p for p in self._rescorings if p not in self.records.partitions)]
+        partitions = dict.fromkeys([*self.records.partitions, *self._rescoring_queue.partitions])
         snapshots = {} if can_finish else {p: self.snapshot(p, now=0) for p in partitions}
         self._versions.add(ModelVersion(model, calibration, fingerprint, fault_classifier))
         self._set_context_limits()
@@ -605,22 +577,19 @@ class Engine:
             self.records = self.records.empty_copy(model.schema, holds_ties)
             self._versions.drop_all_others()
             self._set_context_limits()
-            self._unscored_partitions.clear()  # the snapshots show which readings are not scored
             if self._suspicious is not None:
                 self._suspicious.reset_partitions()
         self._versions.drop_unused(self.records)
         self._versions.allocate_caches(self.records)  # the new model may need a cache of another shape
         if not can_finish:
-            self._rescorings = {partition: Rescoring(snapshot, time=0) for partition, snapshot in snapshots.items()}
-        if at_once:
-            self._rescore_all()
+            self._rescoring_queue.restart(snapshots)
         return "finish" if can_finish else "rescore"
 
     def replace_fault_classifier(self, fault_classifier: FaultClassifier | None) -> None:
         """Replace the classifier of faults of the current model, which changes no score and no alert."""
         self.current_version.fault_classifier = fault_classifier
 
-    def rescore(self, max_readings: int | None = None) -> None:
+    def rescore(self, max_readings: int) -> None:
         """Score a part of the records that wait for it, without alerts, after a change of the model or a restore.
 
         The order of the calls and their number change no score. When the last record of a partition is scored, the
@@ -628,23 +597,9 @@ class Engine:
 
         Args:
             max_readings: About how many readings to score: as many records as have no more readings, but at least one.
-                Loading the snapshot of a partition takes a call of its own. None for all records of one partition.
+                Loading the snapshot of a partition takes a call of its own.
         """
-        partition = next(iter(self._rescorings), None)
-        if partition is None:
-            return
-        rescoring = self._rescorings[partition]
-        if rescoring.record_index is None:
-            self._load_snapshot(partition)
-            return
-        waiting = rescoring.record_index[rescoring.num_scored :]
-        if max_readings is not None:
-            num_readings = self.records.count_stored(waiting).cumsum()
-            waiting = waiting[: max(1, int(np.searchsorted(num_readings, max_readings, side="right")))]
-        self._rescore(waiting)
-        self.records.drop_old_readings(waiting)
-        rescoring.num_scored += len(waiting)
-        self._end_rescoring_if_done(partition)
+        self._rescoring_queue.advance(self.records, max_readings, self._drift_monitor)
 
     def revoke(self, partitions: Iterable[int]) -> Effects:
         """Drop all state of partitions that were assigned to another consumer, which restores them from a snapshot.
@@ -661,13 +616,13 @@ class Engine:
         self.records.drop_partitions(partitions)
         for partition in partitions:
             self._tie_timeouts.pop(partition, None)
-            self._rescorings.pop(partition, None)
         if self._drift_monitor is not None:
             self._drift_monitor.drop_partitions(partitions)
         if self._suspicious is not None:
             self._suspicious.drop_partitions(partitions)
         self._closing_rules.drop_partitions(partitions)
-        for partition_set in (self._unscored_partitions, self._replayed_partitions, self._live_partitions):
+        self._rescoring_queue.drop_partitions(partitions)
+        for partition_set in (self._replayed_partitions, self._live_partitions):
             partition_set.difference_update(partitions)
         return Effects(
             EventBatch.empty(), ScoredReadings.empty(), alerts=[], rejections=[], closed=closed, model=self.fingerprint
@@ -701,6 +656,17 @@ class Engine:
         """
         unscorable, self._unscorable = self._unscorable, None
         return unscorable
+
+    def pop_dropped_readings(self) -> Counter[str]:
+        """Return the number of readings of open records that were dropped since the last call, and reset the number.
+
+        After a change of the model or a restore, readings are dropped that the current model cannot have. Their feature
+        is missing from the model, or only one of the two models has irregular readings.
+
+        Returns:
+            The number of dropped readings by the name of their feature; empty if none was dropped.
+        """
+        return self._rescoring_queue.pop_dropped_readings()
 
     def measure_drift(self) -> dict[int, float]:
         """Return, by partition, log10 of the evidence that its records no longer resemble the calibration records.
@@ -764,9 +730,10 @@ class Engine:
             Scores and alerts of the waiting readings, and the closed records, by partition and in the order in which
             they were opened.
         """
-        self._rescore_all()
+        while self._rescoring_queue.partitions:
+            self.rescore(RESCORED_READINGS_AT_END)
         open_records = self.records.indices_of_partitions()
-        unscored = self._select_unscored()
+        unscored = self._rescoring_queue.pop_unscored(self.records)
         # All records end now, so the current time has no effect.
         batch, accepted = release_slots(self.records, EventBatch.empty(), AcceptedReadings.empty(), open_records, now=0)
         batch, to_score = self._add_unscored(batch, accepted, unscored)
@@ -869,90 +836,6 @@ class Engine:
                 "with the new model, and with another --group or --state-dir"
             )
 
-    def _check_is_rescored(self, method: str, partitions: Collection[int]) -> None:
-        """Raise `InvariantViolated` if records of one of these partitions still wait to be scored by `rescore`.
-
-        Args:
-            method: Name of the method that was called.
-            partitions: The partitions for which it was called.
-        """
-        for partition in partitions:
-            if partition in self._rescorings:
-                raise InvariantViolated(
-                    f"Engine.{method} was called before Engine.rescore had scored all records of partition "
-                    f"{partition}: report this bug"
-                )
-
-    def _rescore_all(self) -> None:
-        """Score all records that wait for `rescore`."""
-        while self._rescorings:
-            self.rescore()
-
-    def _end_rescoring_if_done(self, partition: int) -> None:
-        """Remove a partition from those that wait for `rescore` if all of its records are scored."""
-        rescoring = self._rescorings[partition]
-        if rescoring.record_index is not None and rescoring.num_scored == len(rescoring.record_index):
-            # Only now, because the snapshot is loaded once more if the model changes before all records are scored.
-            self.num_dropped_readings += rescoring.num_dropped
-            del self._rescorings[partition]
-            self._closing_rules.reset_timeouts()
-
-    def _load_snapshot(self, partition: int) -> None:
-        """Load the snapshot of a partition in `_rescorings`, and determine which of its records must be scored again.
-
-        A record is scored again in two cases: this engine does not have the model that scored it, or the snapshot has
-        other features, labels or rules for readings with the same event time.
-
-        Args:
-            partition: Number of the partition, which has no state in the table of records.
-        """
-        rescoring = self._rescorings[partition]
-        adapted = adapt_snapshot(rescoring.snapshot, self.schema, self.records.holds_ties)
-        snapshot = adapted.snapshot
-        rescoring.num_dropped = adapted.num_dropped
-        if adapted.is_translated:
-            self._closing_rules.add_translated_partition(partition)
-        # Models whose scores of records remain valid, with their version numbers.
-        versions = self._versions.fingerprint_by_number.items() if adapted.has_valid_scores else ()
-        version_by_fingerprint = {fingerprint: number for number, fingerprint in versions}
-        # The version number of each record's model, −1 if its scores are not valid. `snapshot.model` holds, for each
-        # record, the index of its model in `snapshot.models`.
-        snapshot_versions = [version_by_fingerprint.get(fingerprint, -1) for fingerprint in snapshot.models]
-        version_by_record = np.array(snapshot_versions, np.int64)[snapshot.model]
-        needs_rescoring = version_by_record < 0
-        version_by_record = np.where(needs_rescoring, self._versions.current_number, version_by_record)
-        if self._drift_monitor is not None:
-            self._drift_monitor.import_state(partition, snapshot.drift)
-        record_index = import_state(self.records, partition, snapshot, rescoring.time, version_by_record)
-        if not self.records.holds_ties and self.records.num_pending[record_index].any():
-            self._unscored_partitions.add(partition)
-        self._versions.grow_caches(self.records)
-        self.records.drop_old_readings(record_index[~needs_rescoring])
-        rescoring.record_index = record_index[needs_rescoring]
-        self._end_rescoring_if_done(partition)
-
-    def _select_unscored(self, restoring_partitions: Collection[int] = ()) -> tuple[Ints, Ints]:
-        """Return the readings of restored records that no model has scored yet, and do not return them again.
-
-        They waited for the end of their time slot, or for readings with the same event time. Under the present rules
-        they do not wait.
-
-        Args:
-            restoring_partitions: Partitions whose readings a later call returns, because their events are still being
-                replayed.
-
-        Returns:
-            (M,) row of each reading's record in the table, and (M,) position of each reading in its record.
-        """
-        partitions = self._unscored_partitions.difference(restoring_partitions)
-        if not partitions:
-            return np.empty(0, np.int64), np.empty(0, np.int64)
-        self._unscored_partitions -= partitions
-        rows = np.array(self.records.indices_of_partitions(partitions), np.int64)
-        num_pending = self.records.num_pending[rows]
-        record, place = ragged_indices(num_pending)
-        return rows[record], place + (self.records.num_readings[rows] - num_pending)[record]
-
     def _add_unscored(
         self, batch: EventBatch, accepted: AcceptedReadings, unscored: tuple[Ints, Ints]
     ) -> tuple[EventBatch, AcceptedReadings]:
@@ -961,7 +844,7 @@ class Engine:
         Args:
             batch: The batch of events.
             accepted: The readings that were accepted from the batch.
-            unscored: The readings from `_select_unscored`.
+            unscored: The readings from `RescoringQueue.pop_unscored`.
 
         Returns:
             The batch, extended by an event for each reading of an earlier batch; and the readings to score.
@@ -1099,29 +982,6 @@ class Engine:
                 feature=self.schema.names[features[first]],
             )
         self._unscorable = replace(self._unscorable, num_readings=self._unscorable.num_readings + len(unscorable))
-
-    def _rescore(self, record_index: Ints) -> None:
-        """Score all readings of records again, without alerts, after their model or the rules of scoring have changed.
-
-        If the new p-value of a record is small enough for an alert, the record raises it when its next reading is
-        scored. Readings that no model has scored yet because they wait, or waited under the rules before, are left out:
-        they are scored later, with alerts. Older irregular readings are left out, too; they are not stored any more.
-
-        Args:
-            record_index: (R,) row of each record in the table.
-        """
-        self.records.reset_scores(record_index)
-        # The waiting readings are the last ones of a record, so those to score are the first ones.
-        num_stored = self.records.count_stored(record_index)
-        num_to_score = num_stored - self.records.num_pending[record_index]
-        # Of each reading: index into `record_index`, and place in the log.
-        record, place = ragged_indices(num_to_score)
-        num_dropped = self.records.num_readings[record_index] - num_stored
-        if self.records.holds_ties and len(record):
-            # The order within a tie group follows from the features of the model, which may differ from those before.
-            is_tied = self.records.log.is_tied(record_index[record], place)
-            sort_groups(self.records, record_index[record], place, np.cumsum(~is_tied))
-        self._versions.score_readings(self.records, record_index[record], num_dropped[record] + place, NO_ALPHAS)
 
     def _free_unneeded_pages(self, ending: list[int], now: int) -> None:
         """Free the KV cache of records that end without a reading to score.

@@ -167,7 +167,7 @@ class EngineSet:
             now: The current time in microseconds since 1970.
         """
         for name in sorted(snapshot_by_name.keys() & self.engine_by_name.keys()):
-            self.engine_by_name[name].restore(partition, snapshot_by_name[name], now, at_once=False)
+            self.engine_by_name[name].restore(partition, snapshot_by_name[name], now)
 
     def rescore(self, max_readings: int) -> None:
         """Score a part of the records that wait for it, of one engine. See `Engine.rescore`."""

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
+from itertools import chain
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -573,24 +575,14 @@ class ClosedRecords:
         """Return one instance with the records of several instances, in the order of `parts`."""
         if not parts:
             return ClosedRecords.empty()
-        return ClosedRecords(
-            record_ids=[record_id for part in parts for record_id in part.record_ids],
-            reasons=[reason for part in parts for reason in part.reasons],
-            partitions=np.concatenate([part.partitions for part in parts]),
-            num_readings=np.concatenate([part.num_readings for part in parts]),
-            is_complete=np.concatenate([part.is_complete for part in parts]),
-            log_likelihood=np.concatenate([part.log_likelihood for part in parts]),
-            anomaly_score=np.concatenate([part.anomaly_score for part in parts]),
-            p_value=np.concatenate([part.p_value for part in parts]),
-            alert_seq=np.concatenate([part.alert_seq for part in parts]),
-            alert_alpha=np.concatenate([part.alert_alpha for part in parts]),
-            score=np.concatenate([part.score for part in parts]),
-            latest_time=np.concatenate([part.latest_time for part in parts]),
-            record_p_value=np.concatenate([part.record_p_value for part in parts]),
-            faults=tuple(fault for part in parts for fault in part.faults or (None,) * len(part))
-            if any(part.faults for part in parts)
-            else (),
-        )
+        columns: dict[str, Any] = {}
+        for name in (column.name for column in fields(ClosedRecords) if column.name != "faults"):
+            values = [getattr(part, name) for part in parts]
+            is_array = isinstance(values[0], np.ndarray)
+            columns[name] = np.concatenate(values) if is_array else list(chain.from_iterable(values))
+        if any(part.faults for part in parts):
+            columns["faults"] = tuple(fault for part in parts for fault in part.faults or (None,) * len(part))
+        return ClosedRecords(**columns)
 
 
 @dataclass(frozen=True, slots=True)

@@ -90,7 +90,6 @@ class ReadingLog:
             sizes.append(min(largest_size, sizes[-1] + growth))
         self._extent_sizes = np.array(sizes, np.int64)
         self._free_extents = [_IndexStack() for _ in sizes]  # starts of freed extents, by size class
-        self._has_ties, self._has_times = has_ties, has_times
         self.num_places = 0
         # The shared arrays, with one element per reading. Elements from index `_end` on were never part of an extent.
         self._end = 0

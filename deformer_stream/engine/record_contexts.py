@@ -40,7 +40,7 @@ class RecordContexts:
 
     Attributes:
         num_features: Number of features of the schema.
-        limits: By the number of a model version, the largest numbers of readings in the contexts of its records.
+        limits: Context limit by model version.
         num_dropped: (rows,) number of readings of each record that the log does not store any more. 0 if the row has no
             record.
         block_starts: (rows,) position of the first reading of each record's current block. 0 if the row has no record.

@@ -38,14 +38,14 @@ time (`deformer_stream.engine.irregular_ingest`). It is complete when all sensor
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from deformer_stream.calibration.cusum import create_states, state_width
+from deformer_stream.calibration.cusum import StateLayout, create_states
 from deformer_stream.engine.events import NO_ALERT, NO_TIME, AlertState, ClosedRecords, CloseReason, EventBatch
 from deformer_stream.engine.idle_queue import IdleQueue
 from deformer_stream.engine.partition import MAX_CLOSED_IDS, Partition
@@ -89,7 +89,7 @@ RUNNING_DTYPE = np.dtype(
 - `prior_neg_log_p_sum`, `prior_min_log_p`: as `neg_log_p_sum` and `min_log_p`, of the p-values under the Gaussian prior
   alone; 0 if these are no term of the alert.
 
-The compiled kernels use the same memory layout, and `Snapshot` has the same names."""
+The compiled kernels use the same memory layout."""
 
 PREFIX_FIELDS = ("num_scored", "neg_log_p_sum", "min_log_p", "max_statistic", "prior_neg_log_p_sum", "prior_min_log_p")
 """Names of the running statistics that are the attributes of `calibration.conformal.PrefixState`, in their order."""
@@ -198,7 +198,7 @@ class RecordTable:
         tie_time: Event time of the record's last tie group, or of the readings that waited when the record was
             restored; `NO_TIME` if there is none.
         running: Running statistics of the record's scores, of dtype `RUNNING_DTYPE`. Kernels update them in place.
-        cusum_states: (capacity, W) float32 states of the record's cumulative sums (`calibration.cusum.state_width`).
+        cusum_states: (capacity, W) float32 states of the record's cumulative sums (`calibration.cusum.StateLayout`).
             Kernels update them in place. Only if readings are irregular.
         alert_seq: Position in the record of the reading that raised the first alert, -1 if there is none.
         alert_alpha: The strictest (smallest) alpha at which the record has alerted, `NO_ALERT` if there is none.
@@ -256,7 +256,7 @@ class RecordTable:
         if self.is_irregular:
             self.origin = self._add_array("origin", np.int64)
             self.latest_time = self._add_array("latest_time", np.int64, (len(schema),))
-            self.cusum_states = self._add_array("cusum_states", np.float32, (state_width(len(schema)),))
+            self.cusum_states = self._add_array("cusum_states", np.float32, (StateLayout(len(schema)).width,))
         # Bytes of a record without its readings, for `num_bytes`.
         arrays = [getattr(self, name) for name in self._array_names]
         row_widths = [array.dtype.itemsize * int(np.prod(array.shape[1:])) for array in arrays]
@@ -972,7 +972,7 @@ class RecordTable:
         values: Floats,
         num_declared_missing: NDArray[np.int32],
         missing_features: NDArray[np.int16],
-        running: Mapping[str, NDArray[Any]],
+        running: NDArray[np.void],
         alert_seq: NDArray[np.int32],
         alert_alpha: Floats,
         num_dropped: Ints | None = None,
@@ -992,8 +992,7 @@ class RecordTable:
             values: (T,) raw values of the readings, in the same order.
             num_declared_missing: (R,) number of features of each record that are declared missing.
             missing_features: (A,) codes of these features, one record after the other.
-            running: Running statistics: an array (R,) by the name of the field of `RUNNING_DTYPE`. Fields without an
-                array stay as they are before the first reading.
+            running: (R,) running statistics, of dtype `RUNNING_DTYPE`.
             alert_seq: (R,) position of the reading that raised the first alert, -1 if there is none.
             alert_alpha: (R,) strictest (smallest) alpha at which the record alerted, `NO_ALERT` if there is none.
             num_dropped: (R,) number of older irregular readings of each record that the snapshot does not have; None if
@@ -1022,8 +1021,7 @@ class RecordTable:
         record_of_missing, _ = ragged_indices(num_declared_missing)
         is_observed_or_missing[record_of_missing, missing_features] = True
         self.observed_mask[record_indices] = np.packbits(is_observed_or_missing, axis=1, bitorder="little")
-        for name, values_of_field in running.items():
-            self.running[name][record_indices] = values_of_field
+        self.running[record_indices] = running
         self.alert_seq[record_indices] = alert_seq
         self.alert_alpha[record_indices] = alert_alpha
         if latest_event_time is not None:

@@ -12,8 +12,10 @@ which features of open records await no reading.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -125,79 +127,194 @@ def ingest_slots(
         Second the accepted readings, which refer to this batch. Third the rejections. Fourth the number of readings
         that were combined with an earlier one of the same time slot.
     """
-    window, rules, cycles = records.schema.window, records.slot_rules, records.schema.slot_mean_cycles
+    window, rules = records.schema.window, records.slot_rules
     has_waiting = any(len(partition.slot_readings) for partition in records.partitions.values())
     if window is None or rules is None or (batch.windows is None and not has_waiting):
         accepted, rejections = ingest(records, batch, now, model_version)
         return batch, accepted, rejections, 0
-    collector, builder = ReadingCollector(records), _BatchBuilder(batch)
-    rejections, num_combined, waiting_rows = [], 0, list[int]()
-    devices = [""] * len(batch) if batch.windows is None else batch.windows.devices
-    deadlines = None if batch.windows is None else batch.windows.deadlines.tolist()
-    columns = zip(
+    ingestion = _SlotIngestion(records, batch, window, rules)
+    partition_ids = batch.partitions.tolist()
+    columns = (
+        range(len(batch)),
         batch.record_ids,
-        batch.partitions.tolist(),
+        partition_ids,
+        [records.partition(partition_id) for partition_id in partition_ids],
         batch.features.tolist(),
         batch.values.tolist(),
         batch.times.tolist(),
-        devices,
-        strict=True,
+        [""] * len(batch) if batch.windows is None else batch.windows.devices,
+        [0] * len(batch) if batch.windows is None else batch.windows.deadlines.tolist(),
     )
-    for i, (record_id, partition_id, feature, value, time, device) in enumerate(columns):
-        partition = records.partition(partition_id)
-        reason: RejectionReason | None = None
-        if device and deadlines is not None:
-            message_index = int(batch.message_indices[i])
-            for slot_record, reading in partition.pop_finished_slots(device, time):
-                record_index = partition.record_index_by_id[slot_record]
-                rule, cycle = rules[reading.feature], cycles[reading.feature]
-                event_index = builder.add_reading(slot_record, partition_id, reading, rule, cycle, message_index)
-                _accept_reading(collector, event_index, record_index, partition, reading)
-            reason, ended = partition.advance_watermark(record_id, device, deadlines[i], time)
-            collector.close_reasons |= dict.fromkeys(ended, CloseReason.WINDOW)
-        elif record_id not in partition.record_index_by_id and record_id in partition.closed_ids:
-            reason = RejectionReason.LATE
-        event_index = builder.add_event(i)
+    for event in map(_Event._make, zip(*columns, strict=True)):
+        ingestion.add(event)
+    extended, accepted = ingestion.store(now, model_version)
+    return extended, accepted, ingestion.rejections, ingestion.num_combined
+
+
+class _Event(NamedTuple):
+    """An event of a batch.
+
+    Attributes:
+        event_index: Index in the batch.
+        record_id: Id of its record.
+        partition_id: Number of its partition.
+        partition: The open and closed records of this partition.
+        feature: Feature code.
+        value: Raw value, NaN if the feature is declared as "will not be observed".
+        time: Event time, microseconds since 1970.
+        device: Device of the window that is its record. Empty if the event names its record itself.
+        deadline: Event time at which this window closes, microseconds since 1970; 0 without a window.
+    """
+
+    event_index: int
+    record_id: str
+    partition_id: int
+    partition: Partition
+    feature: int
+    value: float
+    time: int
+    device: str
+    deadline: int
+
+
+class _SlotIngestion:
+    """The ingestion of one batch of events for a model that combines the readings of a time slot.
+
+    Args:
+        records: The record table.
+        batch: The batch.
+        window: The window of the model.
+        rules: By feature code, which value stands for several readings of a time slot.
+
+    Attributes:
+        rejections: The rejected readings so far.
+        num_combined: Number of readings so far that were combined with an earlier one of the same time slot.
+    """
+
+    def __init__(self, records: RecordTable, batch: EventBatch, window: Window, rules: Sequence[PerSlot]) -> None:
+        self._records, self._batch, self._window, self._rules = records, batch, window, rules
+        self._cycles = records.schema.slot_mean_cycles
+        self._collector, self._builder = ReadingCollector(records), _BatchBuilder(batch)
+        self._waiting_rows: list[int] = []  # the row of the record of each reading that waits
+        self.rejections: list[Rejection] = []
+        self.num_combined = 0
+
+    def add(self, event: _Event) -> None:
+        """Accept or reject the reading of an event, or let it wait for the end of its time slot."""
+        reason = self._end_slots_and_windows(event) if event.device else _find_closed_reason(event)
+        new_index = self._builder.add_event(event.event_index)
         if reason is not None:
-            rejections.append(reject(records, batch, i, reason))
-            continue
-        is_combined = bool(device) and rules[feature] != "first"
-        open_index = partition.record_index_by_id.get(record_id)
-        if is_combined and deadlines is not None:
-            slot_deadline = _slot_deadline(window, deadlines[i], time, partition, record_id)
-            if slot_deadline <= partition.watermarks.watermark_by_device[device]:
-                rejections.append(reject(records, batch, i, RejectionReason.LATE, "its time slot is over"))
-                if open_index is None:  # `advance_watermark` has registered a window, but it gets no record
-                    partition.watermarks.close_window(record_id)
-                continue
-        record_index = collector.open_record(record_id, partition_id, partition) if open_index is None else open_index
-        if is_combined and not collector.has_feature(record_index, feature):
-            collector.touch(record_index)
-            waiting_rows.append(record_index)
-            unseen_label = batch.unseen_labels.get(i)
-            num_combined += partition.slot_readings.add(
-                device,
-                record_id,
-                feature,
-                rule=rules[feature],
-                value=value,
-                time=time,
-                deadline=slot_deadline,
-                unseen_label=unseen_label,
-                cycle=cycles[feature],
-            )
-            continue
+            self._reject(event, reason)
+        elif event.device and self._rules[event.feature] != "first":
+            self._combine(event, new_index)
+        else:
+            self._accept(event, new_index, self._open_record(event))
+
+    def store(self, now: int, model_version: int) -> tuple[EventBatch, AcceptedReadings]:
+        """Store the accepted readings in the table, after the last event.
+
+        Args:
+            now: Time of arrival, microseconds since 1970.
+            model_version: Number of the model version that scores the records that are opened.
+
+        Returns:
+            The batch with an additional event for each combined reading, and the accepted readings.
+        """
+        extended = self._builder.build()
+        accepted = self._collector.store(extended, now, model_version)
+        return extended, replace(accepted, waiting_record_indices=np.array(self._waiting_rows, np.int64))
+
+    def _end_slots_and_windows(self, event: _Event) -> RejectionReason | None:
+        """Accept the combined readings of slots that are over at the time of an event, and close windows that are over.
+
+        Returns:
+            Why the event is rejected, None if it is not.
+        """
+        partition, message_index = event.partition, int(self._batch.message_indices[event.event_index])
+        for record_id, reading in partition.pop_finished_slots(event.device, event.time):
+            record_index = partition.record_index_by_id[record_id]
+            rule, cycle = self._rules[reading.feature], self._cycles[reading.feature]
+            new_index = self._builder.add_reading(record_id, event.partition_id, reading, rule, cycle, message_index)
+            _accept_reading(self._collector, new_index, record_index, partition, reading)
+        reason, ended = partition.advance_watermark(event.record_id, event.device, event.deadline, event.time)
+        self._collector.close_reasons |= dict.fromkeys(ended, CloseReason.WINDOW)
+        return reason
+
+    def _combine(self, event: _Event, new_index: int) -> None:
+        """Combine the reading of an event with the others of its time slot, or reject it if the slot is over.
+
+        If the record has a reading of the feature already, which has not waited, the reading is handled as any other.
+
+        Args:
+            event: The event of a window.
+            new_index: Its index in the new batch.
+        """
+        partition, record_id, feature = event.partition, event.record_id, event.feature
+        slot_deadline = _slot_deadline(self._window, event.deadline, event.time, partition, record_id)
+        if slot_deadline <= partition.watermarks.watermark_by_device[event.device]:
+            self._reject(event, RejectionReason.LATE, "its time slot is over")
+            if record_id not in partition.record_index_by_id:
+                # `advance_watermark` has registered a window, but it gets no record.
+                partition.watermarks.close_window(record_id)
+            return
+        record_index = self._open_record(event)
+        if self._collector.has_feature(record_index, feature):
+            self._accept(event, new_index, record_index)
+            return
+        self._collector.touch(record_index)
+        self._waiting_rows.append(record_index)
+        self.num_combined += partition.slot_readings.add(
+            event.device,
+            record_id,
+            feature,
+            rule=self._rules[feature],
+            value=event.value,
+            time=event.time,
+            deadline=slot_deadline,
+            unseen_label=self._batch.unseen_labels.get(event.event_index),
+            cycle=self._cycles[feature],
+        )
+
+    def _open_record(self, event: _Event) -> int:
+        """Return the row of the record of an event, which is opened if it is not open."""
+        record_index = event.partition.record_index_by_id.get(event.record_id)
+        if record_index is not None:
+            return record_index
+        return self._collector.open_record(event.record_id, event.partition_id, event.partition)
+
+    def _accept(self, event: _Event, new_index: int, record_index: int) -> None:
+        """Accept the reading of an event, unless its record has one of this feature already.
+
+        Args:
+            event: The event.
+            new_index: Its index in the new batch.
+            record_index: Row of its record.
+        """
+        partition, feature = event.partition, event.feature
         # An event that names its record itself must not repeat a reading that waits for the end of its slot.
-        is_waiting = partition.slot_readings.has(record_id, feature)
-        if is_waiting or not collector.accept(
-            event_index, record_index, partition, feature, np.isnan(value), batch.unseen_labels.get(i)
+        is_waiting = partition.slot_readings.has(event.record_id, feature)
+        unseen_label = self._batch.unseen_labels.get(event.event_index)
+        if is_waiting or not self._collector.accept(
+            new_index, record_index, partition, feature, math.isnan(event.value), unseen_label
         ):
-            reason = RejectionReason.REPEATED if device else RejectionReason.DUPLICATE
-            rejections.append(reject(records, batch, i, reason))
-    extended = builder.build()
-    accepted = collector.store(extended, now, model_version)
-    accepted = replace(accepted, waiting_record_indices=np.array(waiting_rows, np.int64))
-    return extended, accepted, rejections, num_combined
+            self._reject(event, RejectionReason.REPEATED if event.device else RejectionReason.DUPLICATE)
+
+    def _reject(self, event: _Event, reason: RejectionReason, cause: str | None = None) -> None:
+        """Reject the reading of an event.
+
+        Args:
+            event: The event.
+            reason: The reason.
+            cause: What the message says about the cause; None for the usual text.
+        """
+        self.rejections.append(reject(self._records, self._batch, event.event_index, reason, cause))
+
+
+def _find_closed_reason(event: _Event) -> RejectionReason | None:
+    """Return why an event that names its record itself is rejected: its record is closed. None if it is not."""
+    partition = event.partition
+    is_closed = event.record_id not in partition.record_index_by_id and event.record_id in partition.closed_ids
+    return RejectionReason.LATE if is_closed else None
 
 
 def find_settled_features(records: RecordTable, record_indices: Ints) -> Bools:

@@ -11,18 +11,16 @@ after its codes have been translated.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from deformer_stream.calibration.drift_state import DriftState
-from deformer_stream.engine.events import NO_TIME
 from deformer_stream.engine.id_set import BoundedIdSet, StringColumn
 from deformer_stream.engine.partition import Partition
-from deformer_stream.engine.records import MAX_RECORDS_PER_PASS, RUNNING_DTYPE, RecordTable
+from deformer_stream.engine.records import MAX_RECORDS_PER_PASS, RecordTable
 from deformer_stream.engine.slot_readings import SlotReading
-from deformer_stream.model.cycles import Cycle, compute_circular_mean
 from deformer_stream.model.schema import FeatureKind, Schema
 from deformer_stream.model.windows import PerSlot
 from deformer_stream.ragged import ragged_indices
@@ -131,30 +129,6 @@ class WaitingReadings:
         """Return the number of readings."""
         return len(self.record)
 
-    def list_cycles(self) -> list[Cycle | None]:
-        """Return the cycle on which each reading is averaged, None if its mean is not circular."""
-        if self.circular is None:
-            return [None] * len(self)
-        cycles = zip(self.circular.period.tolist(), self.circular.start.tolist(), strict=True)
-        return [Cycle(period, start) if period else None for period, start in cycles]
-
-    def compute_values(self, is_continuous: NDArray[np.bool_]) -> NDArray[np.float64]:
-        """Return the values that stand for the time slots if no further reading arrives; 0 if there is no value.
-
-        Args:
-            is_continuous: (S,) whether the values of each reading are numbers.
-        """
-        if self.rule != "mean":
-            return self.value
-        num_values = np.maximum(self.num_values, 1)
-        is_circular = np.zeros(len(self), bool) if self.circular is None else self.circular.period > 0
-        values = np.where(is_continuous & ~is_circular, self.value / num_values, self.value)
-        if self.circular is not None:
-            sums = self.circular
-            columns = (sums.sine, sums.cosine, num_values, self.value, sums.period, sums.start)
-            values[is_circular] = compute_circular_mean(*(column[is_circular] for column in columns))
-        return values
-
 
 @dataclass(frozen=True, slots=True)
 class CompleteWindows:
@@ -207,23 +181,14 @@ class Snapshot:
         models: Fingerprints of the models that score the records.
         ids: R record ids.
         model: (R,) int32 index into `models` of the model that scores each record.
-        age: (R,) int64 microseconds from the last accepted event of the record to the snapshot.
+        idle_micros: (R,) int64 microseconds from the last accepted event of the record to the snapshot.
         counts: (R,) int32 number of readings of each record that the snapshot has.
         features: (T,) int16 feature code of each reading.
         values: (T,) float64 raw value of each reading. For a discrete feature it is the label code, or the number of
             labels if the label is unseen.
-        absent_counts: (R,) int32 number of features that were declared as "will not be observed".
-        absent: (A,) int16 feature codes of these A features, one record after the other.
-        log_likelihood: (R,) float64 sum of ln p(value | earlier values) over the scored readings.
-        num_scored: (R,) int32 number of scored readings.
-        neg_log_p_sum: (R,) float64 sum of -ln q over the scored readings. q is a reading's p-value (probability of a
-            value at most as likely as the observed one) raised to `P_VALUE_EXPONENT`.
-        min_log_p: (R,) float64 smallest ln q of a scored reading.
-        max_statistic: (R,) float64 anomaly score of the record, larger is more anomalous. It is the largest prefix
-            statistic so far. The prefix statistic of the first k readings combines their p-values in one number.
-        centered_nll: (R,) float64 sum of centered NLLs (negative log-likelihood of a value minus the entropy of its
-            conditional).
-        p_value: (R,) float64 current p-value of the record, computed from `max_statistic`.
+        num_declared_missing: (R,) int32 number of features that were declared as "will not be observed".
+        declared_missing: (A,) int16 feature codes of these A features, one record after the other.
+        running: (R,) running statistics of the records' scores, of dtype `RUNNING_DTYPE`.
         alert_seq: (R,) int32 position of the reading that raised the first alert, -1 if there is none. Dropped readings
             are counted.
         alert_alpha: (R,) float64 strictest (smallest) alpha at which the record has alerted, `NO_ALERT` if none.
@@ -244,33 +209,24 @@ class Snapshot:
         complete_windows: Windows that are complete, but not over; None if there are none.
         event_times: When the readings were made. None if readings are not irregular: a feature then has at most one
             reading in a record.
-        cusums: (R, W) states of the cumulative sums of irregular readings (`calibration.cusum.state_width`). None if
+        cusums: (R, W) states of the cumulative sums of irregular readings (`calibration.cusum.StateLayout`). None if
             readings are not irregular, or if the sums are those of another model.
         latest_event_time: (R,) int64 latest event time of each record's readings, microseconds since 1970, `NO_TIME` if
             it is not known. None if it was not saved. It is then that of the readings in `event_times`, if there are
             any, although a dropped reading may have been later.
-        prior_neg_log_p_sum: (R,) float64 as `neg_log_p_sum`, of the p-values under the Gaussian prior alone. None if
-            they are no term of the alert, or if no reading is scored.
-        prior_min_log_p: (R,) float64 as `min_log_p`, of these p-values; None together with `prior_neg_log_p_sum`.
     """
 
     vocabulary: Vocabulary
     models: tuple[str, ...]
     ids: list[str]
     model: NDArray[np.int32]
-    age: Ints
+    idle_micros: Ints
     counts: NDArray[np.int32]
     features: NDArray[np.int16]
     values: NDArray[np.float64]
-    absent_counts: NDArray[np.int32]
-    absent: NDArray[np.int16]
-    log_likelihood: NDArray[np.float64]
-    num_scored: NDArray[np.int32]
-    neg_log_p_sum: NDArray[np.float64]
-    min_log_p: NDArray[np.float64]
-    max_statistic: NDArray[np.float64]
-    centered_nll: NDArray[np.float64]
-    p_value: NDArray[np.float64]
+    num_declared_missing: NDArray[np.int32]
+    declared_missing: NDArray[np.int16]
+    running: NDArray[np.void]
     alert_seq: NDArray[np.int32]
     alert_alpha: NDArray[np.float64]
     unseen_record: NDArray[np.int32]
@@ -289,8 +245,6 @@ class Snapshot:
     event_times: EventTimes | None = None
     cusums: NDArray[np.float32] | None = None
     latest_event_time: Ints | None = None
-    prior_neg_log_p_sum: NDArray[np.float64] | None = None
-    prior_min_log_p: NDArray[np.float64] | None = None
 
     def __len__(self) -> int:
         """Return the number of open records."""
@@ -303,275 +257,6 @@ class Snapshot:
             (T,) index into `ids` of each reading's record; and (T,) the reading's position in that record, from 0.
         """
         return ragged_indices(self.counts)
-
-    def translate(self, vocabulary: Vocabulary) -> tuple[Snapshot, int]:
-        """Return the snapshot with the codes of another model's vocabulary, so that the other model can read it.
-
-        Features are matched by name and kind, labels by their text. Readings of features that the other vocabulary
-        does not have are dropped. If the reading that raised the first alert is dropped, `alert_seq` becomes the
-        position of the last remaining reading before it, or 0. The scores of the records are not changed.
-
-        Args:
-            vocabulary: The features and labels of the other model.
-
-        Returns:
-            The translated snapshot and the number of dropped readings.
-        """
-        if vocabulary == self.vocabulary:
-            return self, 0
-        new_codes = _map_feature_codes(self.vocabulary, vocabulary)
-        values, text_by_reading = self._translate_labels(vocabulary, new_codes)
-        features = new_codes[self.features]
-        # Readings with a label that the other vocabulary does not have.
-        record, place = self.reading_positions()
-        unseen = np.array(sorted(text_by_reading), np.int64)
-        # Features that were declared as "will not be observed", and their records.
-        absent = new_codes[self.absent]
-        absent_record, _ = ragged_indices(self.absent_counts)
-        is_absent_kept = absent >= 0
-        snapshot = replace(
-            self,
-            vocabulary=vocabulary,
-            features=features,
-            values=values,
-            absent_counts=np.bincount(absent_record[is_absent_kept], minlength=len(self)).astype(np.int32),
-            absent=absent[is_absent_kept],
-            unseen_record=record[unseen].astype(np.int32),
-            unseen_place=place[unseen].astype(np.int32),
-            unseen_text=[text_by_reading[reading] for reading in unseen.tolist()],
-            cusums=None,  # they have an entry for each feature of the old vocabulary
-        )
-        is_kept = features >= 0
-        return snapshot._drop_readings(is_kept), int((~is_kept).sum())
-
-    def _drop_readings(self, is_kept: NDArray[np.bool_]) -> Snapshot:
-        """Return the snapshot without some of its T readings.
-
-        If the reading that raised the first alert of a record is dropped, `alert_seq` becomes the position of the last
-        remaining reading before it, or 0.
-
-        Args:
-            is_kept: (T,) false for readings that are dropped.
-        """
-        record, _ = self.reading_positions()
-        # (T + 1,) kept readings before each reading, over all records. The difference between an entry and that of the
-        # record's first reading counts kept readings of the record: the new position of a reading.
-        num_kept_before = np.concatenate([[0], np.cumsum(is_kept)])
-        first_reading = np.cumsum(self.counts) - self.counts
-        # Count the kept readings of each record up to and including the one that raised its first alert. The new
-        # `alert_seq` is the position of the last one counted. Without an alert, `alert_seq` is −1 and stays so. It also
-        # stays the same if the reading that raised the alert is not in the snapshot any more.
-        num_dropped = 0 if self.event_times is None else self.event_times.num_dropped
-        num_until_alert = np.clip(self.alert_seq + 1 - num_dropped, 0, self.counts)
-        num_kept_until_alert = num_kept_before[first_reading + num_until_alert] - num_kept_before[first_reading]
-        new_seq = num_dropped + np.maximum(num_kept_until_alert - 1, 0)
-        alert_seq = np.where(self.alert_seq < num_dropped, self.alert_seq, new_seq)
-        # Kept readings with an unseen label, and their new positions.
-        unseen = (first_reading[self.unseen_record] + self.unseen_place).astype(np.int64)
-        kept_labels = np.flatnonzero(is_kept[unseen])
-        unseen = unseen[kept_labels]
-        unseen_place = num_kept_before[unseen] - num_kept_before[first_reading[record[unseen]]]
-        event_times = self.event_times
-        if event_times is not None:
-            event_times = replace(event_times, times=event_times.times[is_kept])
-        return replace(
-            self,
-            counts=np.bincount(record[is_kept], minlength=len(self)).astype(np.int32),
-            features=self.features[is_kept],
-            values=self.values[is_kept],
-            alert_seq=alert_seq.astype(np.int32),
-            unseen_record=self.unseen_record[kept_labels],
-            unseen_place=unseen_place.astype(np.int32),
-            unseen_text=[self.unseen_text[label] for label in kept_labels.tolist()],
-            ties=None if self.ties is None else self._filter_ties(self.ties, is_kept),
-            event_times=event_times,
-        )
-
-    def remove_times(self) -> tuple[Snapshot, int]:
-        """Return the snapshot of irregular readings for a model in whose records a feature has at most one reading.
-
-        The first reading of each feature of a record in the snapshot is kept. A feature with a reading is not absent.
-
-        Returns:
-            The snapshot without event times, and the number of dropped readings.
-        """
-        record, _ = self.reading_positions()
-        _, first = np.unique(record * len(self.vocabulary) + self.features, return_index=True)
-        is_kept = np.zeros(len(self.features), bool)
-        is_kept[first] = True
-        has_reading = np.zeros((len(self), len(self.vocabulary)), bool)
-        has_reading[record, self.features] = True
-        absent_record, _ = ragged_indices(self.absent_counts)
-        is_absent = ~has_reading[absent_record, self.absent]
-        num_dropped = 0 if self.event_times is None else self.event_times.num_dropped
-        place = np.maximum(self.alert_seq - num_dropped, 0)  # of the reading that raised the first alert
-        snapshot = replace(
-            self,
-            absent_counts=np.bincount(absent_record[is_absent], minlength=len(self)).astype(np.int32),
-            absent=self.absent[is_absent],
-            alert_seq=np.where(self.alert_seq < 0, -1, place).astype(np.int32),
-            event_times=None,
-            cusums=None,
-            latest_event_time=self._find_latest_times(),
-        )
-        return snapshot._drop_readings(is_kept), int((~is_kept).sum())
-
-    def _find_latest_times(self) -> Ints | None:
-        """Return the latest event time of the readings of each record, (R,), None if the snapshot has no times."""
-        if self.latest_event_time is not None or self.event_times is None:
-            return self.latest_event_time
-        latest = np.full(len(self), NO_TIME, np.int64)
-        record, _ = self.reading_positions()
-        np.maximum.at(latest, record, self.event_times.times)
-        return latest
-
-    def drop_readings_without_times(self) -> tuple[Snapshot, int]:
-        """Return the snapshot for a model of irregular readings, which cannot score readings without times.
-
-        All readings are dropped; the records stay open.
-
-        Returns:
-            The snapshot, and the number of dropped readings.
-        """
-        snapshot = self._drop_readings(np.zeros(len(self.features), bool))
-        origins = np.full(len(self), NO_TIME, np.int64)
-        event_times = EventTimes(np.empty(0, np.int64), origins, np.zeros(len(self), np.int64))
-        return replace(snapshot, ties=None, event_times=event_times, latest_event_time=None), len(self.features)
-
-    def accept_waiting(self, waiting: WaitingReadings) -> Snapshot:
-        """Return the snapshot in which no reading waits for the end of its time slot.
-
-        The waiting readings become the last readings of their records, in the order of their times. No model has scored
-        them, so they are pending (`TieGroups.num_pending`). A feature that was only declared as "will not be observed"
-        is absent.
-
-        Args:
-            waiting: The waiting readings of this snapshot.
-        """
-        is_continuous = np.array([kind == "continuous" for kind in self.vocabulary.kinds])[waiting.feature]
-        new_values = waiting.compute_values(is_continuous)
-        has_value = waiting.num_values > 0
-        # Append the new readings to the old ones, and sort all by record. Within a record, the old ones come first.
-        added = np.flatnonzero(has_value)
-        added = added[np.argsort(waiting.time[added], kind="stable")]
-        old_record, _ = self.reading_positions()
-        record = np.append(old_record, waiting.record[added])
-        order = np.argsort(record, kind="stable")
-        counts = np.bincount(record, minlength=len(self)).astype(np.int32)
-        text_by_reading = dict(zip(waiting.unseen.tolist(), waiting.unseen_text, strict=True))
-        new_labels = []
-        num_added = np.zeros(len(self), np.int64)
-        for reading in added.tolist():
-            record_index = int(waiting.record[reading])
-            place = int(self.counts[record_index] + num_added[record_index])
-            num_added[record_index] += 1
-            if reading in text_by_reading:
-                new_labels.append((record_index, place, text_by_reading[reading]))
-        old_labels = zip(self.unseen_record.tolist(), self.unseen_place.tolist(), self.unseen_text, strict=True)
-        labels = sorted([*old_labels, *new_labels])
-        absent_record, _ = ragged_indices(self.absent_counts)
-        all_absent_records = np.append(absent_record, waiting.record[~has_value])
-        absent_order = np.argsort(all_absent_records, kind="stable")
-        ties = self.ties
-        if ties is None:
-            no_group = np.full(len(self), NO_TIME)
-            ties = TieGroups(np.zeros(len(old_record), np.bool_), np.zeros(len(self), np.int32), no_group)
-        tie_time = np.where(num_added > 0, NO_TIME, ties.tie_time)
-        np.maximum.at(tie_time, waiting.record[added], waiting.time[added])
-        ties = TieGroups(
-            is_tied=np.append(ties.is_tied, np.zeros(len(added), np.bool_))[order],
-            num_pending=(ties.num_pending + num_added).astype(np.int32),
-            tie_time=tie_time,
-        )
-        latest_event_time = self.latest_event_time
-        if latest_event_time is not None:
-            latest_event_time = latest_event_time.copy()
-            np.maximum.at(latest_event_time, waiting.record[added], waiting.time[added])
-        return replace(
-            self,
-            counts=counts,
-            features=np.append(self.features, waiting.feature[added])[order].astype(np.int16),
-            values=np.append(self.values, new_values[added])[order],
-            absent_counts=np.bincount(all_absent_records, minlength=len(self)).astype(np.int32),
-            absent=np.append(self.absent, waiting.feature[~has_value])[absent_order].astype(np.int16),
-            unseen_record=np.array([label_record for label_record, _, _ in labels], np.int32),
-            unseen_place=np.array([place for _, place, _ in labels], np.int32),
-            unseen_text=[text for _, _, text in labels],
-            ties=ties,
-            waiting=None,
-            latest_event_time=latest_event_time,
-        )
-
-    def _filter_ties(self, ties: TieGroups, is_kept: NDArray[np.bool_]) -> TieGroups:
-        """Return the tie groups (readings of one record with the same event time) without the dropped readings.
-
-        Args:
-            ties: The tie groups of all T readings.
-            is_kept: (T,) false for readings that are dropped.
-        """
-        # Number the groups of all records. A kept reading is tied to the kept reading before it if both have the same
-        # number. The numbers are not negative, so the prepended −1 makes the first reading untied.
-        group = np.cumsum(~ties.is_tied)[is_kept]
-        is_tied = np.diff(group, prepend=-1) == 0
-        # The last `num_pending` readings of a record wait for further readings of their group: count the kept ones.
-        record, place = self.reading_positions()
-        num_not_pending = self.counts - ties.num_pending
-        is_pending = is_kept & (place >= num_not_pending[record])
-        num_pending = np.bincount(record[is_pending], minlength=len(self)).astype(np.int32)
-        return TieGroups(is_tied, num_pending, ties.tie_time)
-
-    def _translate_labels(
-        self, vocabulary: Vocabulary, new_codes: NDArray[np.int16]
-    ) -> tuple[NDArray[np.float64], dict[int, str]]:
-        """Return the values of the T readings with the label codes of another vocabulary.
-
-        Args:
-            vocabulary: The other vocabulary.
-            new_codes: (F,) code in the other vocabulary of each of this vocabulary's F features, -1 if it has none.
-
-        Returns:
-            (T,) values, in which the codes of labels are translated; and the text of each label that the other
-            vocabulary does not have, by the index of its reading among the T readings.
-        """
-        values = self.values.copy()
-        # Texts of labels that this vocabulary does not have either, by the index of the reading.
-        first_reading = np.cumsum(self.counts) - self.counts
-        unseen_readings = first_reading[self.unseen_record] + self.unseen_place
-        old_text_by_reading = dict(zip(unseen_readings.tolist(), self.unseen_text, strict=True))
-        text_by_reading: dict[int, str] = {}
-        for old_feature, new_feature in enumerate(new_codes.tolist()):
-            if new_feature < 0 or self.vocabulary.kinds[old_feature] != "discrete":
-                continue  # the other vocabulary lacks the feature, or the feature has no labels
-            # A label is unseen by a vocabulary that does not have it. The number of a feature's labels is the code of
-            # all its unseen labels.
-            old_labels = self.vocabulary.labels[old_feature]
-            code_by_label = {label: code for code, label in enumerate(vocabulary.labels[new_feature])}
-            unseen_code = len(code_by_label)
-            # Translate by a table from old to new label codes. Its last entry is for labels unseen by this vocabulary.
-            new_label_codes = [code_by_label.get(label, unseen_code) for label in old_labels]
-            table = np.array([*new_label_codes, unseen_code], np.float64)
-            readings = np.flatnonzero(self.features == old_feature)
-            values[readings] = table[self.values[readings].astype(np.int64)]
-            # The table gives `unseen_code` to every label that one of the vocabularies does not have. Look up its text:
-            # a label unseen by this vocabulary may have a code in the other one. If not, the text is returned.
-            for reading in readings[values[readings] == unseen_code].tolist():
-                old_label = int(self.values[reading])
-                text = old_labels[old_label] if old_label < len(old_labels) else old_text_by_reading.get(reading)
-                if text in code_by_label:
-                    values[reading] = code_by_label[text]
-                elif text is not None:  # None: this snapshot has no text for the unseen label
-                    text_by_reading[reading] = text
-        return values, text_by_reading
-
-
-def _map_feature_codes(old: Vocabulary, new: Vocabulary) -> NDArray[np.int16]:
-    """Return the code in the new vocabulary of each of the old vocabulary's F features, (F,).
-
-    The code is -1 if the new vocabulary has no feature of the same name and kind ("continuous" or "discrete").
-    """
-    code_by_feature = {feature: code for code, feature in enumerate(zip(new.names, new.kinds, strict=True))}
-    old_features = zip(old.names, old.kinds, strict=True)
-    return np.array([code_by_feature.get(feature, -1) for feature in old_features], np.int16)
 
 
 def export_state(
@@ -604,8 +289,6 @@ def export_state(
     position_by_id = dict(zip(ids, range(len(ids)), strict=True)) if windows else {}
     complete = partition.watermarks.complete_windows()
     watermark_by_device = partition.watermarks.watermark_by_device
-    running = records.running[rows]
-    has_prior = bool(running["prior_neg_log_p_sum"].any() or running["prior_min_log_p"].any())
     ties = None
     if records.holds_ties or records.num_pending[rows].any():
         record, place = ragged_indices(counts)
@@ -622,19 +305,13 @@ def export_state(
         models=tuple(fingerprint_by_version[version] for version in versions.tolist()),
         ids=ids,
         model=model.astype(np.int32),
-        age=now - records.last_accepted_at[rows],
+        idle_micros=now - records.last_accepted_at[rows],
         counts=counts.astype(np.int32),
         features=features,
         values=values,
-        absent_counts=np.bincount(missing_record, minlength=len(ids)).astype(np.int32),
-        absent=missing_feature.astype(np.int16),
-        log_likelihood=np.ascontiguousarray(running["log_likelihood"]),
-        num_scored=running["num_scored"].astype(np.int32),
-        neg_log_p_sum=np.ascontiguousarray(running["neg_log_p_sum"]),
-        min_log_p=np.ascontiguousarray(running["min_log_p"]),
-        max_statistic=np.ascontiguousarray(running["max_statistic"]),
-        centered_nll=np.ascontiguousarray(running["centered_nll"]),
-        p_value=np.ascontiguousarray(running["p_value"]),
+        num_declared_missing=np.bincount(missing_record, minlength=len(ids)).astype(np.int32),
+        declared_missing=missing_feature.astype(np.int16),
+        running=records.running[rows],
         alert_seq=records.alert_seq[rows],
         alert_alpha=records.alert_alpha[rows],
         unseen_record=np.array([position for position, _, _ in unseen], np.int32),
@@ -659,8 +336,6 @@ def export_state(
         event_times=event_times,
         cusums=records.cusum_states[rows] if records.is_irregular else None,
         latest_event_time=records.latest_event_time[rows],
-        prior_neg_log_p_sum=np.ascontiguousarray(running["prior_neg_log_p_sum"]) if has_prior else None,
-        prior_min_log_p=np.ascontiguousarray(running["prior_min_log_p"]) if has_prior else None,
     )
 
 
@@ -756,8 +431,8 @@ def import_state(records: RecordTable, partition_id: int, snapshot: Snapshot, no
     Args:
         records: The record table, which must not have records of the partition yet.
         partition_id: Number of the partition.
-        snapshot: State of the partition. Its codes must be those of the table's schema (see `Snapshot.translate`), and
-            it must have event times if and only if the readings of the schema are irregular.
+        snapshot: State of the partition. Its codes must be those of the table's schema, and it must have event times
+            if and only if the readings of the schema are irregular (see `snapshot_adaptation`).
         now: Current time, microseconds since 1970. The idle time of each record continues from its value in the
             snapshot, so the time between the two runs does not count.
         model_version: (R,) number of the model version that scores each record from now on.
@@ -770,26 +445,21 @@ def import_state(records: RecordTable, partition_id: int, snapshot: Snapshot, no
     rows = np.array(allocated, np.int64)
     records.initialize(rows, np.full(len(rows), partition_id, np.int32), model_version)
     reading_ends, missing_ends = (
-        np.append(0, np.cumsum(counts)) for counts in (snapshot.counts, snapshot.absent_counts)
+        np.append(0, np.cumsum(counts)) for counts in (snapshot.counts, snapshot.num_declared_missing)
     )
     event_times = snapshot.event_times
     for start in range(0, len(rows), MAX_RECORDS_PER_PASS):
         part = slice(start, min(start + MAX_RECORDS_PER_PASS, len(rows)))
         readings, missing = (slice(ends[part.start], ends[part.stop]) for ends in (reading_ends, missing_ends))
-        # The fields of the running statistics have the same names in the snapshot.
         records.restore_records(
             rows[part],
-            last_accepted_at=now - snapshot.age[part],
+            last_accepted_at=now - snapshot.idle_micros[part],
             num_readings=snapshot.counts[part],
             features=snapshot.features[readings],
             values=snapshot.values[readings],
-            num_declared_missing=snapshot.absent_counts[part],
-            missing_features=snapshot.absent[missing],
-            running={
-                field: getattr(snapshot, field)[part]
-                for field in RUNNING_DTYPE.names or ()
-                if getattr(snapshot, field) is not None
-            },
+            num_declared_missing=snapshot.num_declared_missing[part],
+            missing_features=snapshot.declared_missing[missing],
+            running=snapshot.running[part],
             alert_seq=snapshot.alert_seq[part],
             alert_alpha=snapshot.alert_alpha[part],
             num_dropped=None if event_times is None else event_times.num_dropped[part],

@@ -8,7 +8,7 @@ segment rule needs the same statistic in both.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -104,11 +104,10 @@ class RowOrder:
 
     Args:
         reorder: Time for which rows wait for earlier ones, in microseconds; 0 keeps the order of the log.
-        get_device: Returns the device of a record id.
     """
 
-    def __init__(self, reorder: int, get_device: Callable[[str], str]) -> None:
-        self._reorder, self._get_device = reorder, get_device
+    def __init__(self, reorder: int) -> None:
+        self._reorder = reorder
         self._state = OrderState()
 
     @property

@@ -244,7 +244,7 @@ class IncidentTracker:
         self._adjuster = adjuster
         self._budget = str(plan.budget)
         self._state = TrackerState()
-        self._order = RowOrder(self._options.reorder, self._options.get_device)
+        self._order = RowOrder(self._options.reorder)
         self._messages: list[Incident] = []
         self._next_silence = 0  # no incident can be resolved as silent before `active_time` reaches this
         self._fleets: FleetTracker | None = None

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import cast
 
@@ -19,33 +18,15 @@ import torch
 from torch import Tensor, nn
 
 from deformer_stream.model.config import ModelConfig
-from deformer_stream.model.constants import ACTIVATION_CODES
 
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": nn.functional.gelu, "relu": nn.functional.relu}
+"""The activation functions of PyTorch, by the name that the hyperparameter `activation` uses.
 
-@dataclass(frozen=True, slots=True)
-class Activation:
-    """An elementwise activation function of the feed-forward networks.
-
-    Attributes:
-        function: The PyTorch function.
-        kernel_code: The number by which the compiled CPU kernels select the same function.
-    """
-
-    function: Callable[[Tensor], Tensor]
-    kernel_code: int
-
-
-ACTIVATIONS: dict[str, Activation] = {
-    "gelu": Activation(nn.functional.gelu, ACTIVATION_CODES["gelu"]),
-    "relu": Activation(nn.functional.relu, ACTIVATION_CODES["relu"]),
-}
-"""Activation functions by the name that the hyperparameter `activation` uses.
-
-The PyTorch model and the compiled kernels both use this table, so that a name cannot mean two functions.
+`constants.ACTIVATION_CODES` has the numbers by which the compiled kernels select the same functions.
 """
 
 
-def get_activation(name: str) -> Activation:
+def get_activation(name: str) -> Callable[[Tensor], Tensor]:
     """Return the activation function that a value of the hyperparameter `activation` names.
 
     Args:
@@ -116,7 +97,7 @@ class TransformerLayer(nn.Module):
         self.is_bfloat16 = config.precision == "bfloat16"
         self.heads, self.dropout = config.heads, config.dropout
         self.query_scale = 1.0 / math.sqrt(d // config.heads)
-        self.activation = get_activation(config.activation).function
+        self.activation = get_activation(config.activation)
         # Attention has `norm1`, the input projection `qkv` and the output projection `out`. The feed-forward network
         # has `norm2` and the linear maps `up` and `down`. These names are part of the keys in model.safetensors.
         self.norm1, self.norm2 = nn.LayerNorm(d), nn.LayerNorm(d)

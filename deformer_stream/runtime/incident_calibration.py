@@ -77,7 +77,7 @@ def calibrate_from_evidence(
             records, which new evidence has.
     """
     collectors = [SegmentCollector(length, tail, opens_early=opens_early) for length in SEGMENT_LENGTHS]
-    order = RowOrder(reorder, get_device)
+    order = RowOrder(reorder)
     num_records = 0
     for batch in batches:
         if batch.model_name != ONLY_MODEL and batch.model != model:

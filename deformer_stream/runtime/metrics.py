@@ -75,6 +75,11 @@ class Metrics(GroupMemberMetrics):
             "Number of readings whose score was not finite and was ignored; the model is damaged or its precision is "
             "too low.",
         )
+        self.dropped_readings = self.add_counter(
+            "readings_dropped_total",
+            "Number of readings of open records that were dropped after a change of the model, because the new model "
+            "does not have their feature, or only one of the two models has irregular readings.",
+        )
 
     def _add_alert_metrics(self) -> None:
         """Add the metrics of alerts."""

@@ -500,7 +500,6 @@ class Pipeline:
                 artifact.calibration,
                 artifact.fingerprint,
                 self.open_records,
-                at_once=False,
                 fault_classifier=artifact.fault_classifier,
             )
         except ConfigError as error:  # raised before anything has changed

@@ -30,6 +30,9 @@ MIN_REJECTED_SHARE = 0.01
 MAX_LATE_SHARE = 0.5
 """Share of late readings from which the end of a run says that the input is probably not in the order of time."""
 
+MAX_LOGGED_FEATURES = 10
+"""Largest number of features that a log line about dropped readings names: those with most of them."""
+
 _EXPLAINED_REASONS = (RejectionReason.LATE.value, RejectionReason.REPEATED.value)
 
 
@@ -184,6 +187,7 @@ class PipelineReporter:
         metrics.late_ties.inc(engines.pop_late_tie_groups())
         metrics.set_drift(engines.measure_drift())
         self._report_unscorable()
+        self._report_dropped_readings()
         self._report_misrouted()
 
     def report_poll(self, data: Payload | None) -> None:
@@ -301,6 +305,21 @@ class PipelineReporter:
                 model=unscorable.model,
                 record=unscorable.record,
                 feature=unscorable.feature,
+            )
+
+    def _report_dropped_readings(self) -> None:
+        """Log and count readings of open records that were dropped, because a new model does not have them."""
+        for engine in self._engines.engine_by_name.values():
+            num_by_feature = engine.pop_dropped_readings()
+            if not num_by_feature:
+                continue
+            self._metrics.dropped_readings.inc(num_by_feature.total())
+            log.get_logger("runtime").warning(
+                "readings_dropped",
+                readings=num_by_feature.total(),
+                model=engine.fingerprint,
+                features=dict(num_by_feature.most_common(MAX_LOGGED_FEATURES)),
+                num_features=len(num_by_feature),
             )
 
     def _report_misrouted(self) -> None:

@@ -24,13 +24,13 @@ from deformer_stream.calibration.cusum import (
     STEP_KAPPA,
     CusumReadings,
     CusumScale,
+    StateLayout,
     advance_sums,
     compute_log_resolutions,
     compute_statistics,
     create_states,
     find_previous_values,
     fit_scale,
-    state_width,
 )
 from deformer_stream.calibration.marginals import Marginals
 from deformer_stream.calibration.sensor_steps import Steps
@@ -281,4 +281,4 @@ def test_scale_is_stored_as_json_and_checked() -> None:
     for distributions in ((marginals, None), (None, steps)):
         with pytest.raises(ValueError, match="of all sensors"):
             CusumScale(np.ones((6, 3)), np.ones((6, 3)), 1.0, 0.0, *distributions)
-    assert state_width(2) == create_states(1, 2).shape[1] == 13
+    assert StateLayout(2).width == create_states(1, 2).shape[1] == 13

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import numpy as np
 import pytest
 from numpy.typing import NDArray
@@ -33,6 +36,36 @@ def make_classifier(
         fault_indexes=np.repeat(np.arange(num_faults), num_records),
         folds=np.arange(num_all) % 2,
     )
+
+
+def test_error_names_the_array_and_what_it_must_be() -> None:
+    good = make_classifier([0.5, 0.5], [2, 3], np.zeros(5))
+    units = {"centers": np.zeros((2, 3), np.float32), "scales": np.ones((2, 3), np.float32)}
+    faults: list[tuple[dict[str, Any], str]] = [
+        ({"weights": good.weights[0]}, "'weights' .* must have three dimensions"),
+        ({"weights": good.weights[:, :3]}, "'weights' .* at least 4 inputs for each of 1 features, but has 3"),
+        ({"biases": good.biases[:1]}, r"'biases' .* must have the shape \(2, 2\), but has \(1, 2\)"),
+        ({"biases": good.biases.astype(np.int32)}, "'biases' .* must have the type floating, but has int32"),
+        ({"means": good.means * np.nan}, "'means' .* must have elements above -inf and below inf"),
+        ({"precisions": 0 * good.precisions}, "'precisions' .* must have elements above 0 and below inf"),
+        ({"lengths": np.array([1.0])}, "'lengths' .* must have the type integer, but has float64"),
+        ({"lengths": np.array([2, 1]), "scores": np.zeros((5, 2, 1), np.float32)}, "'lengths' .* must be ascending"),
+        ({"scores": good.scores[:, :0]}, "must have models, faults, lengths of records and prefixes"),
+        ({"fault_indexes": np.full(5, 2)}, "'fault_indexes' .* must have elements above -1 and below 2"),
+        ({"folds": np.full(5, -1)}, "'folds' .* must have elements above -1 and below 2"),
+        ({"folds": good.folds[:3]}, r"'folds' .* must have the shape \(5,\), but has \(3,\)"),
+        ({"scales": units["scales"]}, "both of the arrays 'centers' and 'scales', or neither"),
+        (
+            {**units, "scales": 0 * units["scales"], "weights": np.zeros((2, 5, 2), np.float32)},
+            "'scales' .* must have elements above 0",
+        ),
+        ({"names": ("A", "A")}, "2 faults of the classifier must have names, all different"),
+        ({"names": ("A", UNKNOWN)}, "must have names"),
+        ({"level": 1.0}, "the level .* must be between 0 and 1, but is 1.0"),
+    ]
+    for changes, message in faults:
+        with pytest.raises(ValueError, match=message):
+            replace(good, **changes)
 
 
 def make_inputs(*residuals: float) -> NDArray[np.float64]:

@@ -7,6 +7,7 @@ import numpy as np
 from deformer_stream.calibration.drift_state import DriftState
 from deformer_stream.engine.events import AlertState, Decisions
 from deformer_stream.engine.id_set import StringColumn
+from deformer_stream.engine.records import INITIAL_RUNNING
 from deformer_stream.engine.snapshot import Snapshot, Vocabulary
 
 VOCABULARY = Vocabulary(
@@ -19,24 +20,34 @@ def make_ints(*numbers: int) -> np.ndarray:
     return np.array(numbers, np.int32)
 
 
+def make_running(**columns: np.ndarray) -> np.ndarray:
+    """Return the running statistics of records; those that are not given are the ones of records without readings."""
+    running = np.full(len(next(iter(columns.values()))), INITIAL_RUNNING)
+    for name, column in columns.items():
+        running[name] = column
+    return running
+
+
 EXAMPLE = Snapshot(
     vocabulary=VOCABULARY,
     models=("0123456789abcdef", "fedcba9876543210"),
     ids=["pump-7/10:34:33", "pump-8@2020-03-09T10:34:30Z", "ümlaut \0 \U0001f4a7"],
     model=make_ints(1, 0, 1),
-    age=np.array([0, 1_500_000, -3]),
+    idle_micros=np.array([0, 1_500_000, -3]),
     counts=make_ints(2, 0, 1),
     features=np.array([1, 0, 1], np.int16),
     values=np.array([3.0, -0.054711, 2.0]),
-    absent_counts=make_ints(0, 1, 2),
-    absent=np.array([2, 0, 2], np.int16),
-    log_likelihood=np.array([-1.25, 0.0, 1e-300]),
-    num_scored=make_ints(2, 0, 1),
-    neg_log_p_sum=np.array([3.5, 0.0, 0.1]),
-    min_log_p=np.array([-2.5, 0.0, -0.1]),
-    max_statistic=np.array([2.0, 0.0, 0.25]),
-    centered_nll=np.array([1.0, 0.0, -0.5]),
-    p_value=np.array([0.005, 1.0, 0.75]),
+    num_declared_missing=make_ints(0, 1, 2),
+    declared_missing=np.array([2, 0, 2], np.int16),
+    running=make_running(
+        log_likelihood=np.array([-1.25, 0.0, 1e-300]),
+        num_scored=np.array([2, 0, 1]),
+        neg_log_p_sum=np.array([3.5, 0.0, 0.1]),
+        min_log_p=np.array([-2.5, 0.0, -0.1]),
+        max_statistic=np.array([2.0, 0.0, 0.25]),
+        centered_nll=np.array([1.0, 0.0, -0.5]),
+        p_value=np.array([0.005, 1.0, 0.75]),
+    ),
     alert_seq=make_ints(1, -1, 0),
     alert_alpha=np.array([0.01, 1.0, 0.0]),
     unseen_record=make_ints(0),

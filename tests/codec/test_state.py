@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deformer_stream.calibration.cusum import create_states, state_width
+from deformer_stream.calibration.cusum import StateLayout, create_states
 from deformer_stream.calibration.drift_state import DriftState
 from deformer_stream.codec.state import (
     DECISIONS,
@@ -24,9 +24,7 @@ from deformer_stream.codec.state import (
     SET_VERSION,
     SNAPSHOT,
     check_state,
-    decode_decisions,
     decode_decisions_by_model,
-    decode_snapshot,
     decode_snapshots,
     encode_decisions,
     encode_decisions_by_model,
@@ -44,7 +42,8 @@ from deformer_stream.engine.snapshot import (
     WaitingReadings,
 )
 from deformer_stream.errors import StateError
-from tests.codec.state_examples import DECIDED, EXAMPLE, VOCABULARY, make_ints
+from tests.codec.saved_state import decode_decisions, decode_snapshot
+from tests.codec.state_examples import DECIDED, EXAMPLE, VOCABULARY, make_ints, make_running
 from tests.effort import num_examples
 from tests.engine.restarts import assert_same_snapshot
 
@@ -144,13 +143,13 @@ def draw_snapshots(draw: st.DrawFn) -> Snapshot:
         models=("m", "n"),
         ids=ids,
         model=rng.integers(0, 2, R).astype(np.int32),
-        age=rng.integers(-(2**40), 2**40, R),
+        idle_micros=rng.integers(-(2**40), 2**40, R),
         counts=counts,
         features=codes,
         values=values,
-        absent_counts=absent,
-        absent=np.concatenate([*gone, np.empty(0, np.int16)]),
-        num_scored=counts,
+        num_declared_missing=absent,
+        declared_missing=np.concatenate([*gone, np.empty(0, np.int16)]),
+        running=make_running(num_scored=counts, **sums, **draw(st.sampled_from([{}, prior_sums]))),
         alert_seq=seq,
         alert_alpha=np.where(seq < 0, 1.0, rng.uniform(0, 0.5, R)),
         unseen_record=make_ints(*(i for i, _ in new)),
@@ -165,9 +164,15 @@ def draw_snapshots(draw: st.DrawFn) -> Snapshot:
         drift=draw(drifts),
         ties=draw(st.sampled_from([None, ties])),
         latest_event_time=draw(st.sampled_from([None, rng.integers(-(2**60), 2**60, R)])),
-        **sums,
-        **draw(st.sampled_from([{}, prior_sums])),
     )
+
+
+def change_running(snapshot: Snapshot, **columns: Any) -> Snapshot:
+    """Return a snapshot with other running statistics."""
+    running = snapshot.running.copy()
+    for name, column in columns.items():
+        running[name] = column
+    return replace(snapshot, running=running)
 
 
 @settings(max_examples=num_examples(150), deadline=None)
@@ -238,7 +243,9 @@ def test_format_version_5_is_written_only_for_circular_means() -> None:
 def test_format_version_7_is_written_for_irregular_readings() -> None:
     """Since version 7, the columns of all parts that a snapshot does not have are missing."""
     assert IRREGULAR.event_times is not None
-    sums = np.random.default_rng(0).exponential(size=(3, state_width(len(IRREGULAR.vocabulary)))).astype(np.float32)
+    sums = (
+        np.random.default_rng(0).exponential(size=(3, StateLayout(len(IRREGULAR.vocabulary)).width)).astype(np.float32)
+    )
     num_sensors = len(IRREGULAR.vocabulary)
     sums[:, -2 * num_sensors :] = 0.0  # the sums "level" and "step", for which there are versions 9 and 10
     dropping = replace(
@@ -287,15 +294,13 @@ def test_format_version_8_is_written_only_for_event_times(part: dict[str, Any]) 
 
 
 def test_format_version_12_is_written_only_for_p_values_under_the_prior() -> None:
-    snapshot = replace(
-        EXAMPLE, prior_neg_log_p_sum=np.array([3.5, 0.0, 1.0]), prior_min_log_p=np.array([-2.0, 0.0, -1.0])
-    )
+    snapshot = change_running(EXAMPLE, prior_neg_log_p_sum=[3.5, 0.0, 1.0], prior_min_log_p=[-2.0, 0.0, -1.0])
     data = encode_snapshot(snapshot)
     assert data[10] == 12
     assert_same_snapshot(decode_snapshot(data), snapshot)
     assert_same_snapshot(decode_snapshot((GOLDEN / "snapshot.v12").read_bytes()), snapshot)
-    for sums in (np.zeros(2), np.array([0.0, np.nan, 1.0])):
-        assert_rejected(decode_snapshot, encode_snapshot(replace(snapshot, prior_min_log_p=sums)), "prior_least")
+    damaged = change_running(snapshot, prior_min_log_p=[0.0, np.nan, 1.0])
+    assert_rejected(decode_snapshot, encode_snapshot(damaged), "'prior_least' is not finite")
 
 
 def test_event_times_must_fit_the_records() -> None:
@@ -410,6 +415,11 @@ def test_columns_and_rows_are_checked() -> None:
     assert_rejected(
         decode_snapshot, encode_changed_table(lambda table: table.set_column(at, "closed", null)), "missing"
     )
+    two = pa.array([[0.0, 1.0]], pa.large_list(pa.float64()))
+    for name in ("total", "excess", "p_value"):
+        at = list(pa.ipc.open_stream(encode_snapshot(EXAMPLE)[HEADER.size :]).schema.names).index(name)
+        data = encode_changed_table(lambda table, at=at, name=name: table.set_column(at, name, two))  # type: ignore[misc]
+        assert_rejected(decode_snapshot, data, f"the column {name!r} does not have one value per record")
 
 
 def test_inconsistent_time_slots_are_rejected() -> None:
@@ -452,16 +462,16 @@ def test_inconsistent_snapshots_are_rejected() -> None:
     faults: list[dict[str, Any]] = [
         {"ids": ["a", "b", "a"]},
         {"ids": ["a", "b"]},
-        {"age": EXAMPLE.age[:2]},
-        {"age": np.array([0, 2**62, 0])},
-        {"centered_nll": EXAMPLE.centered_nll[:2]},
+        {"idle_micros": EXAMPLE.idle_micros[:2]},
+        {"idle_micros": np.array([0, 2**62, 0])},
+        {"running": EXAMPLE.running[:2]},
         {"model": make_ints(2, 0, 0)},
         {"model": make_ints(-1, 0, 0)},
         {"counts": make_ints(4, 0, 1)},
         {"counts": make_ints(2, 1, 1)},
         {"counts": make_ints(3, -1, 1)},
-        {"absent": np.array([2, 0], np.int16)},
-        {"absent": np.array([2, 0, 1], np.int16)},
+        {"declared_missing": np.array([2, 0], np.int16)},
+        {"declared_missing": np.array([2, 0, 1], np.int16)},
         {"features": np.array([1, 1, 1], np.int16)},
         {"features": np.array([1, 3, 1], np.int16)},
         {"features": np.array([1, -1, 1], np.int16)},
@@ -470,8 +480,8 @@ def test_inconsistent_snapshots_are_rejected() -> None:
         {"values": np.array([4.0, 0.0, 2.0])},
         {"values": np.array([-1.0, 0.0, 2.0])},
         {"values": np.array([1e300, 0.0, 2.0])},
-        {"max_statistic": np.array([np.inf, 0.0, 0.0])},
-        {"num_scored": make_ints(-1, 0, 0)},
+        {"running": change_running(EXAMPLE, max_statistic=[np.inf, 0.0, 0.0]).running},
+        {"running": change_running(EXAMPLE, num_scored=[-1, 0, 0]).running},
         {"alert_seq": make_ints(-2, 0, 0)},
         {"alert_seq": make_ints(-1, -1, 0)},
         {"alert_alpha": np.array([0.01, 0.01, 0.01])},
@@ -590,8 +600,6 @@ def test_state_of_several_models_has_a_checksum_and_a_kind() -> None:
         decode_snapshots(data[:-1])
     with pytest.raises(StateError, match="another kind"):
         decode_decisions_by_model(data)
-    with pytest.raises(StateError, match="several models, where that of one model is expected"):
-        decode_snapshot(data)
     nested = f'[["a", {len(data)}]]\n'.encode() + data
     with pytest.raises(StateError, match="several models, where that of one model is expected"):
         decode_snapshots(seal(nested))

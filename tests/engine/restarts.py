@@ -176,6 +176,12 @@ limits = st.builds(
 )
 
 
+def rescore_all(engine: Engine) -> None:
+    """Let an engine score all records that wait for it after a change of the model or a restore."""
+    while engine.partitions_to_rescore:
+        engine.rescore(1_000_000)
+
+
 def run_and_save(
     engine: Engine, polls: Sequence[Poll], snapshot_polls: Sequence[int]
 ) -> tuple[list[Effects], dict[int, Snapshot]]:
@@ -223,6 +229,7 @@ def resume_run(
     for partition, snapshot in snapshots.items():
         first = snapshot_polls[partition]
         engine.restore(partition, store(snapshot), polls[first - 1].now if first else 0)
+    rescore_all(engine)
     pending: dict[int, Decisions] = {}
     for k in range(min(snapshot_polls), until) if at_once else ():
         for partition, decisions in effects[k].decisions().items():
@@ -286,6 +293,10 @@ def assert_same_snapshot(a: Snapshot, b: Snapshot, tolerance: float = 0.0) -> No
         x, y = getattr(a, f.name), getattr(b, f.name)
         if isinstance(x, np.ndarray) and x.dtype == np.float64:
             np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance, err_msg=f.name)
+        elif f.name == "running":
+            assert x.dtype == y.dtype
+            for name in x.dtype.names:
+                np.testing.assert_allclose(x[name], y[name], rtol=tolerance, atol=tolerance, err_msg=name)
         elif f.name == "drift":
             assert_same_drift(x, y)
         elif f.name == "closed":

@@ -15,7 +15,7 @@ from deformer_stream.calibration.cusum import KINDS, NEVER, TIE_TOLERANCE, Cusum
 from deformer_stream.calibration.marginals import Marginals
 from deformer_stream.calibration.sensor_steps import Steps
 from deformer_stream.codec.alert_text import format_alert_line, summarize_cause
-from deformer_stream.codec.state import decode_snapshot, encode_snapshot
+from deformer_stream.codec.state import encode_snapshot
 from deformer_stream.engine import explain_contexts
 from deformer_stream.engine.engine import Engine
 from deformer_stream.engine.events import Alert, AlertCause, EventBatch
@@ -24,6 +24,7 @@ from deformer_stream.engine.explain_contexts import explain_context
 from deformer_stream.kernels.library import load_library
 from deformer_stream.model.deformer import DEformer
 from deformer_stream.model.schema import Feature, Schema
+from tests.codec.saved_state import decode_snapshot
 from tests.engine.exact_models import NUM_SENSORS, PROCESS_SCHEMA, make_exact_model, make_process_batch, simulate
 
 Ints = NDArray[np.int64]

@@ -85,7 +85,7 @@ def test_nothing_is_decided_about_a_partition_that_one_model_scores_again() -> N
     engines = make_set("ab", limits)
     engines.handle({"a": make_batch(["r"]), "b": make_batch(["s"])}, 0)
     engine = engines.engine_by_name["a"]
-    engine.change_model(MODEL, CALIBRATION, "new", "rescore", at_once=False)
+    engine.change_model(MODEL, CALIBRATION, "new", "rescore")
     assert engines.partitions_to_rescore == {0}
     assert [len(part.closed) for part in engines.handle({}, 2 * SECOND)] in ([], [0], [0, 0])
     while engines.partitions_to_rescore:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deformer_stream.calibration.conformal import Calibration
-from deformer_stream.codec.state import decode_snapshot, encode_snapshot
+from deformer_stream.codec.state import encode_snapshot
 from deformer_stream.engine.engine import Engine, Limits
 from deformer_stream.engine.events import (
     NO_TIME,
@@ -24,6 +24,7 @@ from deformer_stream.engine.reading_log import ReadingLog
 from deformer_stream.engine.record_contexts import ContextWalk, RecordContexts
 from deformer_stream.errors import ConfigError
 from deformer_stream.model.bounded_context import ContextLimit, select_contexts
+from tests.codec.saved_state import decode_snapshot
 from tests.effort import num_examples
 from tests.engine.irregular_streams import (
     ALPHA,

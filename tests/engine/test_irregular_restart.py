@@ -11,12 +11,14 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from deformer_stream.codec.state import decode_snapshot, encode_snapshot
+from deformer_stream.codec.state import encode_snapshot
 from deformer_stream.engine.engine import Engine, Limits
 from deformer_stream.engine.events import NO_TIME, CloseReason
 from deformer_stream.engine.snapshot import EventTimes, Snapshot, Vocabulary
+from deformer_stream.engine.snapshot_adaptation import remove_times, translate_snapshot
 from deformer_stream.errors import StateError
 from deformer_stream.model.bounded_context import ContextLimit
+from tests.codec.saved_state import decode_snapshot
 from tests.effort import num_examples
 from tests.engine import restarts
 from tests.engine.irregular_streams import (
@@ -37,6 +39,7 @@ from tests.engine.restarts import (
     assert_same_effects,
     assert_same_snapshot,
     make_batch,
+    rescore_all,
     resume_run,
     run_and_save,
 )
@@ -146,8 +149,10 @@ def test_another_model_scores_the_kept_readings_again_in_its_own_contexts(
         snapshot = encode_and_decode(engine.snapshot(0, 1))
         engine = Engine(other, make_calibration(), "other", ALPHA)
         engine.restore(0, snapshot, 1)
+        rescore_all(engine)
     else:
         assert engine.change_model(other, make_calibration(), "other", "rescore") == "rescore"
+        rescore_all(engine)
     # The last three readings before the block of the reading 24, which are also the last ones of their sensors.
     kept = events[21:]
     expected = compute_expected_log_prob(
@@ -210,7 +215,8 @@ def test_change_to_a_model_with_one_reading_per_feature_keeps_the_first_readings
     schema = replace(SCHEMA, reading_times=None)
     model, calibration = restarts.make_calibrated_model(schema=schema)
     assert engine.change_model(model, calibration, "regular", policy) == "rescore"  # type: ignore[arg-type]
-    assert engine.num_dropped_readings == 7
+    rescore_all(engine)
+    assert engine.pop_dropped_readings() == {"sensor0": 3, "sensor1": 2, "sensor2": 2}
     codes, values = engine.records.readings_of(engine.records.partition(0).record_index_by_id["r"])
     assert codes.tolist() == [0, 1, 2]
     np.testing.assert_allclose(values, [0.0, 0.1, 0.2])
@@ -223,7 +229,9 @@ def test_change_to_a_model_of_irregular_readings_drops_readings_without_times() 
     engine = Engine(*restarts.make_calibrated_model(schema=schema), "regular", ALPHA)
     engine.handle(make_batch([Event(0, "r", False, 5, f, 1.0) for f in (0, 1)], schema), 1)
     assert engine.change_model(make_model(), make_calibration(), "irregular", "finish") == "rescore"
-    assert engine.num_dropped_readings == 2
+    rescore_all(engine)
+    assert engine.pop_dropped_readings() == {"sensor0": 1, "sensor1": 1}
+    assert not engine.pop_dropped_readings()
     engine.handle(make_batch(make_readings(6), SCHEMA), 2)
     assert engine.finish().closed.num_readings.tolist() == [6]
 
@@ -270,11 +278,10 @@ def test_positions_count_dropped_readings_after_a_change_of_features() -> None:
     vocabulary = Vocabulary.from_schema(replace(SCHEMA, features=SCHEMA.features[1:]))
     for alert_seq, expected in ((23, 22), (24, 22), (22, 21), (5, 5), (-1, -1)):
         alerted = replace(snapshot, alert_seq=np.array([alert_seq], np.int32))
-        translated, num_dropped = alerted.translate(vocabulary)
-        assert num_dropped == 2
+        translated = translate_snapshot(alerted, vocabulary)
         assert translated.counts.tolist() == [2]
         assert translated.alert_seq.tolist() == [expected]
         assert translated.event_times is not None
         assert translated.event_times.num_dropped.tolist() == [21]
-        regular, _ = alerted.remove_times()
+        regular = remove_times(alerted)
         assert regular.alert_seq.tolist() == [-1 if alert_seq < 0 else {23: 2, 24: 2, 22: 1, 5: 0}[alert_seq]]

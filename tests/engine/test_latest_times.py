@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from deformer_stream.codec.state import decode_snapshot, encode_snapshot
+from deformer_stream.codec.state import encode_snapshot
 from deformer_stream.engine.engine import Engine, Limits
 from deformer_stream.engine.events import NO_TIME, Effects
+from tests.codec.saved_state import decode_snapshot
 from tests.effort import num_examples
 from tests.engine import irregular_streams
 from tests.engine.irregular_streams import irregular_streams as draw_irregular_streams

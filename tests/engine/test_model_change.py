@@ -38,6 +38,7 @@ from tests.engine.restarts import (
     make_batch,
     make_calibrated_model,
     make_engine,
+    rescore_all,
     streams,
 )
 
@@ -123,6 +124,7 @@ def test_each_record_is_scored_by_one_model(
     num_readings_at_change = {key: len(log) for key, log in history.readings.items()}
     alerts_before, closed_before = dict(history.alerts), set(history.closed)
     assert engine.change_model(*make_calibrated_model(1), "model-1", policy) == policy
+    rescore_all(engine)
     assert engine.fingerprint == "model-1"
     for step in steps[change_step:]:
         history.add(engine.handle(step.batch(), step.now))
@@ -168,6 +170,7 @@ def test_timeouts_and_order_of_records_survive_a_model_change() -> None:
         engine.handle(make_batch([reading("r", 0), reading("w", 0)]), 0)
         engine.handle(make_batch([reading("q", 0), reading("w", 1)]), 50)
         engine.change_model(*make_calibrated_model(1), "model-1", policy)  # type: ignore[arg-type]
+        rescore_all(engine)
         assert engine.handle(EventBatch.empty(), 99).closed.record_ids == []
         assert engine.handle(EventBatch.empty(), 100).closed.record_ids == ["r"]
         effects = engine.handle(make_batch([reading("r", 1)]), 150)
@@ -184,7 +187,9 @@ def test_new_vocabulary_rescores_open_records(policy: OpenRecordPolicy) -> None:
     engine.handle(make_batch([reading(name, f) for name, f in rows]), 0)
     engine.handle(make_batch([reading("closed", f) for f in (1, 2, 3)]), 0)
     assert engine.change_model(*make_calibrated_model(2, schema=OTHER_SCHEMA), "other", policy) == "rescore"
-    assert engine.num_dropped_readings == 2
+    rescore_all(engine)
+    assert engine.pop_dropped_readings() == {"heat": 1, "site": 1}
+    assert not engine.pop_dropped_readings()
     assert engine.schema == OTHER_SCHEMA
     effects = engine.handle(EventBatch.empty(), 1)
     assert (effects.closed.record_ids, effects.closed.reasons) == (["whole"], [CloseReason.COMPLETE])
@@ -232,6 +237,7 @@ def test_other_context_features_rescore_open_records(ties: TiePolicy) -> None:
         each.handle(make_batch([Event(0, "s", False, 3, 3, 1.0)]), 1)
         if each is engine:
             assert each.change_model(model, calibration, "model-1", "finish") == "rescore"
+            rescore_all(each)
     later = [*(Event(0, "t", False, 4, feature, 1.5) for feature in (3, 0, 2, 1)), Event(0, "s", False, 5, 2, -3.0)]
     assert_same_effects(engine.handle(make_batch(later), 2), fresh.handle(make_batch(later), 2), 1e-9)
     assert_same_effects(engine.finish(), fresh.finish(), 1e-9)
@@ -244,6 +250,7 @@ def test_records_completed_by_a_new_vocabulary_are_closed_after_the_replay() -> 
     engine.handle(make_batch([reading("whole", 0), reading("whole", 1)]), 0)
     second = Engine(*make_calibrated_model(2, schema=OTHER_SCHEMA), "other", ALPHA)
     second.restore(0, engine.snapshot(0, 0), 0)
+    rescore_all(second)
     second.replay(EventBatch.empty(), 0)
     assert second.handle(EventBatch.empty(), 0, restoring_partitions={0}).closed.record_ids == []
     effects = second.handle(EventBatch.empty(), 0)
@@ -252,6 +259,7 @@ def test_records_completed_by_a_new_vocabulary_are_closed_after_the_replay() -> 
     assert second.handle(EventBatch.empty(), 0).closed.record_ids == []
     third = Engine(*make_calibrated_model(2, schema=OTHER_SCHEMA), "other", ALPHA)
     third.restore(0, engine.snapshot(0, 0), 0)
+    rescore_all(third)
     third.apply_decisions(0, effects.decisions()[0])
     assert third.handle(EventBatch.empty(), 0).closed.record_ids == []
 
@@ -321,6 +329,7 @@ def test_snapshot_names_the_model_of_each_record() -> None:
     engine.revoke([0])
     # The old model was dropped with its last record, so the new one scores the restored records.
     engine.restore(0, snapshot, 0)
+    rescore_all(engine)
     restored = engine.snapshot(0, 0)
     assert restored.models == ("model-1",)
     fresh = make_engine(seed=1)
@@ -337,6 +346,7 @@ def test_restored_records_keep_a_model_that_is_still_used() -> None:
     snapshot = engine.snapshot(0, 0)
     engine.revoke([0])
     engine.restore(0, snapshot, 0)
+    rescore_all(engine)
     assert_same_snapshot(engine.snapshot(0, 0), snapshot)
 
 
@@ -348,10 +358,12 @@ def test_misrouted_records_are_counted_once() -> None:
     num_misrouted = engine.records.num_misrouted
     assert num_misrouted > 0
     engine.change_model(*make_calibrated_model(1), "model-1", "rescore")
+    rescore_all(engine)
     assert engine.records.num_misrouted == num_misrouted
     restored = make_engine()
     for partition in range(3):
         restored.restore(partition, engine.snapshot(partition, 0), 0)
+        rescore_all(restored)
     assert restored.records.num_misrouted == 0, "the previous run has counted them"
 
 
@@ -393,6 +405,7 @@ def test_rescored_records_alert_with_at_most_twice_alpha(policy: OpenRecordPolic
     first, second, third, last = normal_batches(num_records)
     alerts = [alert for batch in (first, second, third) for alert in engine.handle(batch, 0).alerts]
     engine.change_model(*calibrated_model(3, num_calibration), "model-1", policy)
+    rescore_all(engine)
     alerts += engine.handle(last, 0).alerts
     bound = bound_false_alarms(alpha, num_calibration, num_records, 0.999)
     for fingerprint in ("model-0", "model-1"):
@@ -432,11 +445,12 @@ def test_scoring_again_in_parts_is_the_same_as_at_once(
     now = steps[change_step - 1].now if change_step else 0
     states_before = {partition: at_once.snapshot(partition, now + 1) for partition in at_once.records.partitions}
     at_once.change_model(*make_calibrated_model(1), "model-1", "rescore")
+    rescore_all(at_once)
     if is_changed_twice:
-        in_parts.change_model(*make_calibrated_model(2), "model-2", "rescore", at_once=False)
+        in_parts.change_model(*make_calibrated_model(2), "model-2", "rescore")
         in_parts.rescore(max_readings)
         in_parts.rescore(max_readings)
-    in_parts.change_model(*make_calibrated_model(1), "model-1", "rescore", at_once=False)
+    in_parts.change_model(*make_calibrated_model(1), "model-1", "rescore")
     assert in_parts.partitions_to_rescore == states_before.keys()
     num_parts = 0
     while in_parts.partitions_to_rescore:
@@ -450,7 +464,7 @@ def test_scoring_again_in_parts_is_the_same_as_at_once(
             states = {partition: in_parts.snapshot(partition, now) for partition in states_before}
             in_parts = make_engine(seed=1, ties=ties, drift=1.1)
             for partition, state in states.items():
-                in_parts.restore(partition, state, now, at_once=False)
+                in_parts.restore(partition, state, now)
             assert in_parts.partitions_to_rescore <= waiting, "the others are scored by this model already"
         in_parts.rescore(max_readings)
         num_parts += 1
@@ -462,10 +476,10 @@ def test_scoring_again_in_parts_is_the_same_as_at_once(
 def test_partitions_that_are_scored_again_are_not_handled_and_others_are() -> None:
     engine = make_engine(Limits(record_timeout=10))
     engine.handle(make_batch([reading("r", 0), reading("s", 0, partition=1)]), 0)
-    engine.change_model(*make_calibrated_model(1), "model-1", "rescore", at_once=False)
+    engine.change_model(*make_calibrated_model(1), "model-1", "rescore")
     for _ in range(2):  # the snapshot is loaded, and its only record is scored
         assert engine.partitions_to_rescore == {0, 1}
-        engine.rescore()
+        engine.rescore(1_000_000)
     assert engine.partitions_to_rescore == {1}
     effects = engine.handle(make_batch([reading("r", 2)]), 20)
     assert (effects.scored.seq.tolist(), effects.closed.record_ids) == ([1], []), "s is not closed while it waits"
@@ -476,8 +490,8 @@ def test_partitions_that_are_scored_again_are_not_handled_and_others_are() -> No
         engine.replay(make_batch([reading("s", 2, partition=1)]), 21)
     with pytest.raises(InvariantViolated, match=message):
         engine.restore(1, engine.snapshot(1, 0), 21)
-    engine.rescore()
-    engine.rescore()
+    engine.rescore(1_000_000)
+    engine.rescore(1_000_000)
     assert engine.handle(EventBatch.empty(), 22).closed.record_ids == ["s"]
 
 
@@ -486,19 +500,19 @@ def test_dropped_readings_are_counted_once_if_the_model_changes_again() -> None:
     engine.handle(make_batch([reading("r", 0), reading("r", 2)]), 0)
     for seed in (1, 2):
         model, calibration = make_calibrated_model(seed, schema=OTHER_SCHEMA)
-        engine.change_model(model, calibration, f"other-{seed}", "rescore", at_once=False)
-        engine.rescore()  # loads the snapshot, and scores no record
-    engine.rescore()
+        engine.change_model(model, calibration, f"other-{seed}", "rescore")
+        engine.rescore(1_000_000)  # loads the snapshot, and scores no record
+    engine.rescore(1_000_000)
     assert not engine.partitions_to_rescore
-    assert engine.num_dropped_readings == 1
+    assert engine.pop_dropped_readings() == {"heat": 1}
 
 
 def test_revoked_partitions_are_not_scored_again() -> None:
     engine = make_engine()
     engine.handle(make_batch([reading("r", 0), reading("s", 0, partition=1)]), 0)
-    engine.change_model(*make_calibrated_model(1), "model-1", "rescore", at_once=False)
-    engine.rescore()
+    engine.change_model(*make_calibrated_model(1), "model-1", "rescore")
+    engine.rescore(1_000_000)
     engine.revoke([0, 1])
     assert not engine.partitions_to_rescore
-    engine.rescore()
+    engine.rescore(1_000_000)
     assert engine.finish().closed.record_ids == []

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deformer_stream.calibration.conformal import TiePolicy
-from deformer_stream.codec.state import decode_snapshot, encode_snapshot
+from deformer_stream.codec.state import encode_snapshot
 from deformer_stream.engine import slot_ingest
 from deformer_stream.engine.engine import Engine, Limits
 from deformer_stream.engine.events import CloseReason, Effects, EventBatch, RejectionReason
@@ -26,6 +26,7 @@ from deformer_stream.engine.snapshot import Snapshot
 from deformer_stream.model.schema import Feature, Schema
 from deformer_stream.model.time_slots import expand_time_slots
 from deformer_stream.model.windows import PerSlot, Window
+from tests.codec.saved_state import decode_snapshot
 from tests.effort import num_examples
 from tests.engine.restarts import (
     ALPHA,
@@ -40,6 +41,7 @@ from tests.engine.restarts import (
     make_batch,
     make_calibrated_model,
     make_engine,
+    rescore_all,
     resume_run,
     run_and_save,
     streams,
@@ -159,6 +161,7 @@ def test_angles_are_combined_by_their_circular_mean() -> None:
     changed = make_engine(schema=other)
     handle(engine, make_event(schema, "wind", 1, 4.0))
     changed.restore(0, encode_and_decode(engine.snapshot(0, 0)), 0)
+    rescore_all(changed)
     assert len(changed.records.partition(0).slot_readings) == 0
     row = changed.records.partition(0).record_index_by_id["a@0"]
     assert changed.records.readings_of(row)[1].tolist() == [pytest.approx(5.0)]
@@ -466,6 +469,7 @@ def test_change_of_the_rule_keeps_the_readings_that_wait(data: st.DataObject, ru
     num_readings = int(engine.records.num_readings[engine.records.is_open].sum())
     model, calibration = make_calibrated_model(1, schema=make_schema(new_rule))
     policy = engine.change_model(model, calibration, "other", "finish")
+    rescore_all(engine)
     assert policy == ("finish" if rule == new_rule else "rescore")
     num_waiting_now = len(engine.records.partition(0).slot_readings)
     assert num_waiting_now == (num_waiting if rule == new_rule else 0)
@@ -511,11 +515,13 @@ def test_reading_that_no_longer_waits_raises_its_alert(ties: TiePolicy, end: str
     assert not handle(engine, make_event(schema, "flow", 1, 1e9)).alerts
     if end in ("change", "saved after the change"):
         engine.change_model(*make_calibrated_model(1, schema=new_schema), "model-1", "finish")
+        rescore_all(engine)
     num_readings = 1
     if end != "change":
         snapshot = encode_and_decode(engine.snapshot(0, 0))
         engine = make_engine(limits, seed=1, ties=ties, schema=new_schema)
         engine.restore(0, snapshot, 0)
+        rescore_all(engine)
     if end == "replay" and ties == "arrival":
         # "site" does not wait, and follows "flow" in the record.
         engine.replay(make_batch([make_event(new_schema, "site", 2, 0.5)], new_schema), 0)

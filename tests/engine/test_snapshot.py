@@ -15,12 +15,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deformer_stream.codec.state import decode_decisions, decode_snapshot, encode_decisions, encode_snapshot
+from deformer_stream.codec.state import encode_decisions, encode_snapshot
 from deformer_stream.engine.engine import Engine, Limits
 from deformer_stream.engine.events import AlertState, CloseReason, Decisions, EventBatch, RejectionReason
 from deformer_stream.engine.snapshot import Snapshot, Vocabulary
+from deformer_stream.engine.snapshot_adaptation import adapt_snapshot, translate_snapshot
 from deformer_stream.errors import InvariantViolated
 from deformer_stream.model.schema import Feature, Schema
+from tests.codec.saved_state import decode_decisions, decode_snapshot
 from tests.effort import num_examples
 from tests.engine.restarts import (
     ALPHA,
@@ -34,6 +36,7 @@ from tests.engine.restarts import (
     make_batch,
     make_calibrated_model,
     make_engine,
+    rescore_all,
     resume_run,
     run_and_save,
     streams,
@@ -290,17 +293,17 @@ def test_translation_matches_features_by_name_and_labels_by_text() -> None:
     ]
     engine.handle(make_batch([row for row in rows if row.name != "a"]), 0)
     engine.handle(make_batch(rows[:3]), 0)
-    snapshot, dropped = engine.snapshot(0, 0).translate(Vocabulary.from_schema(OTHER))
-    assert dropped == 4
+    adapted = adapt_snapshot(engine.snapshot(0, 0), OTHER, holds_ties=False)
+    snapshot = adapted.snapshot
+    assert adapted.num_dropped_by_feature == {"heat": 2, "site": 2}
     assert snapshot.ids == ["b", "c", "d", "e", "a"]
     assert snapshot.counts.tolist() == [1, 1, 1, 0, 2]
     assert snapshot.features.tolist() == [2, 2, 2, 2, 3]
     assert snapshot.values.tolist() == [1.0, 3.0, 3.0, 2.0, 2.5]
-    assert (snapshot.absent_counts.tolist(), snapshot.absent.tolist()) == ([1, 0, 0, 0, 0], [3])
+    assert (snapshot.num_declared_missing.tolist(), snapshot.declared_missing.tolist()) == ([1, 0, 0, 0, 0], [3])
     unseen = zip(snapshot.unseen_record.tolist(), snapshot.unseen_place.tolist(), snapshot.unseen_text, strict=True)
     assert list(unseen) == [(1, 0, "idle"), (2, 0, "torn")]
-    back, dropped = snapshot.translate(Vocabulary.from_schema(SCHEMA))
-    assert dropped == 0
+    back = translate_snapshot(snapshot, Vocabulary.from_schema(SCHEMA))
     assert back.unseen_text == ["broken", "torn"]
     encode_and_decode(back)
 
@@ -320,21 +323,15 @@ def test_records_of_another_model_are_rescored(polls: list[Poll], same_schema: b
         saved = previous.snapshot(partition, 0)
         restored, fresh = (make_engine(seed=1) if same_schema else make_engine_of_other_schema() for _ in range(2))
         restored.restore(partition, encode_and_decode(saved), 0)
-        translated, num_dropped = saved.translate(Vocabulary.from_schema(restored.schema))
-        assert restored.num_dropped_readings == num_dropped
+        rescore_all(restored)
+        translated = translate_snapshot(saved, Vocabulary.from_schema(restored.schema))
+        assert restored.pop_dropped_readings().total() == len(saved.features) - len(translated.features)
         fresh_effects = fresh.handle(events_of(translated, partition), 0)
         actual = restored.snapshot(partition, 0)
-        scores = dict(
-            zip(actual.ids, zip(actual.centered_nll, actual.log_likelihood, actual.p_value, strict=True), strict=True)
-        )
+        names = ["centered_nll", "log_likelihood", "p_value"]
+        scores = dict(zip(actual.ids, actual.running[names].tolist(), strict=True))
         open_now, closed = fresh.snapshot(partition, 0), fresh_effects.closed
-        expected = dict(
-            zip(
-                open_now.ids,
-                zip(open_now.centered_nll, open_now.log_likelihood, open_now.p_value, strict=True),
-                strict=True,
-            )
-        )
+        expected = dict(zip(open_now.ids, open_now.running[names].tolist(), strict=True))
         closed_scores = zip(closed.anomaly_score, closed.log_likelihood, closed.p_value, strict=True)
         expected |= dict(zip(closed.record_ids, closed_scores, strict=True))
         for record_id, count in zip(actual.ids, actual.counts.tolist(), strict=True):
@@ -355,12 +352,12 @@ def alerted_ids(snapshot: Snapshot) -> set[str]:
 def events_of(snapshot: Snapshot, partition: int) -> EventBatch:
     """Return the readings and missing features of a snapshot's records as events."""
     record, _ = snapshot.reading_positions()
-    missing_record = np.repeat(np.arange(len(snapshot)), snapshot.absent_counts)
+    missing_record = np.repeat(np.arange(len(snapshot)), snapshot.num_declared_missing)
     owners = np.concatenate([record, missing_record])
     n = len(owners)
     return EventBatch(
         [snapshot.ids[i] for i in owners.tolist()],
-        np.concatenate([snapshot.features, snapshot.absent]).astype(np.int32),
+        np.concatenate([snapshot.features, snapshot.declared_missing]).astype(np.int32),
         np.concatenate([snapshot.values, np.full(len(missing_record), np.nan)]),
         np.zeros(n, np.int64),
         np.arange(n, dtype=np.int32),
@@ -374,6 +371,7 @@ def test_rescored_record_alerts_at_its_next_reading() -> None:
     assert not first.handle(make_batch([reading("r", 0, 1e9)]), 0).alerts
     second = make_engine(seed=1)
     second.restore(0, encode_and_decode(first.snapshot(0, 0)), 0)
+    rescore_all(second)
     assert not second.handle(EventBatch.empty(), 0).alerts
     alerts = second.handle(make_batch([reading("r", 2, -3.0)]), 0).alerts
     assert [(a.model, a.raised_at, a.alpha, a.severity) for a in alerts] == [

@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 
 from deformer_stream.calibration.conformal import Calibration
-from deformer_stream.codec.state import decode_snapshot, encode_snapshot
+from deformer_stream.codec.state import encode_snapshot
 from deformer_stream.engine import suspicious
 from deformer_stream.engine.engine import Engine, Limits
 from deformer_stream.engine.events import NO_TIME, Effects, EventBatch
 from deformer_stream.model.deformer import DEformer
+from tests.codec.saved_state import decode_snapshot
 from tests.engine.streams import make_events
 from tests.models import SCHEMA, draw_rows, make_calibration, make_small_model
 
@@ -275,7 +276,7 @@ def test_another_model_states_and_withdraws_by_its_own_scores(model: DEformer, c
     assert listing.stated
     before = dict(listing.stated)
     other = make_small_model(1)
-    engine.change_model(other, make_calibration(other), "g", "rescore", at_once=False)
+    engine.change_model(other, make_calibration(other), "g", "rescore")
     now = int(polls[half - 1].times[-1])
     while engine.partitions_to_rescore:
         engine.rescore(5)

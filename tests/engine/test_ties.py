@@ -17,15 +17,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deformer_stream.calibration.conformal import Calibration, PrefixState, advance_prefix_state, combine_p_values
-from deformer_stream.codec.state import decode_snapshot, encode_snapshot
+from deformer_stream.codec.state import encode_snapshot
 from deformer_stream.engine.engine import Engine, Limits
 from deformer_stream.engine.events import NO_TIME, CloseReason, Decisions, Effects, EventBatch, RejectionReason
 from deformer_stream.engine.snapshot import Snapshot, Vocabulary
+from deformer_stream.engine.snapshot_adaptation import translate_snapshot
 from deformer_stream.engine.ties import MAX_ORDERS, draw_orders
 from deformer_stream.kernels.library import load_library
 from deformer_stream.model.alert_distance import AlertDistance
 from deformer_stream.model.alert_prior import AlertPrior, PriorPValues
 from deformer_stream.model.deformer import ModelConfig
+from tests.codec.saved_state import decode_snapshot
 from tests.effort import num_examples
 from tests.engine.random_models import draw_records, make_model, normalise_values
 from tests.engine.restarts import (
@@ -40,6 +42,7 @@ from tests.engine.restarts import (
     make_batch,
     make_calibrated_model,
     make_engine,
+    rescore_all,
     resume_run,
     run_and_save,
     streams,
@@ -407,7 +410,7 @@ def test_pending_readings_survive_a_new_vocabulary() -> None:
     assert (snapshot.ties.num_pending.tolist(), snapshot.ties.is_tied.tolist()) == ([2], [False, False, True])
     other_features = tuple(f for f in SCHEMA.features if f.name != "site")
     vocabulary = Vocabulary.from_schema(replace(SCHEMA, features=other_features))
-    ties = snapshot.translate(vocabulary)[0].ties
+    ties = translate_snapshot(snapshot, vocabulary).ties
     assert ties is not None
     assert (ties.num_pending.tolist(), ties.is_tied.tolist()) == ([1], [False, False])
 
@@ -418,6 +421,7 @@ def test_new_tie_policy_rescores_open_records(before: Any, after: Any) -> None:
     snapshot = snapshot_with_pending_readings(make_engine(ties=before))
     engine = make_engine(ties=after)
     engine.restore(0, snapshot, 0)
+    rescore_all(engine)
     effects = engine.handle(make_batch([event(1, 3, 1.0)]), 1)
     assert bool(effects.alerts) == (before == "hold"), "pending readings had raised no alert yet"
     assert effects.closed.reasons == [CloseReason.COMPLETE]
@@ -429,6 +433,7 @@ def test_pending_readings_raise_their_alerts_if_ties_no_longer_wait() -> None:
     snapshot = snapshot_with_pending_readings(make_engine(ties="hold"))
     engine = make_engine()
     engine.restore(0, snapshot, 0)
+    rescore_all(engine)
     effects = engine.handle(EventBatch.empty(), 0)
     assert effects.scored.seq.tolist() == [1, 2]
     assert {alert.alpha for alert in effects.alerts} == set(ALPHA)
@@ -436,6 +441,7 @@ def test_pending_readings_raise_their_alerts_if_ties_no_longer_wait() -> None:
     assert not len(engine.handle(EventBatch.empty(), 1).scored)
     again = make_engine()
     again.restore(0, snapshot, 0)
+    rescore_all(again)
     again.apply_decisions(0, effects.decisions()[0])
     assert again.handle(EventBatch.empty(), 0).alerts == []
     assert_same_snapshot(again.snapshot(0, 0), engine.snapshot(0, 0))
@@ -449,6 +455,7 @@ def test_tie_policy_is_that_of_the_calibration() -> None:
     engine = Engine(model, calibration, "a", ALPHA)
     assert len(engine.handle(make_batch([event(0, 1), event(2, 1)]), 0).scored) == 2
     assert engine.change_model(model, with_tie_groups, "b", "finish") == "rescore"
+    rescore_all(engine)
     assert not len(engine.handle(make_batch([event(0, 1, record="s"), event(2, 1, record="s")]), 0).scored)
     with pytest.raises(ValueError, match="tie policy"):
         Calibration.from_statistics(calibration.scores, "arrival", tie_policy="sometimes")  # type: ignore[arg-type]

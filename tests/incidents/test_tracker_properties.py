@@ -324,7 +324,7 @@ def test_early_opening_is_within_the_guarantee_of_the_segments(rows: OpenRecordL
     # An incident opens in a segment only if the calibration would have counted the same statistic in that segment.
     plan = EARLY_PLAN
     assert plan.segment is not None
-    order = RowOrder(0, extract_device)
+    order = RowOrder(0)
     collectors: dict[tuple[str, int], SegmentCollector] = {}
     for batch in batch_open_records(rows, []):
         for row in order.add_with_alerts(batch):

@@ -44,6 +44,7 @@ NAMES = {
     "records_misrouted_total": "counter",
     "ties_late_total": "counter",
     "scores_not_finite_total": "counter",
+    "readings_dropped_total": "counter",
     "records_open": "gauge",
     "records_closed_total": "counter",
     "alerts_total": "counter",

@@ -322,7 +322,7 @@ def test_partitions_are_processed_while_another_one_is_scored_again(
     states = get_engine(pipeline).snapshot(1, 0)
     expected = make_engine(loaded)
     expected.handle(Codec(loaded.schema).decode(make_messages(lines, 1))[0], 0)
-    np.testing.assert_allclose(states.p_value, expected.snapshot(1, 0).p_value, rtol=1e-4)
+    np.testing.assert_allclose(states.running["p_value"], expected.snapshot(1, 0).running["p_value"], rtol=1e-4)
 
 
 def test_a_change_of_the_model_is_spread_over_polls_and_commits_nothing_of_what_waits(

@@ -17,7 +17,7 @@ from structlog.testing import capture_logs
 
 from deformer_stream.codec import Codec
 from deformer_stream.codec.payloads import Messages, Payload
-from deformer_stream.codec.state import decode_snapshot, encode_snapshots
+from deformer_stream.codec.state import encode_snapshots
 from deformer_stream.engine.engine import Engine, Limits
 from deformer_stream.engine.engine_set import EngineSet
 from deformer_stream.engine.events import NO_TIME, ONLY_MODEL, EventBatch, Rejection
@@ -31,6 +31,7 @@ from deformer_stream.runtime.pipeline import Pipeline
 from deformer_stream.runtime.ports import RestoredPartition
 from deformer_stream.runtime.recovery import Recovery
 from deformer_stream.testing import ManualClock
+from tests.codec.saved_state import decode_snapshot
 from tests.effort import num_examples
 from tests.runtime.group_members import (
     ALPHA,

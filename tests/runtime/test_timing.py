@@ -89,7 +89,7 @@ def test_no_record_times_out_because_of_a_step_of_the_system_clock(clock: FakeTi
     clock.system += 3600.0
     assert len(engine.handle(make_batch([]), wall.at(NO_TIMES)).closed) == 0
     snapshot = engine.snapshot(0, wall.at(NO_TIMES))
-    assert snapshot.age.tolist() == [0, 0, 0]  # what is saved is how long records were idle, for any clock
+    assert snapshot.idle_micros.tolist() == [0, 0, 0]  # what is saved is how long records were idle, for any clock
     clock.now += 600.0
     assert len(engine.handle(make_batch([]), wall.at(NO_TIMES)).closed) == 3
 

@@ -62,7 +62,7 @@ def collect_segments(
     opens_early = plan.plan.opens_early
     collectors = [SegmentCollector(length, tail, plan.plan.kind, opens_early) for length in lengths]
     adjuster = PatternAdjuster(plan.patterns, plan.options.gap, plan.model, spans.find_id)
-    order = RowOrder(plan.options.reorder, log.get_device)
+    order = RowOrder(plan.options.reorder)
     for row in _iterate_rows(log, plan, rescorer, order):
         if isinstance(row, Row):
             _add_row(row, log.get_device(row.record), collectors, adjuster, tail, excluded)
