@@ -22,7 +22,8 @@ from deformer_stream.errors import InputError
 from deformer_stream.incidents.events import AlertRow, ClosedRows, EvidenceBatch, Suspect
 
 EVIDENCE_VERSION = 2
-"""Latest version of the format. A reader refuses messages of a later version.
+"""Latest version of the format. A reader refuses messages of a later version. In every version, `v`, `model` and
+`partition` mean the same, so that a reader recognises evidence of a later one.
 
 Version 2 has p-values of closed records as a whole, which the detection of incidents must not ignore. A message without
 them has version 1, so that earlier releases read it.
@@ -33,6 +34,13 @@ MAX_EVIDENCE_BYTES = 2**19
 
 MAX_SHOWN_CHARACTERS = 200
 """Longest part of a parser's message that an error repeats."""
+
+
+class LaterEvidenceError(InputError):
+    """Evidence of a later format version, which this release cannot read. Exit code 3.
+
+    The operator replaces this process by one of the release that has written the evidence.
+    """
 
 
 class _ClosedColumns(msgspec.Struct):
@@ -92,7 +100,15 @@ class _Version(msgspec.Struct):
     v: int
 
 
+class _Header(msgspec.Struct):
+    """The parts of a message that tell evidence of a later version from a message of another kind."""
+
+    model: str
+    partition: int
+
+
 _decode_version = msgspec.json.Decoder(_Version).decode
+_decode_header = msgspec.json.Decoder(_Header).decode
 _decode_message = msgspec.json.Decoder(_EvidenceMessage).decode
 
 
@@ -200,13 +216,17 @@ def decode_evidence(payload: bytes) -> EvidenceBatch:
         payload: The JSON object.
 
     Raises:
-        InputError: The payload is not a message of evidence, or has another version. The text of the error is one line
-            without the position of the payload, which the caller adds.
+        LaterEvidenceError: The payload is evidence of a later version.
+        InputError: The payload is not a message of evidence. The text of the errors is one line without the position of
+            the payload, which the caller adds.
     """
     try:
         version = _decode_version(payload).v
+        if version > EVIDENCE_VERSION:
+            _decode_header(payload)
         if not 1 <= version <= EVIDENCE_VERSION:
-            raise InputError(
+            kind = LaterEvidenceError if version > EVIDENCE_VERSION else InputError
+            raise kind(
                 f"evidence of format version {version} cannot be read: this release reads versions 1 to "
                 f"{EVIDENCE_VERSION}; use the release that wrote it"
             )

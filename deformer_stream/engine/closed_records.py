@@ -28,7 +28,7 @@ the calibration records.
 def add_final_scores(
     closed: ClosedRecords, records: RecordTable, record_index: Ints, versions: ModelVersions, names_faults: bool
 ) -> ClosedRecords:
-    """Return closed records with the scores by which complete records are ranked, and with names of faults.
+    """Return closed records with the scores by which complete records are ranked, their models, and names of faults.
 
     These depend on the model, so `RecordTable.close` does not compute them.
 
@@ -41,8 +41,12 @@ def add_final_scores(
     """
     anomaly_score, record_p_value = closed.anomaly_score.copy(), closed.record_p_value.copy()
     faults: dict[int, FaultName | None] = {}
+    models = [versions.current.fingerprint] * len(closed)
     for version, members in versions.group(records, record_index):
         anomaly_score[members] = version.rank_records(records, record_index[members])
+        if version is not versions.current:
+            for index in members.tolist():
+                models[index] = version.fingerprint
         record_ids = [closed.record_ids[index] for index in members.tolist()]
         p_values = version.calibration.compute_record_p_values(anomaly_score[members], record_ids)
         if p_values is not None:
@@ -58,6 +62,7 @@ def add_final_scores(
         anomaly_score=anomaly_score,
         record_p_value=record_p_value,
         faults=tuple(map(faults.get, range(len(closed)))) if faults else (),
+        models=models,
     )
 
 

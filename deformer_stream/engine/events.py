@@ -527,6 +527,8 @@ class ClosedRecords:
             no scores of complete records.
         faults: Which known fault each of the R records looks like, by all of its readings. None for records that have
             not alerted, and if their model has no classifier of faults. Empty if no record has a name.
+        models: Fingerprint of the model that has scored each of the R records. After a change of the model, an earlier
+            one may finish records. Empty if all were scored by the model of the effects.
     """
 
     record_ids: list[str]
@@ -543,6 +545,7 @@ class ClosedRecords:
     latest_time: NDArray[np.int64]
     record_p_value: NDArray[np.float64]
     faults: tuple[FaultName | None, ...] = ()
+    models: list[str] = field(default_factory=list)
 
     def __len__(self) -> int:
         """Return the number of records."""

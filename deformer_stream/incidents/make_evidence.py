@@ -39,8 +39,9 @@ def make_evidence(effects: Effects) -> tuple[list[EvidenceBatch], list[str]]:
         effects: The closed records and the alerts.
 
     Returns:
-        One batch for each partition with closed records or alerts, ordered by partition; and the ids of the records
-        that were left out because none of their readings has a time.
+        One batch for each partition with closed records or alerts, ordered by partition. If earlier models have scored
+        some of them, these are batches of their own, before that of the current model. And the ids of the records that
+        were left out because none of their readings has a time.
     """
     closed = effects.closed
     if not len(closed) and not effects.raised_alerts:  # most polls of a live stream
@@ -50,19 +51,24 @@ def make_evidence(effects: Effects) -> tuple[list[EvidenceBatch], list[str]]:
         is_scored &= np.array([reason is not CloseReason.REVOKED for reason in closed.reasons], np.bool_)
     is_timed = closed.latest_time != NO_TIME
     rows = (is_scored & is_timed).nonzero()[0]
-    alerts_by_partition: dict[int, list[AlertRow]] = {}
+    # The keys are the partition and the model.
+    rows_by_key: dict[tuple[int, str], list[int]] = {}
+    for row, partition in zip(rows.tolist(), closed.partitions[rows].tolist(), strict=True):
+        rows_by_key.setdefault((partition, closed.models[row] if closed.models else effects.model), []).append(row)
+    alerts_by_key: dict[tuple[int, str], list[AlertRow]] = {}
     for alert in effects.raised_alerts:
-        alerts_by_partition.setdefault(alert.partition, []).append(_make_alert_row(alert))
-    partitions = closed.partitions[rows]
+        alerts_by_key.setdefault((alert.partition, alert.model), []).append(_make_alert_row(alert))
     batches = [
         EvidenceBatch(
-            effects.model,
+            model,
             partition,
-            _select_rows(closed, rows[partitions == partition]),
-            tuple(alerts_by_partition.get(partition, ())),
+            _select_rows(closed, np.array(rows_by_key.get((partition, model), ()), np.int64)),
+            tuple(alerts_by_key.get((partition, model), ())),
             effects.model_name,
         )
-        for partition in sorted({*partitions.tolist(), *alerts_by_partition})
+        for partition, model in sorted(
+            dict.fromkeys((*rows_by_key, *alerts_by_key)), key=lambda key: (key[0], key[1] == effects.model)
+        )
     ]
     return batches, [closed.record_ids[row] for row in (is_scored & ~is_timed).nonzero()[0].tolist()]
 

@@ -23,6 +23,9 @@ log, not on how the rows are divided into batches. So a restart, a replay and a 
 - Resolving. An incident is resolved if the statistic was below the threshold for `quiet` and for `min_quiet_records`
   records. While an incident is open, the statistic is at most e³ times the threshold, so that it falls soon after the
   end of a fault.
+- Models. The first record of a device that a new model has scored resets its detector, because statistics of two
+  models cannot be added. Records that an earlier model finishes after that (`--open-records finish`) are left out and
+  counted (`num_other_model`). If they come without others between them, the earlier model is in use again.
 - Silence. An incident is resolved as well if its device sends nothing for `silent_after` while other devices send. The
   time is that of the handled rows, so a replay gives the same result. A step of this time counts for at most a quarter
   of `silent_after`. So neither a pause of the whole stream nor one row with a wrong time resolves an incident.
@@ -95,6 +98,12 @@ NUM_SILENT_STEPS = 4
 MAX_EARLY_RECORDS = 256
 """Largest number of open records of an incident whose alerts have counted already; the oldest ones are dropped."""
 
+NUM_RETURNED_RECORDS = 20
+"""Number of records of a device in sequence after which an earlier model of its records is in use again."""
+
+MAX_MODELS = 8
+"""Largest number of models whose order is stored; the earliest ones are dropped."""
+
 NEXT_READING_INTERVAL = 10_000_000
 """Shortest time between two messages that are sent only because the reading to take next has changed."""
 
@@ -163,6 +172,7 @@ class DeviceState:
         remembered_records: The latest record ids; see `TrackerOptions.num_remembered_records`.
         alert_p_by_record: p-values at their alerts of records that are still open, by their ids. They count for early
             opening, and are dropped when the detector starts anew.
+        num_left_out: Number of records in sequence that were left out because an earlier model has scored them.
     """
 
     model: str
@@ -179,6 +189,7 @@ class DeviceState:
     incident: TrackedIncident | None = None
     remembered_records: list[str] = field(default_factory=list)
     alert_p_by_record: dict[str, float] = field(default_factory=dict)
+    num_left_out: int = 0
 
 
 @dataclass(slots=True)
@@ -192,11 +203,17 @@ class TrackerState:
         pattern_state: The state of the adjuster of p-values by patterns of false alarms.
         plan: Identity of the plan under which the state was reached (`runtime.incident_plan.DetectionPlan`); "" if it
             is unknown.
+        segment_length: Length in microseconds of the segments to which the numbers of segments refer. None without
+            segments, and in states of releases that did not store it.
+        model: Fingerprint of the model of this plan, "" if it is unknown.
+        models: Fingerprints of the models that have scored the rows, in the order in which they came into use. There
+            are at most `MAX_MODELS`.
         latest_time: Largest time of a handled row.
         active_time: Sum of the steps of `latest_time`, each bounded, by which the silence of devices is measured.
         num_late: Number of rows that came too late to be handled in order of time.
         num_repeated: Number of rows that were dropped because they are duplicates.
-        num_other_model: Number of rows that another model has scored than that of the plan.
+        num_other_model: Number of rows that another model has scored than that of the plan, or an earlier model than
+            that of their device.
         num_ahead: Number of rows whose time lay too far after the arrival of their message.
         num_dropped_devices: Number of devices that were dropped, each as often as it was.
     """
@@ -206,6 +223,9 @@ class TrackerState:
     order: OrderState = field(default_factory=OrderState)
     pattern_state: PatternState = field(default_factory=dict)
     plan: str = ""
+    segment_length: int | None = None
+    model: str = ""
+    models: list[str] = field(default_factory=list)
     latest_time: int = NO_TIME
     active_time: int = 0
     num_late: int = 0
@@ -230,6 +250,7 @@ class IncidentTracker:
         options: The options of detection.
         adjuster: Raises the p-values of records that match patterns of false alarms, None without patterns.
         model_name: Name of the model among several ones, which messages state; `ONLY_MODEL` if there is one model.
+        model: Fingerprint of the model that the plan is for; "" for that of the plan.
     """
 
     def __init__(
@@ -238,8 +259,9 @@ class IncidentTracker:
         options: TrackerOptions | None = None,
         adjuster: PatternAdjuster | None = None,
         model_name: str = ONLY_MODEL,
+        model: str = "",
     ) -> None:
-        self._plan, self._model_name = plan, model_name
+        self._plan, self._model_name, self._model = plan, model_name, model or plan.model
         self._options = options or TrackerOptions()
         self._adjuster = adjuster
         self._budget = str(plan.budget)
@@ -266,7 +288,8 @@ class IncidentTracker:
         late: Rows that came too late to be handled in order of time.
         untimed: Rows that were dropped because they have no time.
         repeated: Rows that were dropped because they are duplicates.
-        other_model: Rows that another model has scored than that of the plan.
+        other_model: Rows that another model has scored than that of the plan, or an earlier model than that of their
+            device.
         ahead: Rows whose time lay too far after the arrival of their message, and became that time.
         dropped_devices: Devices that were dropped because there are more than `MAX_DEVICES`.
         dropped_alerts: Alerts that were dropped because too many records had not closed.
@@ -318,6 +341,7 @@ class IncidentTracker:
     def export_state(self) -> TrackerState:
         """Return the state, from which another tracker continues. It must not be used after the next `handle`."""
         self._state.order = self._order.export_state()
+        self._state.segment_length, self._state.model = self._plan.segment, self._model
         self._state.pattern_state = {} if self._adjuster is None else self._adjuster.export_state()
         if self._fleets is not None:
             self._state.state_by_group = self._fleets.export_state()
@@ -330,6 +354,10 @@ class IncidentTracker:
         """
         self._state = state
         self._next_silence = 0
+        if self._plan.segment is not None and state.segment_length != self._plan.segment:
+            _renumber_segments(state, self._plan.segment)
+        if state.model not in ("", self._model) and self._model in state.models:
+            self._bring_into_use(self._model)  # the plan is that of an earlier model again
         self._order.import_state(state.order)
         if self._adjuster is not None:
             self._adjuster.import_state(state.pattern_state)
@@ -418,6 +446,9 @@ class IncidentTracker:
             state.num_repeated += 1
             return
         self._advance_time(row.time, device)
+        if self._is_of_earlier_model(device, row.model):
+            state.num_other_model += 1
+            return
         time = row.time
         if time < device.last_time:
             state.num_late += 1
@@ -524,12 +555,16 @@ class IncidentTracker:
                 self._fleets.drop_device(name)
 
     def _begin_segment(self, device: DeviceState, plan: BudgetPlan, time: int) -> None:
-        """Let the detector of a device start anew if a time is in a new segment, unless an incident is open."""
-        if plan.segment is None:
+        """Let the detector of a device start anew if a time is in a new segment, unless an incident is open.
+
+        It starts anew as well if the rule of its last record was another one, because the threshold of a rule applies
+        to the statistic of that rule only.
+        """
+        segment = None if plan.segment is None else time // plan.segment
+        if segment == device.segment:
             return
-        segment = time // plan.segment
         # An alert can begin a segment before the last record of the segment before it has closed.
-        if device.segment is None or segment > device.segment:
+        if segment is None or device.segment is None or segment > device.segment:
             device.segment = segment
             if _get_open(device) is None:
                 self._reset_detector(device)
@@ -620,6 +655,48 @@ class IncidentTracker:
         if len(device.remembered_records) > self._options.num_remembered_records:
             del device.remembered_records[0]
         return False
+
+    def _is_of_earlier_model(self, device: DeviceState, model: str) -> bool:
+        """Return whether a record is left out, because an earlier model has scored it than that of its device.
+
+        The consumer lets the earlier model finish the records that were open when the model changed. After many of them
+        in sequence, this model is in use again: the consumer has gone back to it.
+
+        Args:
+            device: The device of the record.
+            model: Fingerprint of the model that has scored the record.
+        """
+        models = self._state.models
+        if model == device.model or model not in models:
+            self._register_model(device.model, model)
+        elif device.model in models and models.index(model) < models.index(device.model):
+            device.num_left_out += 1
+            if device.num_left_out < NUM_RETURNED_RECORDS:
+                return True
+            self._bring_into_use(model)
+        device.num_left_out = 0
+        return False
+
+    def _register_model(self, before: str, model: str) -> None:
+        """Store that a model is in use, after the model of a device before, if it was not known.
+
+        Args:
+            before: Fingerprint of the model of the device.
+            model: Fingerprint of the model that has scored its record.
+        """
+        models = self._state.models
+        if model in models:
+            return
+        if before not in models:
+            models.append(before)
+        if model not in models:
+            models.append(model)
+        del models[:-MAX_MODELS]
+
+    def _bring_into_use(self, model: str) -> None:
+        """Make a known model the latest one that has come into use."""
+        self._state.models.remove(model)
+        self._state.models.append(model)
 
     def _change_model(self, name: str, device: DeviceState, model: str, time: int) -> None:
         """Reset the detector of a device and resolve its incident, because another model scores its records now."""
@@ -879,6 +956,23 @@ class IncidentTracker:
             )
         )
         incident.revision += 1
+
+
+def _renumber_segments(state: TrackerState, length: int) -> None:
+    """Number the segments of a state anew, because those of the plan have another length than those of the state.
+
+    The numbers follow from the times of records, so a state whose numbers are wrong is corrected as well: earlier
+    releases kept them if the length changed.
+
+    Args:
+        state: The state, which is changed.
+        length: Length of the segments of the plan in microseconds.
+    """
+    for device in state.state_by_device.values():
+        if device.segment is not None:
+            device.segment = None if device.last_time == NO_TIME else device.last_time // length
+        if device.incident is not None:
+            device.incident.segment = device.incident.opened // length
 
 
 def _get_open(device: DeviceState) -> TrackedIncident | None:

@@ -1,7 +1,7 @@
 """The loop of `deformer-stream incidents`: it reads evidence, and writes what changes about incidents.
 
     1. poll     source.poll returns messages of evidence, after a bounded wait
-    2. decode   messages that are not evidence are skipped and counted
+    2. decode   messages that are not evidence are skipped and counted; evidence of a later release ends the loop
     3. handle   the trackers of their partition return messages about incidents
     4. write    the writer receives them
     5. commit   offsets, messages and state take effect together, or none of them
@@ -29,7 +29,7 @@ from typing import Protocol
 import numpy as np
 
 from deformer_stream import log
-from deformer_stream.codec.encode_evidence import decode_evidence
+from deformer_stream.codec.encode_evidence import LaterEvidenceError, decode_evidence
 from deformer_stream.codec.incident_state import decode_incident_state, encode_incident_state
 from deformer_stream.codec.output_formats import JSON_READER, OutputReader
 from deformer_stream.codec.payloads import Messages
@@ -138,6 +138,7 @@ class IncidentPipeline:
         self._partition_by_number: dict[int, _Partition] = {}
         # When a plan is looked for again, by the name and the fingerprint of a model without a plan; monotonic seconds.
         self._retry_at_by_model: dict[tuple[str | None, str], float] = {}
+        self._replaced_models: set[tuple[str, str]] = set()  # names and fingerprints of models of earlier plans
         self._has_logged_skipped = self._has_warned_of_suspects = False
         self._log = log.get_logger("incidents")
 
@@ -150,6 +151,8 @@ class IncidentPipeline:
         Raises:
             Unavailable: The broker did not respond for too long.
             StateError: The saved state cannot be decoded.
+            LaterEvidenceError: A later release has written evidence. It is not committed as read, so that it is not
+                lost for the process of that release which replaces this one.
         """
         self._source.set_callbacks(SourceCallbacks(self._prepare_handover, self._metrics.record_progress, stop))
         while not stop.is_set():
@@ -319,11 +322,19 @@ class IncidentPipeline:
         partition.is_changed, partition.next_snapshot = True, self._now()
 
     def _decode(self, topic: str, partition: int, offset: int, payload: bytes | None) -> EvidenceBatch | None:
-        """Return the evidence of a message, None if it is not evidence. The first such message is logged."""
+        """Return the evidence of a message, None if it is not evidence. The first such message is logged.
+
+        Raises:
+            LaterEvidenceError: It is evidence of a later format version.
+        """
         try:
             if payload is None:
                 raise InputError("it has no value")
             return decode_evidence(self._read_value(payload))
+        except LaterEvidenceError as error:
+            raise LaterEvidenceError(
+                f"topic {topic}, partition {partition}, offset {offset}: {error} for `incidents`, too"
+            ) from None
         except InputError as error:
             self._metrics.skipped.inc()
             if not self._has_logged_skipped:
@@ -335,7 +346,8 @@ class IncidentPipeline:
         """Load a plan if none belongs to the model that has scored the records of a batch.
 
         A model without a plan is reported once. Its plan is looked for again after `PLAN_RETRY_SECONDS`, because its
-        directory may be copied to this machine later than the consumer uses it.
+        directory may be copied to this machine later than the consumer uses it. The model of an earlier plan may finish
+        records that were open when the model changed.
 
         Returns:
             Whether a plan was replaced or added.
@@ -361,6 +373,9 @@ class IncidentPipeline:
         except DeformerError as error:  # the directory is being replaced, or its budget is out of reach
             warn("plan_not_loaded", **names, model=model, error=str(error))
             return False
+        if plan.model != model and before is not None and (name, model) in self._replaced_models:
+            self._log.debug("incident_model_replaced", **names, model=model, model_directory=plan.model)
+            return False
         if plan.model != model:
             warn(
                 "incident_model_differs",
@@ -368,12 +383,15 @@ class IncidentPipeline:
                 model=model,
                 model_directory=plan.model,
                 message="the records were scored by another model than that of the model directory, so the segments of "
-                "normal operation do not apply to them: give the model directory that consume uses",
+                "normal operation do not apply to them: give the model directory that consume uses, unless its earlier "
+                "model is finishing records that were open when the model changed",
             )
             if before is not None:
                 return False
         self._log.info("plan_changed", **names, before=None if before is None else before.model, model=plan.model)
         self._plan_by_name[name] = plan
+        if before is not None:
+            self._replaced_models.add((name, before.model))
         for partition in self._partition_by_number.values():
             partition.trackers.set_plan(name, plan)
             if partition.is_restoring:

@@ -76,7 +76,7 @@ class DetectionPlan:
         adjuster = None
         if self.patterns:
             adjuster = PatternAdjuster(self.patterns, self.options.gap, self.model, find_own_incident)
-        return IncidentTracker(self.plan, self.options, adjuster, self.model_name)
+        return IncidentTracker(self.plan, self.options, adjuster, self.model_name, self.model)
 
     def with_patterns(self, patterns: Sequence[FalseAlarmPattern]) -> DetectionPlan:
         """Return a copy with other patterns."""

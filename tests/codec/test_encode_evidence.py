@@ -11,7 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.testing import assert_array_equal
 
-from deformer_stream.codec.encode_evidence import decode_evidence, encode_evidence, encode_evidence_parts
+from deformer_stream.codec.encode_evidence import (
+    EVIDENCE_VERSION,
+    LaterEvidenceError,
+    decode_evidence,
+    encode_evidence,
+    encode_evidence_parts,
+)
 from deformer_stream.engine.events import ONLY_MODEL
 from deformer_stream.errors import InputError
 from deformer_stream.incidents.events import AlertRow, EvidenceBatch
@@ -76,6 +82,17 @@ def test_other_messages_are_refused_by_one_line(payload: bytes, cause: str) -> N
         decode_evidence(payload)
     assert "\n" not in str(refused.value)
     assert len(str(refused.value)) < 400
+
+
+def test_evidence_of_a_later_version_is_told_from_other_messages() -> None:
+    """A reader that cannot read it must not skip it, as it skips what is no evidence."""
+    for version in (EVIDENCE_VERSION + 1, 1000):
+        with pytest.raises(LaterEvidenceError, match=f"format version {version} .* use the release that wrote it"):
+            decode_evidence(b'{"v":%d,"model":"16e9","partition":0,"columns":{}}' % version)
+    for other in (b'{"v":3}', b'{"v":3,"model":"16e9"}', b'{"v":3,"model":1,"partition":0}', b'{"v":0,"model":"16e9"}'):
+        with pytest.raises(InputError) as refused:
+            decode_evidence(other)
+        assert not isinstance(refused.value, LaterEvidenceError)
 
 
 @given(st.binary(max_size=64) | st.integers(0, len(VALID) - 1).map(lambda end: VALID[:end]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
 
 import msgspec
 import pytest
@@ -67,6 +68,26 @@ def test_state_of_one_model_is_that_of_earlier_releases() -> None:
     content = msgspec.msgpack.encode(TrackerState(num_late=2, plan="p"))
     data = forge(len(content).to_bytes(8, "big") + content, version=2)
     assert decode_incident_state(data) == {ONLY_MODEL: TrackerState(num_late=2, plan="p")}
+
+
+def test_parts_that_earlier_releases_did_not_store_have_default_values() -> None:
+    """They ignore these parts, so their addition does not change the format version."""
+    tracker = make_tracker()
+    for batch in make_log("m", 3, 60, faults={0: [(20, 40)]}):
+        tracker.handle(batch)
+    state = tracker.export_state()
+    parts = msgspec.to_builtins(state)
+    for name in ("segment_length", "model", "models"):
+        del parts[name]
+    for device in parts["state_by_device"].values():
+        del device["num_left_out"]
+    content = msgspec.msgpack.encode(parts)
+    assert len(content) < MIN_COMPRESSED_BYTES
+    data = forge(len(content).to_bytes(8, "big") + content)
+    assert decode_incident_state(data) == {ONLY_MODEL: replace(state, model="", models=[])}
+    later = msgspec.msgpack.encode(parts | {"part_of_a_later_release": 1})
+    data = forge(len(later).to_bytes(8, "big") + later)
+    assert decode_incident_state(data) == {ONLY_MODEL: replace(state, model="", models=[])}
 
 
 def forge(body: bytes, kind: bytes = INCIDENT_STATE, version: int = FORMAT_VERSION, magic: bytes = MAGIC) -> bytes:

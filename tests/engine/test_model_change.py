@@ -19,8 +19,9 @@ from hypothesis import strategies as st
 from deformer_stream.calibration.conformal import Calibration, TiePolicy
 from deformer_stream.calibration.false_alarms import bound_false_alarms
 from deformer_stream.engine.engine import Engine, Limits, OpenRecordPolicy
-from deformer_stream.engine.events import Alert, CloseReason, Decisions, Effects, EventBatch
+from deformer_stream.engine.events import Alert, ClosedRecords, CloseReason, Decisions, Effects, EventBatch
 from deformer_stream.errors import ConfigError, InvariantViolated
+from deformer_stream.incidents.make_evidence import make_evidence
 from deformer_stream.model.deformer import DEformer
 from deformer_stream.model.schema import Feature, Schema
 from deformer_stream.model.windows import Window
@@ -57,6 +58,7 @@ class RunHistory:
         readings: Feature code and value of each scored reading, by record.
         alerts: By record and alpha.
         closed: Final scores, by record.
+        model_by_closed: The model of each closed record.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -64,6 +66,7 @@ class RunHistory:
         self.readings: dict[RecordKey, list[tuple[int, float]]] = {}
         self.alerts: dict[tuple[RecordKey, float], Alert] = {}
         self.closed: dict[RecordKey, FinalScores] = {}
+        self.model_by_closed: dict[RecordKey, str] = {}
 
     def add(self, effects: Effects) -> None:
         """Store what one call of the engine has returned."""
@@ -76,7 +79,9 @@ class RunHistory:
             assert key not in self.alerts, "a record raises one alert per alpha"
             self.alerts[key] = alert
         numbers = zip(closed.log_likelihood, closed.anomaly_score, closed.p_value, strict=True)
-        self.closed |= dict(zip(zip(closed.partitions.tolist(), closed.record_ids, strict=True), numbers, strict=True))
+        keys = list(zip(closed.partitions.tolist(), closed.record_ids, strict=True))
+        self.closed |= dict(zip(keys, numbers, strict=True))
+        self.model_by_closed |= dict(zip(keys, closed.models, strict=True))
 
     def open_records(self) -> set[RecordKey]:
         """Return the records that are open now."""
@@ -134,6 +139,7 @@ def test_each_record_is_scored_by_one_model(
         readings = {key: log for key, log in history.readings.items() if (key in scored_by_old) == (seed == 0)}
         final_scores, place_by_level = score_whole_records(seed, readings)
         for key in readings:
+            assert history.model_by_closed[key] == f"model-{seed}"
             np.testing.assert_allclose(history.closed[key], final_scores[key], rtol=1e-9, atol=1e-9)
         for (key, log), alpha in product(readings.items(), ALPHA):
             place = place_by_level.get((key, alpha))
@@ -162,6 +168,23 @@ def test_readings_of_one_batch_are_scored_by_two_models() -> None:
     alerts = engine.handle(make_batch(outliers), 1).alerts
     assert {alert.record: alert.model for alert in alerts} == {"old": "model-0", "new": "model-1"}
     assert len({alert.id for alert in alerts}) == 2 * len(ALPHA)
+
+
+def test_evidence_names_the_model_that_has_scored_the_records() -> None:
+    """The reader of evidence compares p-values with the calibration of this model."""
+    engine = make_engine(Limits(record_timeout=100))
+    engine.handle(make_batch([Event(0, name, False, 1, 0, 1.0) for name in ("old-1", "old-2")]), 0)
+    assert engine.change_model(*make_calibrated_model(1), "model-1", "finish") == "finish"
+    engine.handle(make_batch([Event(0, "new-1", False, 2, 0, 1.0)]), 0)
+    effects = engine.handle(make_batch([Event(0, "new-2", False, 3, 0, 1e9)]), 100)
+    assert effects.closed.models == ["model-0", "model-0", "model-1"]
+    batches, _ = make_evidence(effects)
+    assert [(batch.model, batch.closed.record_ids) for batch in batches] == [
+        ("model-0", ["old-1", "old-2"]),
+        ("model-1", ["new-1"]),
+    ]
+    last = engine.finish()
+    assert ClosedRecords.concatenate([effects.closed, last.closed]).models == [*effects.closed.models, "model-1"]
 
 
 def test_timeouts_and_order_of_records_survive_a_model_change() -> None:

@@ -48,6 +48,25 @@ def test_each_partition_has_its_records_in_the_order_of_closing() -> None:
     assert (closed.p_values.tolist(), closed.is_alerted.tolist()) == ([0.123457, 0.000333333], [True, True])
 
 
+def test_records_and_alerts_of_earlier_models_are_batches_of_their_own() -> None:
+    """Their p-values and scores must not be compared with the calibration of another model."""
+    effects = make_closed_effects(models=["m", "m", "old"])
+    alerts = [
+        replace(make_alert(record, 0), partition=2, model=model) for record, model in (("r9", "m"), ("r3", "old"))
+    ]
+    batches, _ = make_evidence(replace(effects, alerts=[*alerts, replace(alerts[0], partition=1, model="older")]))
+    assert [
+        (batch.partition, batch.model, batch.closed.record_ids, [alert.record for alert in batch.alerts])
+        for batch in batches
+    ] == [
+        (0, "m", ["r2"], []),
+        (1, "older", [], ["r9"]),
+        (2, "old", ["r3"], ["r3"]),
+        (2, "m", ["r1"], ["r9"]),
+    ]
+    assert {batch.model_name for batch in batches} == {effects.model_name}
+
+
 def test_records_that_another_process_continues_and_records_without_readings_are_left_out() -> None:
     reasons = [CloseReason.REVOKED, CloseReason.TIMEOUT, CloseReason.END]
     effects = make_closed_effects(reasons=reasons, num_readings=np.array([3, 0, 3], np.int32))

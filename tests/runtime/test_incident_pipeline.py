@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +16,7 @@ import pytest
 
 from deformer_stream import log
 from deformer_stream.calibration.incident_budget import parse_budget, plan_budget
-from deformer_stream.codec.encode_evidence import encode_evidence
+from deformer_stream.codec.encode_evidence import LaterEvidenceError, encode_evidence
 from deformer_stream.codec.incident_state import decode_incident_state
 from deformer_stream.codec.payloads import Messages
 from deformer_stream.codec.state_header import HEADER
@@ -374,12 +375,48 @@ def test_messages_that_are_no_evidence_are_skipped_and_counted(
 ) -> None:
     log.configure(False)
     broker = make_broker()
-    for place, payload in ((0, b"{"), (5, None), (9, b'{"v":2}')):
+    for place, payload in ((0, b"{"), (5, None), (9, b'{"v":2}'), (11, b'{"v":3}')):
         broker.payloads[0].insert(place, payload)
     metrics = run_once(broker)
-    assert metrics.registry.get_sample_value("deformer_evidence_skipped_total") == 3
+    assert metrics.registry.get_sample_value("deformer_evidence_skipped_total") == 4
     assert group_by_id(broker) == expected
     assert capsys.readouterr().err.count("message_skipped") == 1
+
+
+def test_evidence_of_a_later_version_ends_the_loop_and_is_not_lost(expected: dict[str, list[Incident]]) -> None:
+    """`consume` was replaced by a later release before `incidents`."""
+    broker, num_earlier = make_broker(), 9
+    readable = broker.payloads[0]
+    later = [json.dumps(json.loads(value or b"") | {"v": 3}).encode() for value in readable[num_earlier:]]
+    broker.payloads[0] = [*readable[:num_earlier], *later]
+    for _ in range(3):  # it is started again
+        with pytest.raises(LaterEvidenceError) as ended:
+            run_once(broker, commit_interval=0.0)
+        assert str(ended.value) == (
+            f"topic evidence, partition 0, offset {num_earlier}: evidence of format version 3 cannot be read: this "
+            "release reads versions 1 to 2; use the release that wrote it for `incidents`, too"
+        )
+        assert broker.offsets.get(0, 0) <= num_earlier
+    broker.payloads[0] = readable  # as the release that wrote it reads them
+    run_once(broker)
+    assert group_by_id(broker) == expected
+
+
+def test_records_that_the_earlier_model_finishes_are_no_reason_for_a_warning(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    log.configure(False)
+    models = [MODEL if i < 5 or i % 3 == 0 else "model-2" for i in range(len(make_batches()))]
+    batches = [replace(batch, model=model) for batch, model in zip(make_batches(), models, strict=True)]
+    loaded = iter([MODEL])
+    broker = make_broker(batches)
+    metrics = run_once(broker, load_plan=lambda: make_plan(next(loaded, "model-2")))
+    written = capsys.readouterr().err
+    assert written.count("plan_changed") == 1
+    assert "incident_model_differs" not in written
+    assert not any(message.resolution == "model-changed" for _, message in broker.written)
+    num_left_out = metrics.registry.get_sample_value("deformer_evidence_unusual_total", {"kind": "other_model"})
+    assert num_left_out == sum(len(batch.closed) for batch in batches[6:] if batch.model == MODEL) > 0
 
 
 def test_metrics_count_records_and_messages(expected: dict[str, list[Incident]]) -> None:
