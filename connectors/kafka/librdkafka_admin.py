@@ -142,17 +142,22 @@ class LibrdkafkaAdmin:
         spec_by_partition = {to_client_partition(tp): spec for tp in tps}
         if not spec_by_partition:
             return {}
+        action = "requesting the offsets of partitions"
         results = self._request(
-            "requesting the offsets of partitions",
+            action,
             time.monotonic() + timeout,
             self._client.list_offsets,
             spec_by_partition,
             isolation_level=isolation,
         )
-        return {
+        offsets = {
             TopicPartition(tp.topic, tp.partition): int(result.offset)
             for tp, result in zip(spec_by_partition, results, strict=True)
         }
+        # If a broker hangs, librdkafka returns invalid offsets, which are negative, after the time limit.
+        if any(offset < 0 for offset in offsets.values()):
+            raise self._events.make_timeout_error(action)
+        return offsets
 
     def describe_group(self, group: str, timeout: float) -> list[GroupMember]:
         """Return the members of a consumer group; none if there is no such group."""

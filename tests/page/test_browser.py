@@ -28,6 +28,7 @@ from deformer_stream.page.store import IncidentStore
 from deformer_stream.page.views import Notice
 from deformer_stream.runtime.memory_logs import MemoryFeedbackLog, MemoryIncidentLog, MemoryNextReadingLog
 from tests.incidents.examples import HOSTILE_NAMES, make_incident, make_incidents
+from tests.page.pages import SilentLog
 
 pytestmark = pytest.mark.browser
 
@@ -72,11 +73,13 @@ class RunningPage:
             time.sleep(0.02)
 
 
-def run_page(incidents: list[Incident] | None = None, **options: Any) -> RunningPage:
-    """Start a page that shows incidents."""
+def run_page(
+    incidents: list[Incident] | None = None, *, incident_log: MemoryIncidentLog | None = None, **options: Any
+) -> RunningPage:
+    """Start a page that shows incidents, perhaps from a log of its own."""
     incidents = incidents or []
     listener = bind("127.0.0.1", 0)
-    incident_log, feedback_log = MemoryIncidentLog(incidents), MemoryFeedbackLog()
+    incident_log, feedback_log = incident_log or MemoryIncidentLog(incidents), MemoryFeedbackLog()
     next_reading_log = MemoryNextReadingLog()
     store = IncidentStore()
     settings = PageOptions(topic="pumps", port=listener.getsockname()[1], operator="night-shift", **options)
@@ -507,6 +510,25 @@ def test_a_lost_connection_is_shown_and_ends_by_itself(visit: Any) -> None:
         server.stop()
         for follower in again.followers:
             follower.stop()
+
+
+def test_a_page_whose_server_cannot_read_a_log_is_not_live(visit: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deformer_stream.page.followers.CHECK_SECONDS", 0.0)
+    monkeypatch.setattr("deformer_stream.page.followers.RETRY_SECONDS", 0.1)
+    log = SilentLog()
+    page = run_page(incident_log=log)
+    tabs = [visit(f"{page.server.url}{path}").tab for path in ("", "health")]
+    for tab in tabs:
+        wait_until_live(tab)
+    log.is_down = True
+    for tab in tabs:
+        expect(tab.locator("#banners")).to_contain_text("The log of incidents cannot be read since", timeout=LONG_WAIT)
+        expect(tab.locator("#connection-state")).to_have_text("Not live", timeout=LONG_WAIT)
+    log.is_down = False
+    for tab in tabs:
+        wait_until_live(tab)
+        expect(tab.locator("#banners")).not_to_contain_text("cannot be read")
+    page.stop()
 
 
 def test_a_label_that_cannot_be_sent_is_reported(visit: Any) -> None:
