@@ -103,6 +103,7 @@ def _store(settings: FeedbackSettings, incident: str | None, label: Label | None
     from deformer_stream.codec.alert_text import make_printable
     from deformer_stream.codec.incident_text import summarize_incident
     from deformer_stream.codec.timestamps import format_rfc3339
+    from deformer_stream.incidents.overlay import choose_seen_members
     from deformer_stream.settings.topics import name_topic
 
     cluster = make_cluster(settings)
@@ -127,7 +128,8 @@ def _store(settings: FeedbackSettings, incident: str | None, label: Label | None
             incidents = KafkaIncidentLog(cluster, incidents_topic, reader)
             cleanup.callback(incidents.close)
             found = find_incident(incidents, incident)
-        seen = {"severity": found.severity, "num_reopened": found.num_reopened}
+        members = None if label == TAKE_BACK else choose_seen_members(found)
+        seen = {"severity": found.severity, "num_reopened": found.num_reopened, "members": members}
         made = _make_label(settings, label, now, incident=found.id, name=settings.name, **seen)
         text = f"{found.id} {summarize_incident(found)}: {label}"
     ensure_topics(
@@ -147,7 +149,7 @@ def _store(settings: FeedbackSettings, incident: str | None, label: Label | None
 
 
 def find_incident(incidents: IncidentLog, prefix: str) -> Incident:
-    """Return the incident whose id is `prefix` or begins with it.
+    """Return the incident whose id is `prefix` or begins with it; a fleet incident with all its members.
 
     Args:
         incidents: The log of incidents, which is read to its end.
@@ -158,14 +160,26 @@ def find_incident(incidents: IncidentLog, prefix: str) -> Incident:
         Unavailable: The log cannot be read.
     """
     from deformer_stream.errors import InputError
+    from deformer_stream.incidents.overlay import Overlay
     from deformer_stream.runtime.existing_messages import read_existing
 
-    incident_by_id = {message.id: message for message in read_existing(incidents) if message.id.startswith(prefix)}
+    overlay = Overlay()
+    incident_by_id: dict[str, Incident] = {}
+    for message in read_existing(incidents):
+        overlay.add_incident(message)
+        if message.id.startswith(prefix):
+            incident_by_id[message.id] = message
     if prefix in incident_by_id:
-        return incident_by_id[prefix]
-    found = list(incident_by_id.values()) if len(prefix) >= MIN_PREFIX_CHARS else []
+        return overlay.complete(incident_by_id[prefix])
+    found = list(incident_by_id.values())
+    if found and len(prefix) < MIN_PREFIX_CHARS:
+        beginning = "an incident begins" if len(found) == 1 else f"{len(found):,} incidents begin"
+        raise InputError(
+            f"{beginning} with {prefix!r}, but that is too short to name one: give at least its first "
+            f"{MIN_PREFIX_CHARS} characters"
+        )
     if len(found) == 1:
-        return found[0]
+        return overlay.complete(found[0])
     if found:
         raise InputError(f"{len(found)} incidents begin with {prefix!r}: give more characters of the id")
     raise InputError(f"there is no incident {prefix!r}: check the id and --topic")

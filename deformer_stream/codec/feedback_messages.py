@@ -42,6 +42,7 @@ def make_label(
     record: str | None = None,
     severity: int | None = None,
     num_reopened: int | None = None,
+    members: tuple[str, ...] | None = None,
 ) -> FeedbackLabel:
     """Return a label with its id. It is about an incident, a maintenance window of a device, or a record.
 
@@ -59,6 +60,7 @@ def make_label(
         record: Id of the record.
         severity: Severity that the incident had when the person saw it, None if unknown.
         num_reopened: How often the incident had been reopened then, None if unknown.
+        members: Ids of the members that a fleet incident had then, None if unknown.
 
     Raises:
         InputError: A text is too long or is not Unicode, or a time is outside the years 1 to 9999. Or the label is not
@@ -78,6 +80,7 @@ def make_label(
         record=record,
         severity=severity,
         num_reopened=num_reopened,
+        members=members,
     )
     for text in (by, incident, name, note, device, record):
         if text is not None and not is_unicode(text):
@@ -135,6 +138,7 @@ class _LabelJson(msgspec.Struct, frozen=True):
     record: _Text | None = None
     severity: _Count | None = None
     reopened: _Count | None = None
+    members: tuple[MessageId, ...] | None = None
 
 
 _DECODER = msgspec.json.Decoder(_LabelJson)
@@ -151,6 +155,7 @@ def _to_document(label: FeedbackLabel) -> dict[str, Any]:
         "record": label.record,
         "severity": label.severity,
         "reopened": label.num_reopened,
+        "members": None if label.members is None else list(label.members),
         "label": label.label,
         "name": label.name,
         "by": label.by,
@@ -212,4 +217,5 @@ def _from_message(message: _LabelJson) -> FeedbackLabel:
         record=message.record,
         severity=message.severity,
         num_reopened=message.reopened,
+        members=message.members,
     )

@@ -328,7 +328,8 @@ class FeedbackLabel:
     """A label that a person has given to an incident, a device or a record: a message of `TOPIC-feedback`.
 
     If an incident or a record has several labels, the latest one is valid. A label covers what the person has seen: it
-    does not silence an incident that is reopened later, or whose severity rises (`overlay`).
+    does not silence an incident that is reopened later, whose severity rises, or which gets further members
+    (`overlay`).
 
     Attributes:
         id: Hash of the other fields, so that a label that is sent twice counts once.
@@ -344,6 +345,7 @@ class FeedbackLabel:
         record: Id of a record that was offered for review, None otherwise.
         severity: Severity that the incident had when the person saw it, None if unknown.
         num_reopened: How often the incident had been reopened then, None if unknown.
+        members: Ids of the members that a fleet incident had then. None if unknown, and for other incidents.
     """
 
     id: str
@@ -359,3 +361,4 @@ class FeedbackLabel:
     record: str | None = None
     severity: int | None = None
     num_reopened: int | None = None
+    members: tuple[str, ...] | None = None

@@ -32,6 +32,7 @@ from deformer_stream.codec.validation import MAX_TEXT_CHARS
 from deformer_stream.errors import InputError, Unavailable
 from deformer_stream.incidents.device import WHOLE_STREAM
 from deformer_stream.incidents.events import LABELS, FeedbackLabel, Label
+from deformer_stream.incidents.overlay import choose_seen_members
 from deformer_stream.page import views
 from deformer_stream.page.followers import LogFollower
 from deformer_stream.page.live import ChangeNotifier
@@ -314,6 +315,9 @@ class Page:
                 note=entered["note"],
                 severity=_read_count(form, "severity", incident.severity),
                 num_reopened=_read_count(form, "reopened", incident.num_reopened),
+                members=None
+                if label == "cleared"
+                else choose_seen_members(incident, _read_count(form, "members", len(incident.members))),
             )
 
         path = f"/incidents/{quote(request.path_params['incident_id'])}"

@@ -150,17 +150,11 @@ def format_device(device: str) -> str:
     return WHOLE_STREAM_NAME if device == WHOLE_STREAM else device
 
 
-def name_incident(incident: Incident, num_listed: int = 0) -> str:
-    """Return the name of an incident: its device, or the group and the number of devices of a fleet incident.
-
-    Args:
-        incident: The incident.
-        num_listed: Number of members that a list shows. It may have a member that the last message of the fleet
-            incident does not have yet.
-    """
+def name_incident(incident: Incident) -> str:
+    """Return the name of an incident: its device, or the group and the number of devices of a fleet incident."""
     if incident.kind == "fleet":
         group = f" of {incident.group}" if incident.group else ""
-        return f"{max(len(incident.members), num_listed)} devices{group}"
+        return f"{len(incident.members)} devices{group}"
     return format_device(incident.device)
 
 

@@ -195,7 +195,9 @@ def make_incident_context(store: IncidentStore, shown: ShownIncident, clock: Clo
     """Return the content of the page of an incident."""
     incident = shown.incident
     suspects, other_suspects = _make_suspects(incident, clock)
-    related = {member: store.get_summary(member) for member in incident.members[:PAGE_SIZE]}
+    related = {
+        member: store.get_summary(member) for member in incident.members[::-1][:PAGE_SIZE]
+    }  # the last to join first
     return {
         "shown": shown,
         "incident": incident,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +16,7 @@ from deformer_stream.incidents.events import FeedbackLabel
 from deformer_stream.incidents.overlay import Overlay
 from deformer_stream.runtime.memory_logs import MemoryIncidentLog
 from tests.commands import RunCommand
-from tests.incidents.examples import make_incident, make_incidents
+from tests.incidents.examples import make_fleet_incident, make_incident, make_incidents
 from tests.integration.programs import wait_until
 
 INCIDENT = make_incident(0, device="pump-7")
@@ -26,13 +27,24 @@ def test_incident_by_its_first_characters() -> None:
     log = MemoryIncidentLog(incidents)
     assert find_incident(log, incidents[3].id) == incidents[3]
     assert find_incident(MemoryIncidentLog(incidents), incidents[3].id[:6]) == incidents[3]
-    for prefix in ("", incidents[3].id[:5], "0" * 32, incidents[3].id + "0"):
+    for prefix in ("0" * 5, "0" * 32, incidents[3].id + "0"):
         with pytest.raises(InputError, match="there is no incident"):
+            find_incident(MemoryIncidentLog(incidents), prefix)
+    for prefix, beginning in ((incidents[3].id[:5], "an incident begins"), ("", "30 incidents begin")):
+        with pytest.raises(InputError, match=f"{beginning} with '{prefix}', .* at least its first 6 characters"):
             find_incident(MemoryIncidentLog(incidents), prefix)
     twins = [make_incident(0), make_incident(1)]
     object.__setattr__(twins[1], "id", twins[0].id[:-1] + "x")
     with pytest.raises(InputError, match="2 incidents begin with"):
         find_incident(MemoryIncidentLog(twins), twins[0].id[:8])
+
+
+def test_a_fleet_incident_is_returned_with_the_members_that_it_does_not_list_yet() -> None:
+    members = [make_incident(number, device=f"pump-{number}") for number in range(3)]
+    fleet = make_fleet_incident(9, members[:2])
+    joined = [replace(member, parent=fleet.id) for member in members]
+    found = find_incident(MemoryIncidentLog([*joined, fleet]), fleet.id[:8])
+    assert found == replace(fleet, members=tuple(one.id for one in members), devices=("pump-0", "pump-1", "pump-2"))
 
 
 @pytest.fixture(scope="module")

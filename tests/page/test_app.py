@@ -56,6 +56,40 @@ def test_the_members_of_a_fleet_incident_are_below_it() -> None:
     assert f"/incidents/{fleet.id}" in site.get(f"/incidents/{members[0].id}").text
 
 
+def test_the_label_of_a_fleet_incident_covers_the_devices_that_the_page_has_shown() -> None:
+    members = [replace(make_incident(number, state="updated"), parent="f" * 32) for number in range(3)]
+    fleet = replace(make_fleet_incident(9, members), id="f" * 32)
+    site = make_site([*members, fleet])
+    path = f"/incidents/{fleet.id}"
+    seen = re.search('name="members" value="([0-9]+)"', site.get(path).text)
+    assert seen is not None
+    assert site.label(fleet, "false-alarm", members=seen[1]).status_code == 303
+    (label,) = site.feedback_log.poll(0)
+    assert label.members == fleet.members
+    assert "<h1>No open incident</h1>" in site.get("/").text
+    assert ", for 3 devices" in site.get(path).text
+    version = site.page.store.get_version(fleet.id)
+    late = replace(make_incident(4, state="updated"), parent="f" * 32)
+    site.page.store.add_incidents([late])
+    assert site.page.store.get_version(fleet.id) > version, "browsers that show it load it again"
+    assert "<h1>1 open incident</h1>" in site.get("/").text
+    assert find_rows(site.get("/").text)[:2] == [fleet.id, late.id]
+    page = site.get(path).text
+    assert "Since then 1 more device has joined, so it is not silenced any more." in page
+    assert find_rows(page)[0] == late.id, "the last one to join is listed first"
+    late_page = site.get(f"/incidents/{late.id}").text
+    assert 'id="undo"' not in late_page
+    assert "Nobody has labelled this incident." in late_page
+    site.label(fleet, "false-alarm", members=seen[1])
+    assert "<h1>1 open incident</h1>" in site.get("/").text, "the form was that of before"
+    site.label(fleet, "false-alarm", members="4")
+    assert "<h1>No open incident</h1>" in site.get("/").text
+    assert 'id="undo"' in site.get(f"/incidents/{late.id}").text
+    site.label(fleet, "cleared")
+    assert 'id="undo"' not in site.get(f"/incidents/{late.id}").text
+    assert [one.members for one in site.feedback_log.poll(0)] == [fleet.members, (*fleet.members, late.id), None]
+
+
 def test_a_fleet_incident_shows_the_evidence_of_its_members() -> None:
     members = [make_incident(number, state="updated") for number in (3, 8, 13)]
     fleet = make_fleet_incident(9, members)
