@@ -290,7 +290,8 @@ class Page:
     def show_state(self, request: Request) -> Response:
         """Show the state of the system: logs, model, calibration, budget and processes."""
         session = self.get_session(request)
-        return self.respond(request, "state.html", self.system_state.describe(self.make_clock()), session=session)
+        context = {**self.system_state.describe(self.make_clock()), **views.count_open(self.open_rows)}
+        return self.respond(request, "state.html", context, session=session)
 
     def show_status(self, request: Request) -> Response:
         """Show only the parts that all pages have, for pages that do not update themselves otherwise."""

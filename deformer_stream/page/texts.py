@@ -32,13 +32,12 @@ TEXT_BY_LABEL = {
 
 
 TEXT_BY_RESOLUTION = {
-    "quiet": "quiet since",
     "silent": "its device sends nothing",
     "model-changed": "another model scores the records now",
     "plan-changed": "the options or the model of the detection have changed",
     "state-lost": "the state of the detection was lost",
 }
-"""Why incidents were resolved, as it is shown."""
+"""Why incidents were resolved, as it is shown, if it was not because of quiet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,9 +190,18 @@ def describe_cap(incident: Incident) -> str:
 
 
 def describe_resolution(incident: Incident) -> str:
-    """Return why an incident was resolved, with a comma before it; "" if it is not known."""
-    text = TEXT_BY_RESOLUTION.get(incident.resolution or "")
-    return f", {text}" if text else ""
+    """Return why an incident was resolved, such as "after 6 min of quiet"; "" if it is not known."""
+    if incident.resolution == "quiet" and incident.resolved is not None:
+        return f"after {format_duration(incident.resolved - incident.last)} of quiet"
+    return TEXT_BY_RESOLUTION.get(incident.resolution or "", "")
+
+
+def format_length(incident: Incident) -> str:
+    """Return how long an incident lasted: from its first to its last unusual record, without the quiet time after it.
+
+    An incident of one record has no duration.
+    """
+    return "one record" if incident.num_records == 1 else format_duration(incident.last - incident.opened)
 
 
 def describe_silencing(incident: Incident) -> str:

@@ -102,6 +102,7 @@ def make_environment() -> Environment:
         describe_cap=texts.describe_cap,
         describe_resolution=texts.describe_resolution,
         device=texts.format_device,
+        length_text=texts.format_length,
         duration=texts.format_duration,
         evidence=texts.format_evidence,
         number=format_number,
@@ -173,6 +174,15 @@ class OpenRows:
             arranged = (version, *arrange_open(self._store.list_open()))
             self._arranged = arranged
         return arranged[1], arranged[2]
+
+
+def count_open(open_rows: OpenRows) -> dict[str, Any]:
+    """Return how many open incidents are below fleet incidents, and how many others are silenced."""
+    rows, silenced = open_rows.get()
+    return {
+        "num_members": sum(len(row.members) + row.num_more_members for row in (*rows, *silenced)),
+        "num_silenced": len(silenced),
+    }
 
 
 def make_open_context(store: IncidentStore, open_rows: OpenRows) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from deformer_stream.page.server import PageServer, bind
 from deformer_stream.page.store import IncidentStore
 from deformer_stream.page.views import Notice
 from deformer_stream.runtime.memory_logs import MemoryFeedbackLog, MemoryIncidentLog, MemoryNextReadingLog
-from tests.incidents.examples import HOSTILE_NAMES, make_incident, make_incidents
+from tests.incidents.examples import HOSTILE_NAMES, make_fleet_incident, make_incident, make_incidents
 from tests.page.pages import SilentLog
 
 pytestmark = pytest.mark.browser
@@ -417,6 +417,31 @@ def test_no_page_is_wider_than_the_window(visit: Any, running: RunningPage, sche
         for width in (320, 375, 768, 1440):
             one.tab.set_viewport_size({"width": width, "height": 800})
             assert not has_horizontal_scroll(one.tab), (path, width)
+
+
+def test_how_long_ago_something_was_is_not_cut(visit: Any) -> None:
+    minute = 60_000_000
+    now = time.time_ns() // 1000
+    fleet_id = "f" * 32
+    member, other = (
+        replace(make_incident(number, state="updated"), opened=now - age * minute, last=now - 149 * minute)
+        for number, age in ((1, 23 * 60 + 59), (2, (13 * 24 + 23) * 60))
+    )
+    member = replace(member, parent=fleet_id)
+    fleet = replace(make_fleet_incident(9, [member]), id=fleet_id, opened=member.opened, last=member.last)
+    page = run_page([member, other, fleet])
+    tab = visit(page.server.url).tab
+    for path in ("", f"incidents/{fleet_id}"):
+        tab.goto(page.server.url + path)
+        for width in (400, 1100, 1400):
+            tab.set_viewport_size({"width": width, "height": 1000})
+            shown = tab.locator(".row .facts time:visible").all()
+            assert shown or (width, path) != (1400, "")
+            for element in shown:
+                heights = element.evaluate("e => [e.getClientRects().length, e.parentElement.scrollWidth]")
+                assert heights[0] == 1, (path, width, element.inner_text())
+                assert heights[1] <= element.evaluate("e => e.parentElement.clientWidth"), (path, width)
+    page.stop()
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
