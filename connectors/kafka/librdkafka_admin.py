@@ -143,13 +143,20 @@ class LibrdkafkaAdmin:
         if not spec_by_partition:
             return {}
         action = "requesting the offsets of partitions"
-        results = self._request(
-            action,
-            time.monotonic() + timeout,
-            self._client.list_offsets,
-            spec_by_partition,
-            isolation_level=isolation,
-        )
+        try:
+            results = self._request(
+                action,
+                time.monotonic() + timeout,
+                self._client.list_offsets,
+                spec_by_partition,
+                expected_codes={KafkaError._NOENT},
+                isolation_level=isolation,
+            )
+        except _ExpectedError as error:
+            # librdkafka knows no leader: the topic does not exist, or no broker can be reached, as this request shows.
+            with self._events.translate_errors(action):
+                self._client.list_topics(next(iter(spec_by_partition)).topic, timeout)
+            raise self._events.translate(KafkaError(KafkaError._NOENT), action) from error
         offsets = {
             TopicPartition(tp.topic, tp.partition): int(result.offset)
             for tp, result in zip(spec_by_partition, results, strict=True)

@@ -1,4 +1,4 @@
-"""Tests of a broker that hangs: it accepts connections and answers nothing, so that a poll returns nothing."""
+"""Tests of a broker that hangs or is down: a poll returns nothing, as if there were no messages."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from connectors.kafka import (
     produce,
 )
 from connectors.kafka.client import load_client
-from connectors.kafka.ports import ConsumerOptions, KafkaCluster, TopicPartition
+from connectors.kafka.ports import Consumer, ConsumerOptions, KafkaCluster, TopicPartition
 from deformer_stream.codec.encode_incidents import encode_incident
 from deformer_stream.errors import Unavailable
 from tests.conftest import make_cluster, start_broker
@@ -96,6 +96,32 @@ def test_offsets_of_a_broker_that_hangs_are_unavailable(own_broker: Any, cluster
     own_broker.resume(1)
     assert consumer.fetch_end_offsets([tp], SECONDS) == {tp: 0}
     consumer.close()
+
+
+def test_a_topic_of_a_broker_that_is_down_does_not_count_as_missing(own_broker: Any, cluster: KafkaCluster) -> None:
+    name = f"e-{uuid.uuid4().hex[:8]}"
+    ensure_topics(cluster, {name: {"num_partitions": 1}})
+    consumer = load_client(cluster).open_consumer(cluster, ConsumerOptions())
+    tp = TopicPartition(name, 0)
+    assert consumer.fetch_end_offsets([tp], SECONDS) == {tp: 0}
+    own_broker.kill(1)
+    for _ in range(2):
+        with pytest.raises(Unavailable) as caught:
+            consumer.fetch_end_offsets([tp], RESPONSE_SECONDS)
+        assert "does not exist" not in str(caught.value)
+    own_broker.start_node(1)
+    wait_until(lambda: find_end(consumer, tp) == 0, "the end offset")
+    with pytest.raises(Unavailable):
+        consumer.fetch_end_offsets([TopicPartition("no-such-topic", 0)], RESPONSE_SECONDS)
+    consumer.close()
+
+
+def find_end(consumer: Consumer, tp: TopicPartition) -> int | None:
+    """Return the end offset of a partition, None if no broker has answered."""
+    try:
+        return consumer.fetch_end_offsets([tp], RESPONSE_SECONDS)[tp]
+    except Unavailable:
+        return None
 
 
 def test_a_missing_topic_is_told_from_a_broker_that_hangs(
