@@ -142,17 +142,29 @@ class LibrdkafkaAdmin:
         spec_by_partition = {to_client_partition(tp): spec for tp in tps}
         if not spec_by_partition:
             return {}
-        results = self._request(
-            "requesting the offsets of partitions",
-            time.monotonic() + timeout,
-            self._client.list_offsets,
-            spec_by_partition,
-            isolation_level=isolation,
-        )
-        return {
+        action = "requesting the offsets of partitions"
+        try:
+            results = self._request(
+                action,
+                time.monotonic() + timeout,
+                self._client.list_offsets,
+                spec_by_partition,
+                expected_codes={KafkaError._NOENT},
+                isolation_level=isolation,
+            )
+        except _ExpectedError as error:
+            # librdkafka knows no leader: the topic does not exist, or no broker can be reached, as this request shows.
+            with self._events.translate_errors(action):
+                self._client.list_topics(next(iter(spec_by_partition)).topic, timeout)
+            raise self._events.translate(KafkaError(KafkaError._NOENT), action) from error
+        offsets = {
             TopicPartition(tp.topic, tp.partition): int(result.offset)
             for tp, result in zip(spec_by_partition, results, strict=True)
         }
+        # If a broker hangs, librdkafka returns invalid offsets, which are negative, after the time limit.
+        if any(offset < 0 for offset in offsets.values()):
+            raise self._events.make_timeout_error(action)
+        return offsets
 
     def describe_group(self, group: str, timeout: float) -> list[GroupMember]:
         """Return the members of a consumer group; none if there is no such group."""

@@ -126,6 +126,23 @@ class KafkaNextReadingLog:
             return ()
         return self._reader.poll(timeout)
 
+    def has_read_to_end(self, timeout: float) -> bool:
+        """Return whether `poll` has returned everything that the topic holds now. It sends a request.
+
+        If there is no topic, it is looked for.
+
+        Args:
+            timeout: Longest time to wait for the response in seconds, if the topic was found before.
+
+        Raises:
+            Unavailable: No broker responds.
+            ConfigError: This user may not read the topic.
+        """
+        if self._reader is None:
+            self._looked_at = None
+            self._reader = self._find_reader()
+        return self._reader is None or self._reader.has_read_to_end(timeout)
+
     def close(self) -> None:
         """Close the consumer."""
         if self._reader is not None:

@@ -45,7 +45,7 @@ class TopicReader(Generic[Message]):
         self._cluster, self._topic, self._decode = cluster, topic, decode
         self.num_skipped = 0
         self._undecoded: deque[ReceivedMessage] = deque()  # messages that were received and not decoded yet
-        tps = [TopicPartition(topic, partition) for partition in range(count_partitions(cluster, topic))]
+        tps = self._tps = [TopicPartition(topic, partition) for partition in range(count_partitions(cluster, topic))]
         self._consumer: Consumer = load_client(cluster).open_consumer(cluster, ConsumerOptions())
         try:
             first_offsets = self._consumer.fetch_first_offsets(tps, DELIVERY_SECONDS)
@@ -92,6 +92,23 @@ class TopicReader(Generic[Message]):
             if message is not None:
                 messages.append(message)
         return messages
+
+    def has_read_to_end(self, timeout: float) -> bool:
+        """Return whether `poll` has returned everything that the topic holds now. It sends a request.
+
+        Without a response, `poll` returns nothing, as if there were no new messages.
+
+        Args:
+            timeout: Longest time to wait for the response in seconds.
+
+        Raises:
+            Unavailable: No broker responds, or the topic does not exist any more.
+            ConfigError: This user may not read the topic.
+        """
+        end_offsets = self._consumer.fetch_end_offsets(self._tps, timeout)
+        return not self._undecoded and all(
+            (self._consumer.get_position(tp) or 0) >= end for tp, end in end_offsets.items()
+        )
 
     def close(self) -> None:
         """Close the consumer."""

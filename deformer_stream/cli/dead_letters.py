@@ -15,6 +15,7 @@ import click
 
 from deformer_stream.cli.examples import EXAMPLES_BY_COMMAND
 from deformer_stream.cli_utils import HELP, HelpCommand, add_debug_option, is_debugging, parse_span
+from deformer_stream.counts import format_count
 
 if TYPE_CHECKING:
     from connectors.kafka import DeadLetter, KafkaCluster, ReplayCounts
@@ -174,7 +175,7 @@ def _replay(settings: DeadLettersSettings, cluster: KafkaCluster, letters: Itera
     from connectors.kafka import LetterTranslator, send_again
 
     def report(num_sent: int) -> None:
-        click.echo(f"{num_sent:,} messages sent", err=True)
+        click.echo(f"{format_count(num_sent, 'message')} sent", err=True)
 
     translator = LetterTranslator(settings.topic, settings.get_translation(only_given=True))
     counts = send_again(cluster, letters, translator, settings.to, settings.dry_run, report)
@@ -188,15 +189,23 @@ def _replay(settings: DeadLettersSettings, cluster: KafkaCluster, letters: Itera
 
 def describe_counts(counts: ReplayCounts, is_dry_run: bool) -> str:
     """Return one line that says what was sent, and what was left out and why."""
-    text = f"{counts.sent:,} messages {'would be sent' if is_dry_run else 'were sent'} again"
+    sent = "would be sent" if is_dry_run else _choose_verb(counts.sent, "was sent", "were sent")
+    text = f"{format_count(counts.sent, 'message')} {sent} again"
     if counts.repeated:
-        text += f"; {counts.repeated:,} further dead letters are about the same messages"
+        about = _choose_verb(counts.repeated, "is about the same message", "are about the same messages")
+        text += f"; {format_count(counts.repeated, 'further dead letter')} {about}"
     if counts.incomplete:
+        verb = _choose_verb(counts.incomplete, "does", "do")
         text += (
-            f"; {counts.incomplete:,} dead letters do not hold their message, which was too large: read it at the "
-            "topic, partition and offset that `dead-letters show` prints"
+            f"; {format_count(counts.incomplete, 'dead letter')} {verb} not hold the message, which was too large: "
+            "read it at the topic, partition and offset that `dead-letters show` prints"
         )
     return "; ".join([text, *describe_problems(counts)])
+
+
+def _choose_verb(count: int, singular: str, plural: str) -> str:
+    """Return the verb that belongs to a count."""
+    return singular if count == 1 else plural
 
 
 def describe_problems(counts: ReplayCounts) -> list[str]:
@@ -205,19 +214,22 @@ def describe_problems(counts: ReplayCounts) -> list[str]:
 
     clauses = []
     if counts.foreign:
+        verb = _choose_verb(counts.foreign, "names", "name")
         clauses.append(
-            f"{counts.foreign:,} dead letters name another topic than --topic (such as "
+            f"{format_count(counts.foreign, 'dead letter')} {verb} another topic than --topic (such as "
             f"{make_printable(counts.foreign_topic)!r}), and a forged letter can name any: if it is a topic of events, "
             "give it as --topic, with --dead-letter-topic; or send all messages to one topic with --to"
         )
     if counts.untranslated:
+        verb = _choose_verb(counts.untranslated, "is", "are")
         clauses.append(
-            f"{counts.untranslated:,} messages of the bridge are rejected again ({make_printable(counts.example)}): "
-            "correct the options, such as --pattern"
+            f"{format_count(counts.untranslated, 'message')} of the bridge {verb} rejected again "
+            f"({make_printable(counts.example)}): correct the options, such as --pattern"
         )
     if counts.sparkplug:
+        kind = _choose_verb(counts.sparkplug, "is a Sparkplug message", "are Sparkplug messages")
         clauses.append(
-            f"{counts.sparkplug:,} dead letters are Sparkplug messages, which only the bridge can translate, because "
-            "they need the births of their edge node: let the node publish its birth again"
+            f"{format_count(counts.sparkplug, 'dead letter')} {kind}, which only the bridge can translate, because "
+            "that needs the births of the edge node: let the node publish its birth again"
         )
     return clauses

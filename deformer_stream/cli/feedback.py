@@ -51,6 +51,10 @@ def build_feedback() -> click.Command:
 
         log.configure(is_debugging())
         click.echo(_store(settings, incident, label))
+        if settings.maintenance and incident is None:
+            hint = _describe_unknown_device(settings, settings.maintenance)
+            if hint:
+                click.echo(hint, err=True)
 
     return feedback
 
@@ -95,12 +99,13 @@ def _store(settings: FeedbackSettings, incident: str | None, label: Label | None
     """
     import time
 
-    from connectors.kafka import KafkaFeedbackLog, KafkaIncidentLog, describe_incident_topics, ensure_topics
+    from connectors.kafka import KafkaFeedbackLog, describe_incident_topics, ensure_topics
     from deformer_stream.cli.kafka_cluster import make_cluster
     from deformer_stream.codec.alert_text import make_printable
     from deformer_stream.codec.incident_text import summarize_incident
     from deformer_stream.codec.timestamps import format_rfc3339
     from deformer_stream.incidents.events import FeedbackLabel
+    from deformer_stream.incidents.overlay import choose_seen_members
     from deformer_stream.settings.topics import name_topic
 
     cluster = make_cluster(settings)
@@ -120,12 +125,7 @@ def _store(settings: FeedbackSettings, incident: str | None, label: Label | None
         assert incident is not None  # noqa: S101 - checked by `_check_arguments`
         assert label is not None  # noqa: S101
         with ExitStack() as cleanup:
-            reader = registry_clients.make_output_reader(
-                registry_clients.open_registry(settings, registry_clients.REGISTRY_PATIENCE, cleanup)
-            )
-            incidents = KafkaIncidentLog(cluster, incidents_topic, reader)
-            cleanup.callback(incidents.close)
-            found = find_incident(incidents, incident)
+            found = find_incident(_open_incident_log(settings, cleanup), incident)
         draft = FeedbackLabel(
             label,
             now,
@@ -133,6 +133,7 @@ def _store(settings: FeedbackSettings, incident: str | None, label: Label | None
             name=settings.name,
             severity=found.severity,
             num_reopened=found.num_reopened,
+            members=None if label == TAKE_BACK else choose_seen_members(found),
         )
         made = _complete_label(settings, draft)
         text = f"{found.id} {summarize_incident(found)}: {label}"
@@ -152,8 +153,71 @@ def _store(settings: FeedbackSettings, incident: str | None, label: Label | None
     return text
 
 
+def _open_incident_log(settings: FeedbackSettings, cleanup: ExitStack) -> IncidentLog:
+    """Return the log of incidents.
+
+    Args:
+        settings: Options of the command.
+        cleanup: An exit stack, to which the functions that close the connections are added.
+
+    Raises:
+        ConfigError: This user may not read it.
+        Unavailable: No broker responds, or the topic does not exist.
+    """
+    from connectors.kafka import KafkaIncidentLog
+    from deformer_stream.cli.kafka_cluster import make_cluster
+    from deformer_stream.settings.topics import name_topic
+
+    registry = registry_clients.open_registry(settings, registry_clients.REGISTRY_PATIENCE, cleanup)
+    topic = name_topic(settings.incidents_topic, settings.topic, "incidents")
+    incidents = KafkaIncidentLog(make_cluster(settings), topic, registry_clients.make_output_reader(registry))
+    cleanup.callback(incidents.close)
+    return incidents
+
+
+def _describe_unknown_device(settings: FeedbackSettings, device: str) -> str:
+    """Return a hint if the log has no incident of the device of a maintenance window: its name may be misspelt.
+
+    It is only a hint, because a device that runs well has no incident either. It is "" if there is an incident, or if
+    the log cannot be read.
+    """
+    from deformer_stream.errors import DeformerError
+
+    with ExitStack() as cleanup:
+        try:
+            return describe_unknown_device(_open_incident_log(settings, cleanup), device)
+        except DeformerError:  # the window is stored, and the hint is not necessary
+            return ""
+
+
+def describe_unknown_device(incidents: IncidentLog, device: str) -> str:
+    """Return a hint with similar names if a log has no incident of a device, "" if it has one.
+
+    Args:
+        incidents: The log of incidents, which is read to its end.
+        device: The device.
+
+    Raises:
+        Unavailable: The log cannot be read.
+    """
+    import difflib
+
+    from deformer_stream.codec.alert_text import make_printable
+    from deformer_stream.runtime.existing_messages import read_existing
+
+    devices = {message.device for message in read_existing(incidents) if message.device}
+    if device in devices:
+        return ""
+    similar = difflib.get_close_matches(device, sorted(devices), 3)
+    names = f" (there are incidents of {', '.join(map(make_printable, similar))})" if similar else ""
+    return (
+        f"hint: the window is stored, but there is no incident of {make_printable(device)} yet. If the device has sent "
+        f"nothing so far, check its name{names}"
+    )
+
+
 def find_incident(incidents: IncidentLog, prefix: str) -> Incident:
-    """Return the incident whose id is `prefix` or begins with it.
+    """Return the incident whose id is `prefix` or begins with it; a fleet incident with all its members.
 
     Args:
         incidents: The log of incidents, which is read to its end.
@@ -164,14 +228,26 @@ def find_incident(incidents: IncidentLog, prefix: str) -> Incident:
         Unavailable: The log cannot be read.
     """
     from deformer_stream.errors import InputError
+    from deformer_stream.incidents.overlay import Overlay
     from deformer_stream.runtime.existing_messages import read_existing
 
-    incident_by_id = {message.id: message for message in read_existing(incidents) if message.id.startswith(prefix)}
+    overlay = Overlay()
+    incident_by_id: dict[str, Incident] = {}
+    for message in read_existing(incidents):
+        overlay.add_incident(message)
+        if message.id.startswith(prefix):
+            incident_by_id[message.id] = message
     if prefix in incident_by_id:
-        return incident_by_id[prefix]
-    found = list(incident_by_id.values()) if len(prefix) >= MIN_PREFIX_CHARS else []
+        return overlay.complete(incident_by_id[prefix])
+    found = list(incident_by_id.values())
+    if found and len(prefix) < MIN_PREFIX_CHARS:
+        beginning = "an incident begins" if len(found) == 1 else f"{len(found):,} incidents begin"
+        raise InputError(
+            f"{beginning} with {prefix!r}, but that is too short to name one: give at least its first "
+            f"{MIN_PREFIX_CHARS} characters"
+        )
     if len(found) == 1:
-        return found[0]
+        return overlay.complete(found[0])
     if found:
         raise InputError(f"{len(found)} incidents begin with {prefix!r}: give more characters of the id")
     raise InputError(f"there is no incident {prefix!r}: check the id and --topic")

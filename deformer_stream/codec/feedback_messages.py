@@ -94,6 +94,7 @@ class _LabelJson(msgspec.Struct, frozen=True):
     record: _Text | None = None
     severity: _Count | None = None
     reopened: _Count | None = None
+    members: tuple[MessageId, ...] | None = None
 
 
 _DECODER = msgspec.json.Decoder(_LabelJson)
@@ -110,6 +111,7 @@ def _to_document(label: FeedbackLabel) -> dict[str, Any]:
         "record": label.record,
         "severity": label.severity,
         "reopened": label.num_reopened,
+        "members": None if label.members is None else list(label.members),
         "label": label.label,
         "name": label.name or None,
         "by": label.by,
@@ -171,4 +173,5 @@ def _from_message(message: _LabelJson) -> FeedbackLabel:
         record=message.record,
         severity=message.severity,
         num_reopened=message.reopened,
+        members=message.members,
     )

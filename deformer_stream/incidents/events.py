@@ -324,7 +324,8 @@ class FeedbackLabel:
     """A label that a person has given to an incident, a device or a record: a message of `TOPIC-feedback`.
 
     If an incident or a record has several labels, the latest one is valid. A label covers what the person has seen: it
-    does not silence an incident that is reopened later, or whose severity rises (`overlay`).
+    does not silence an incident that is reopened later, whose severity rises, or which gets further members
+    (`overlay`).
 
     Attributes:
         label: "true" for a real fault, "false-alarm", "maintenance", or "cleared" to take an earlier label back.
@@ -339,6 +340,7 @@ class FeedbackLabel:
         record: Id of a record that was offered for review, None otherwise.
         severity: Severity that the incident had when the person saw it, None if unknown.
         num_reopened: How often the incident had been reopened then, None if unknown.
+        members: Ids of the members that a fleet incident had then. None if unknown, and for other incidents.
         id: Hash of the other fields, so that a label that is sent twice counts once. It is "" before
             `codec.feedback_messages.add_id` has checked the label.
     """
@@ -355,4 +357,5 @@ class FeedbackLabel:
     record: str | None = None
     severity: int | None = None
     num_reopened: int | None = None
+    members: tuple[str, ...] | None = None
     id: str = ""

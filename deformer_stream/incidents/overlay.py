@@ -4,9 +4,11 @@ Labels never enter the detection: the log of incidents stays a function of the l
 changes only how an incident is presented, and can be taken back.
 
 - Label of an incident. "false-alarm" and "maintenance" silence it. A label covers what the person has seen: if the
-  incident is reopened afterwards, or its severity rises, it is not silenced any more. It is then sent again, and shown
-  with its label. A label that states neither (`FeedbackLabel.severity`, `num_reopened`) covers the incident for ever.
-- Label of a fleet incident. Its members have it, too, unless they have a label of their own.
+  incident is reopened afterwards, its severity rises, or further devices join it, it is not silenced any more. It is
+  then sent again, and shown with its label. A label that states none of these (`FeedbackLabel.severity`,
+  `num_reopened` and `members`) covers the incident for ever.
+- Label of a fleet incident. The members that it lists have it, too, unless they have a label of their own. Devices that
+  join later have none, because nobody has seen them. A label without a list is that of all members.
 - Maintenance window of a device. It silences an incident that has opened in it, as long as its last record is in a
   window. A fleet incident is silenced while all of its devices are in windows at its last record.
 - Members of a fleet incident. Receivers are notified of the fleet incident in their place.
@@ -35,7 +37,9 @@ class Presentation:
         silenced: Why receivers are not notified of the incident, None if they are. "fleet" occurs only for receivers.
         cause: What has last changed whether the incident is silenced: the id of a label, with a suffix if its effect
             has ended; "" if nothing has.
-        is_outdated: Whether the incident was reopened, or its severity has risen, since a label that had silenced it.
+        is_outdated: Whether the incident was reopened, its severity has risen, or devices have joined it, since a label
+            that had silenced it.
+        num_new_members: Number of members of a fleet incident that have joined since the valid label.
     """
 
     label: IncidentLabel | None = None
@@ -43,10 +47,15 @@ class Presentation:
     silenced: SilenceReason | None = None
     cause: str = ""
     is_outdated: bool = False
+    num_new_members: int = 0
 
 
 _SILENCE_BY_LABEL: dict[IncidentLabel, SilenceReason] = {"false-alarm": "false-alarm", "maintenance": "maintenance"}
 """The labels that silence an incident."""
+
+MAX_LABEL_MEMBERS = 700
+"""Largest number of members that a label lists, so that its message has at most 64 KiB. The label of a fleet incident
+with more members covers all that join later, too."""
 
 
 class Overlay:
@@ -59,6 +68,8 @@ class Overlay:
     def __init__(self, labels: Iterable[FeedbackLabel] = ()) -> None:
         self._labels_by_incident: dict[str, dict[str, FeedbackLabel]] = {}
         self._windows_by_device: dict[str, dict[str, FeedbackLabel]] = {}
+        self._parent_by_member: dict[str, str] = {}
+        self._device_by_member_by_fleet: dict[str, dict[str, str]] = {}  # in the order in which they have joined
         for label in labels:
             self.add(label)
 
@@ -69,8 +80,46 @@ class Overlay:
         elif label.device is not None:
             self._windows_by_device.setdefault(label.device, {})[label.id] = label
 
+    def add_incident(self, incident: Incident) -> bool:
+        """Store to which fleet incident an incident belongs by its last message, and return whether that has changed.
+
+        The messages of a fleet incident are rarer than those of its members. So it has further members from the moment
+        on at which their messages name it.
+        """
+        earlier = self._parent_by_member.get(incident.id)
+        if incident.kind == "fleet" or incident.parent == earlier:
+            return False
+        if earlier is not None:
+            del self._parent_by_member[incident.id], self._device_by_member_by_fleet[earlier][incident.id]
+        if incident.parent is not None:
+            self._parent_by_member[incident.id] = incident.parent
+            self._device_by_member_by_fleet.setdefault(incident.parent, {})[incident.id] = incident.device
+        return True
+
+    def list_members(self, incident_id: str) -> tuple[str, ...]:
+        """Return the ids of the incidents of `add_incident` that belong to a fleet incident."""
+        return tuple(self._device_by_member_by_fleet.get(incident_id, ()))
+
+    def complete(self, incident: Incident) -> Incident:
+        """Return a fleet incident with the members that its last message does not list yet, in the order of joining."""
+        device_by_member = self._device_by_member_by_fleet.get(incident.id)
+        if not device_by_member:
+            return incident
+        listed = set(incident.members)
+        added = {member: device for member, device in device_by_member.items() if member not in listed}
+        if not added:
+            return incident
+        # A message that was too large does not list the devices of all its members. Then they stay unknown.
+        has_devices = len(incident.devices) == len(incident.members)
+        return replace(
+            incident,
+            members=(*incident.members, *added),
+            devices=(*incident.devices, *added.values()) if has_devices else incident.devices,
+        )
+
     def present(self, incident: Incident) -> Presentation:
         """Return how an incident is presented: its label, and whether it is silenced."""
+        incident = self.complete(incident)
         window, covers_last = self._find_silencing_window(incident)
         silenced_by_window: SilenceReason | None = "maintenance" if covers_last else None
         cause = "" if window is None else window.id if covers_last else f"{window.id}:ended"
@@ -89,6 +138,7 @@ class Overlay:
                 silenced=silenced,
                 cause=cause if has_changed else presentation.cause,
                 is_outdated=is_outdated,
+                num_new_members=0 if given is None else _count_new_members(label, incident),
             )
         return presentation
 
@@ -114,7 +164,12 @@ class Overlay:
         if incident.parent is None or has_own:
             return labels
         of_fleet = _sort_by_time(self._labels_by_incident.get(incident.parent, {}).values())
-        return [label for label in of_fleet if clearing is None or _is_older(clearing, label)] or labels
+        return [
+            label
+            for label in of_fleet
+            if (clearing is None or _is_older(clearing, label))
+            and (label.members is None or incident.id in label.members)
+        ] or labels
 
     def _find_silencing_window(self, incident: Incident) -> tuple[FeedbackLabel | None, bool]:
         """Return the maintenance window in which an incident has opened, and whether its last record is in one, too.
@@ -178,13 +233,36 @@ def takes_back(label: FeedbackLabel, window: FeedbackLabel, labels: Collection[F
 def _covers(label: FeedbackLabel, incident: Incident) -> bool:
     """Return whether a person has seen the incident in its present state when giving the label.
 
-    The label of a fleet incident covers its members, because the state of the fleet incident is not known here.
+    The label of a fleet incident covers a member, because the state of the fleet incident is not known here.
     """
     if label.incident != incident.id:
         return True
     is_reopened = label.num_reopened is not None and incident.num_reopened > label.num_reopened
     has_risen = label.severity is not None and incident.severity > label.severity
-    return not is_reopened and not has_risen
+    return not is_reopened and not has_risen and not _count_new_members(label, incident)
+
+
+def _count_new_members(label: FeedbackLabel, incident: Incident) -> int:
+    """Return the number of members of a fleet incident that a label of it does not list, 0 if it lists none at all."""
+    if label.members is None or label.incident != incident.id:
+        return 0
+    return len(set(incident.members).difference(label.members))
+
+
+def choose_seen_members(incident: Incident, num_seen: int | None = None) -> tuple[str, ...] | None:
+    """Return the members of an incident that a label of it lists: those that the person has seen.
+
+    Args:
+        incident: The incident, with all its members (`Overlay.complete`).
+        num_seen: Number of members that the person has seen, the first ones to join. None for all.
+
+    Returns:
+        Their ids. None if it is no fleet incident, or if there are more than `MAX_LABEL_MEMBERS`.
+    """
+    if incident.kind != "fleet":
+        return None
+    seen = incident.members[:num_seen]
+    return seen if len(seen) <= MAX_LABEL_MEMBERS else None
 
 
 def _is_older(label: FeedbackLabel, other: FeedbackLabel) -> bool:

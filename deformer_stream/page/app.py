@@ -33,6 +33,7 @@ from deformer_stream.errors import InputError, Unavailable
 from deformer_stream.feedback_labels import LABELS, Label
 from deformer_stream.incidents.device import WHOLE_STREAM
 from deformer_stream.incidents.events import FeedbackLabel
+from deformer_stream.incidents.overlay import choose_seen_members
 from deformer_stream.page import views
 from deformer_stream.page.followers import LogFollower
 from deformer_stream.page.live import ChangeNotifier
@@ -290,7 +291,8 @@ class Page:
     def show_state(self, request: Request) -> Response:
         """Show the state of the system: logs, model, calibration, budget and processes."""
         session = self.get_session(request)
-        return self.respond(request, "state.html", self.system_state.describe(self.make_clock()), session=session)
+        context = {**self.system_state.describe(self.make_clock()), **views.count_open(self.open_rows)}
+        return self.respond(request, "state.html", context, session=session)
 
     def show_status(self, request: Request) -> Response:
         """Show only the parts that all pages have, for pages that do not update themselves otherwise."""
@@ -315,6 +317,9 @@ class Page:
                 note=entered["note"],
                 severity=_read_count(form, "severity", incident.severity),
                 num_reopened=_read_count(form, "reopened", incident.num_reopened),
+                members=None
+                if label == "cleared"
+                else choose_seen_members(incident, _read_count(form, "members", len(incident.members))),
             )
 
         path = f"/incidents/{quote(request.path_params['incident_id'])}"

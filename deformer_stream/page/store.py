@@ -10,7 +10,7 @@ import threading
 import time
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from types import MappingProxyType
@@ -178,7 +178,6 @@ class IncidentStore:
         self._version_by_id: dict[str, int] = {}
         self._order: list[tuple[int, str]] = []  # (time of opening, id) of all incidents, ascending
         self._open_ids: set[str] = set()
-        self._member_ids_by_fleet: dict[str, set[str]] = {}
         self._order_by_device: dict[str, list[tuple[int, str]]] = {}  # in order of opening
         self._overlay = Overlay()
         self._label_ids: set[str] = set()
@@ -203,10 +202,13 @@ class IncidentStore:
         last_by_id = {incident.id: incident for incident in incidents}
         entries = [_make_entry(incident) for incident in last_by_id.values()]  # compressed without the lock
         with self._lock:
+            changed = set(last_by_id)
             for entry in entries:
                 self._add_entry(entry)
+                if self._overlay.add_incident(entry.summary) and entry.summary.parent is not None:
+                    changed.add(entry.summary.parent)  # it has a further member
             self._drop_oldest()
-            self._set_changed(last_by_id)
+            self._set_changed(changed)
         self._notify()
 
     def add_labels(self, labels: Sequence[FeedbackLabel]) -> None:
@@ -286,18 +288,11 @@ class IncidentStore:
         insort(self._order_by_device.setdefault(incident.device, []), (incident.opened, incident.id))
         if incident.state != "resolved":
             self._open_ids.add(incident.id)
-        if incident.parent is not None:
-            self._member_ids_by_fleet.setdefault(incident.parent, set()).add(incident.id)
 
     def _remove_from_indexes(self, incident: Incident) -> None:
         """Remove an incident from all indexes."""
         del self._order[bisect_left(self._order, (incident.opened, incident.id))]
         self._open_ids.discard(incident.id)
-        if incident.parent is not None:
-            members = self._member_ids_by_fleet[incident.parent]
-            members.discard(incident.id)
-            if not members:
-                del self._member_ids_by_fleet[incident.parent]
         order = self._order_by_device[incident.device]
         del order[bisect_left(order, (incident.opened, incident.id))]
         if not order:
@@ -316,7 +311,7 @@ class IncidentStore:
             self._version_by_id.pop(incident_id, None)
         self._num_dropped += len(dropped)
 
-    def _set_changed(self, incident_ids: Sequence[str] | dict[str, Incident]) -> None:
+    def _set_changed(self, incident_ids: Iterable[str]) -> None:
         """Count a change of the given incidents."""
         self._version += 1
         self._incidents_version = self._version
@@ -419,16 +414,16 @@ class IncidentStore:
             return None if entry is None else self._show(entry.summary)
 
     def _show(self, incident: Incident) -> ShownIncident:
-        """Return an incident with its label. A fleet incident has the present numbers of its members.
+        """Return an incident with its label. A fleet incident has all its members and their present numbers.
 
         Messages about it are rarer than those about its members, so that its own numbers can be a minute old. They
         have no timeline, so it gets the largest evidence of its members over time.
         """
         presentation = self._overlay.present(incident)
         if incident.kind == "fleet":
-            ids = {*incident.members, *self._member_ids_by_fleet.get(incident.id, ())}
-            members = [self._entry_by_id[id_].summary for id_ in ids if id_ in self._entry_by_id]
-            if members and len(members) == len(ids):  # none of them was dropped
+            incident = self._overlay.complete(incident)
+            members = [self._entry_by_id[id_].summary for id_ in incident.members if id_ in self._entry_by_id]
+            if members and len(members) == len(incident.members):  # none of them was dropped
                 incident = replace(
                     incident,
                     timeline=_merge_timelines(members),
@@ -463,7 +458,7 @@ class IncidentStore:
             if incident is not None:
                 entry = self._entry_by_id.get(incident)
                 parent = None if entry is None else entry.summary.parent
-                related = self._member_ids_by_fleet.get(incident, set()) | ({parent} if parent is not None else set())
+                related = {*self._overlay.list_members(incident), *([] if parent is None else [parent])}
             subjects = [(incident, record, device), *((id_, None, None) for id_ in related)]
             times = [self._label_time_by_subject.get(subject, 0) for subject in subjects]
         return max(self.now(), max(times) + 1)

@@ -30,13 +30,12 @@ TEXT_BY_LABEL = {
 
 
 TEXT_BY_RESOLUTION = {
-    "quiet": "quiet since",
     "silent": "its device sends nothing",
     "model-changed": "another model scores the records now",
     "plan-changed": "the options or the model of the detection have changed",
     "state-lost": "the state of the detection was lost",
 }
-"""Why incidents were resolved, as it is shown."""
+"""Why incidents were resolved, as it is shown, if it was not because of quiet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,17 +132,11 @@ def format_device(device: str) -> str:
     return WHOLE_STREAM_NAME if device == WHOLE_STREAM else device
 
 
-def name_incident(incident: Incident, num_listed: int = 0) -> str:
-    """Return the name of an incident: its device, or the group and the number of devices of a fleet incident.
-
-    Args:
-        incident: The incident.
-        num_listed: Number of members that a list shows. It may have a member that the last message of the fleet
-            incident does not have yet.
-    """
+def name_incident(incident: Incident) -> str:
+    """Return the name of an incident: its device, or the group and the number of devices of a fleet incident."""
     if incident.kind == "fleet":
         group = f" of {incident.group}" if incident.group else ""
-        return f"{max(len(incident.members), num_listed)} devices{group}"
+        return f"{len(incident.members)} devices{group}"
     return format_device(incident.device)
 
 
@@ -180,9 +173,18 @@ def describe_cap(incident: Incident) -> str:
 
 
 def describe_resolution(incident: Incident) -> str:
-    """Return why an incident was resolved, with a comma before it; "" if it is not known."""
-    text = TEXT_BY_RESOLUTION.get(incident.resolution or "")
-    return f", {text}" if text else ""
+    """Return why an incident was resolved, such as "after 6 min of quiet"; "" if it is not known."""
+    if incident.resolution == "quiet" and incident.resolved is not None:
+        return f"after {format_elapsed_time(incident.resolved - incident.last)} of quiet"
+    return TEXT_BY_RESOLUTION.get(incident.resolution or "", "")
+
+
+def format_length(incident: Incident) -> str:
+    """Return how long an incident lasted: from its first to its last unusual record, without the quiet time after it.
+
+    An incident of one record has no duration.
+    """
+    return "one record" if incident.num_records == 1 else format_elapsed_time(incident.last - incident.opened)
 
 
 def describe_silencing(incident: Incident) -> str:

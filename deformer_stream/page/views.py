@@ -103,6 +103,7 @@ def make_environment() -> Environment:
         describe_cap=texts.describe_cap,
         describe_resolution=texts.describe_resolution,
         device=texts.format_device,
+        length_text=texts.format_length,
         duration=format_elapsed_time,
         evidence=texts.format_evidence,
         number=format_number,
@@ -176,6 +177,15 @@ class OpenRows:
         return arranged[1], arranged[2]
 
 
+def count_open(open_rows: OpenRows) -> dict[str, Any]:
+    """Return how many open incidents are below fleet incidents, and how many others are silenced."""
+    rows, silenced = open_rows.get()
+    return {
+        "num_members": sum(len(row.members) + row.num_more_members for row in (*rows, *silenced)),
+        "num_silenced": len(silenced),
+    }
+
+
 def make_open_context(store: IncidentStore, open_rows: OpenRows) -> dict[str, Any]:
     """Return the content of the page of open incidents."""
     rows, silenced = open_rows.get()
@@ -196,7 +206,9 @@ def make_incident_context(store: IncidentStore, shown: ShownIncident, clock: Clo
     """Return the content of the page of an incident."""
     incident = shown.incident
     suspects, other_suspects = _make_suspects(incident, clock)
-    related = {member: store.get_summary(member) for member in incident.members[:PAGE_SIZE]}
+    related = {
+        member: store.get_summary(member) for member in incident.members[::-1][:PAGE_SIZE]
+    }  # the last to join first
     return {
         "shown": shown,
         "incident": incident,

@@ -107,6 +107,7 @@ class OpenIncidentMetrics:
     def update(self, incidents: Iterable[Incident], labels: Iterable[FeedbackLabel]) -> None:
         """Add messages of the log of incidents, and labels, in the order in which they were read."""
         for incident in incidents:
+            self._overlay.add_incident(incident)
             if incident.state == "resolved":
                 self._incident_by_id.pop(incident.id, None)
             else:

@@ -25,6 +25,18 @@ class IncidentLog(Protocol):
     def is_caught_up(self) -> bool:
         """Whether `poll` has returned everything that the log held when it was opened."""
 
+    def has_read_to_end(self, timeout: float) -> bool:
+        """Request whether `poll` has returned everything that the log holds now.
+
+        A poll without messages does not show that the log can be read.
+
+        Args:
+            timeout: Longest time to wait for the response in seconds.
+
+        Raises:
+            Unavailable: The log does not respond.
+        """
+
     def close(self) -> None:
         """Release the reader's resources."""
 
@@ -46,6 +58,18 @@ class FeedbackLog(Protocol):
     def is_caught_up(self) -> bool:
         """Whether `poll` has returned everything that the log held when it was opened."""
 
+    def has_read_to_end(self, timeout: float) -> bool:
+        """Request whether `poll` has returned everything that the log holds now.
+
+        A poll without messages does not show that the log can be read.
+
+        Args:
+            timeout: Longest time to wait for the response in seconds.
+
+        Raises:
+            Unavailable: The log does not respond.
+        """
+
     def close(self) -> None:
         """Release the log's resources."""
 
@@ -63,6 +87,18 @@ class NextReadingLog(Protocol):
     @property
     def is_caught_up(self) -> bool:
         """Whether `poll` has returned everything that the log held when it was opened."""
+
+    def has_read_to_end(self, timeout: float) -> bool:
+        """Request whether `poll` has returned everything that the log holds now.
+
+        A poll without messages does not show that the log can be read.
+
+        Args:
+            timeout: Longest time to wait for the response in seconds.
+
+        Raises:
+            Unavailable: The log does not respond.
+        """
 
     def close(self) -> None:
         """Release the log's resources."""

@@ -42,6 +42,10 @@ class _MemoryLog(Generic[Message]):
         with self._changed:
             return self._num_read == len(self._messages)
 
+    def has_read_to_end(self, timeout: float) -> bool:
+        """Return whether `poll` has returned all messages."""
+        return self.is_caught_up
+
     def close(self) -> None:
         """Do nothing; the messages stay readable."""
 

@@ -170,9 +170,13 @@ class Backlog:
             _apply_progress(entry, progress)
         elif not self._has_started:
             self._set_state_at_start(entry, progress)
+        has_joined = self._overlay.add_incident(incident)
         if self._has_started:
             entry.due = now  # a refused notification is tried again if the incident has changed
             self._refresh(entry, now)
+            fleet = self._entry_by_id.get(incident.parent or "") if has_joined else None
+            if fleet is not None:  # a label of it may not cover this member
+                self._refresh(fleet, now)
 
     def _set_state_at_start(self, entry: Entry, progress: DeliveryProgress | None) -> None:
         """Set the state at the receiver of an incident whose last message is after the position of the progress.
@@ -239,7 +243,7 @@ class Backlog:
     def make_notification(self, entry: Entry) -> Notification:
         """Return the notification of an incident: the pending one, or else its present state once more."""
         action: Action = entry.pending or "update"
-        incident = entry.incident
+        incident = self._overlay.complete(entry.incident)
         presentation = self._overlay.present_to_receivers(incident)
         if action != "resolve" and incident.state == "resolved":
             # It was resolved before its opening was sent. A receiver that reads only the body must see it open.

@@ -117,20 +117,18 @@ def test_letters_of_the_bridge_are_translated_with_the_given_options(monkeypatch
     pattern = b'{"pattern":"plant/{device}/{feature}"}'
     letters = [replace(BRIDGE_LETTER, value=b"1.5", translation=pattern)]
     words = ("replay", "--dry-run", "--pattern", "{device}/{feature}")
-    assert run(monkeypatch, *words, letters=letters) == "1 messages would be sent again\n"
+    assert run(monkeypatch, *words, letters=letters) == "1 message would be sent again\n"
     partly = [*letters, replace(BRIDGE_LETTER, topic="alone")]
     text = run(monkeypatch, *words, letters=partly)
-    assert text.startswith(
-        "1 messages would be sent again; 1 messages of the bridge are rejected again (unknown_topic: "
-    )
+    assert text.startswith("1 message would be sent again; 1 message of the bridge is rejected again (unknown_topic: ")
 
 
 @pytest.mark.parametrize(
     ("letter", "cause"),
     [
-        (BRIDGE_LETTER, "1 messages of the bridge are rejected again (not_json"),
-        (replace(BRIDGE_LETTER, topic="spBv1.0/plant/NDATA/line"), "1 dead letters are Sparkplug messages"),
-        (make_letter("late", topic="other\x1b"), "1 dead letters name another topic than --topic (such as "),
+        (BRIDGE_LETTER, "1 message of the bridge is rejected again (not_json"),
+        (replace(BRIDGE_LETTER, topic="spBv1.0/plant/NDATA/line"), "1 dead letter is a Sparkplug message, "),
+        (make_letter("late", topic="other\x1b"), "1 dead letter names another topic than --topic (such as "),
     ],
 )
 def test_replay_that_can_send_nothing_fails(letter: DeadLetter, cause: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,7 +148,12 @@ def test_pattern_that_is_not_valid_is_refused(monkeypatch: pytest.MonkeyPatch) -
 def test_counts_are_described() -> None:
     assert describe_counts(ReplayCounts(1204), is_dry_run=True) == "1,204 messages would be sent again"
     text = describe_counts(ReplayCounts(2, repeated=1, incomplete=3), is_dry_run=False)
-    assert text.startswith("2 messages were sent again; 1 further dead letters are about the same messages; 3 dead ")
+    assert text.startswith("2 messages were sent again; 1 further dead letter is about the same message; 3 dead ")
+    text = describe_counts(ReplayCounts(1, repeated=2, incomplete=1), is_dry_run=False)
+    assert text.startswith(
+        "1 message was sent again; 2 further dead letters are about the same messages; 1 dead letter "
+    )
+    assert "1 dead letter does not hold the message" in text
     assert "4 dead letters are Sparkplug" in describe_counts(ReplayCounts(2, sparkplug=4), is_dry_run=False)
 
 

@@ -34,6 +34,7 @@ LABELS = st.builds(
     note=st.text(st.characters(codec="utf-8"), max_size=2000),
     severity=st.none() | st.integers(0, 3),
     num_reopened=st.none() | st.integers(0, 9),
+    members=st.none() | st.lists(st.sampled_from([INCIDENT, "0" * 32, "x"]), max_size=3).map(tuple),
 )
 
 
@@ -65,6 +66,8 @@ def test_id_depends_on_all_other_fields_and_on_nothing_else() -> None:
         make_label("true", 5, by="ada", incident=INCIDENT, note="leak"),
         make_label("true", 5, by="ada", incident=INCIDENT, severity=1),
         make_label("true", 5, by="ada", incident=INCIDENT, num_reopened=1),
+        make_label("true", 5, by="ada", incident=INCIDENT, members=()),
+        make_label("true", 5, by="ada", incident=INCIDENT, members=(INCIDENT,)),
         make_label("true", 5, by="ada", record=INCIDENT),
         make_window(),
         make_window(start=2),

@@ -538,6 +538,59 @@ def test_incidents_that_are_silenced_are_sent_after_a_restart_if_they_are_not_si
     assert len(delivery.receiver.accepted) == count
 
 
+@pytest.mark.parametrize("is_restarted", [False, True])
+def test_devices_that_join_a_labelled_fleet_incident_open_it_again(is_restarted: bool) -> None:
+    """A restart sends nothing again, and what follows from the logs does not depend on it."""
+    fleet = make_fleet_incident(9, [make_incident(number, device=f"pump-{number}") for number in range(3)])
+    members = [
+        replace(make_incident(number, state="updated", device=f"pump-{number}"), parent=fleet.id) for number in range(5)
+    ]
+    delivery = Delivery()
+
+    def proceed() -> None:
+        delivery.run(2.0)  # the progress is stored after a second
+        if is_restarted:
+            delivery.start()
+            delivery.run()
+
+    for incident in (*members[:3], fleet):
+        delivery.topic.append(incident)
+    proceed()
+    delivery.add_label("false-alarm", fleet, 1, severity=3, num_reopened=0, members=fleet.members)
+    proceed()
+    assert delivery.receiver.list_actions() == ["open", "resolve"]
+    delivery.topic.append(members[3])
+    proceed()
+    assert delivery.receiver.list_actions() == ["open", "resolve", "open"]
+    opened = delivery.receiver.accepted[-1]
+    assert (opened.incident.id, opened.incident.members) == (fleet.id, tuple(one.id for one in members[:4]))
+    assert opened.incident.devices == tuple(one.device for one in members[:4])
+    assert opened.presentation.num_new_members == 1
+    delivery.topic.append(members[4])
+    delivery.topic.append(replace(fleet, revision=2, members=tuple(one.id for one in members)))
+    proceed()
+    assert delivery.receiver.list_actions() == ["open", "resolve", "open"], "it is open already"
+    delivery.add_label("maintenance", fleet, 2, severity=3, num_reopened=0, members=tuple(one.id for one in members))
+    proceed()
+    assert delivery.receiver.list_actions() == ["open", "resolve", "open", "resolve"]
+    assert len({notification.key for notification in delivery.receiver.accepted}) == 4
+
+
+def test_a_fleet_incident_that_is_resolved_before_its_new_member_is_listed_is_sent() -> None:
+    fleet = make_fleet_incident(9, [make_incident(number, device=f"pump-{number}") for number in range(3)])
+    delivery = Delivery()
+    delivery.topic.append(fleet)
+    delivery.run()
+    delivery.add_label("false-alarm", fleet, 1, severity=3, num_reopened=0, members=fleet.members)
+    delivery.run()
+    late = make_incident(4, device="pump-4")
+    delivery.topic.append(
+        replace(fleet, revision=2, members=(*fleet.members, late.id), state="resolved", resolved=fleet.last)
+    )
+    delivery.run()
+    assert delivery.receiver.list_actions() == ["open", "resolve", "open", "resolve"]
+
+
 def test_members_of_fleet_incidents_need_no_place_in_the_progress() -> None:
     delivery = Delivery()
     delivery.run()

@@ -7,8 +7,9 @@ from dataclasses import replace
 
 import pytest
 
+from deformer_stream.codec.feedback_messages import decode_label, encode_label
 from deformer_stream.incidents.events import FeedbackLabel
-from deformer_stream.incidents.overlay import Overlay, Presentation
+from deformer_stream.incidents.overlay import MAX_LABEL_MEMBERS, Overlay, Presentation, choose_seen_members
 from tests.incidents.examples import MINUTE, make_fleet_incident, make_incident, make_label
 
 INCIDENT = replace(make_incident(0), last=make_incident(0).opened)
@@ -153,6 +154,89 @@ def test_the_label_of_a_fleet_incident_that_was_taken_back_for_a_member_stays_so
     later = make_label("maintenance", 9, incident=FLEET.id)
     overlay.add(later)
     assert overlay.present(member) == Presentation("maintenance", None, "maintenance", later.id)
+
+
+LATER = replace(make_incident(0, device="d"), id="d" * 32, parent=FLEET.id)
+"""An incident that joins the fleet incident later."""
+
+
+@pytest.mark.parametrize("label", ["false-alarm", "maintenance"])
+@pytest.mark.parametrize("is_listed", [True, False])
+def test_the_label_of_a_fleet_incident_covers_the_members_that_it_lists(label: str, is_listed: bool) -> None:
+    """A new member is known by its own message, before the last message of the fleet incident lists it."""
+    seen = {"severity": FLEET.severity, "num_reopened": 0, "members": choose_seen_members(FLEET)}
+    first = make_label(label, 1, incident=FLEET.id, **seen)  # type: ignore[arg-type]
+    overlay = Overlay([first])
+    for member in MEMBERS:
+        overlay.add_incident(member)
+    assert overlay.present(FLEET) == Presentation(label, None, label, first.id)  # type: ignore[arg-type]
+    assert {overlay.present(member).silenced for member in MEMBERS} == {label}
+    assert overlay.present_to_receivers(LATER).silenced == "fleet", "the fleet incident is sent in its place"
+    assert overlay.add_incident(LATER)
+    assert not overlay.add_incident(replace(LATER, num_records=99)), "nothing has joined"
+    fleet = FLEET if not is_listed else replace(FLEET, members=(*FLEET.members, LATER.id), devices=tuple("abcd"))
+    shown = overlay.present(fleet)
+    assert (shown.label, shown.silenced, shown.is_outdated, shown.num_new_members) == (label, None, True, 1)
+    assert shown.cause not in ("", first.id), "receivers get the opening with a key of its own"
+    assert overlay.present(LATER) == Presentation(), "nobody has seen it"
+    assert {overlay.present(member).silenced for member in MEMBERS} == {label}
+    assert overlay.complete(fleet).members == (*FLEET.members, LATER.id)
+    assert overlay.complete(fleet).devices == ("a", "b", "c", "d")
+    again = make_label(label, 2, incident=FLEET.id, **{**seen, "members": overlay.complete(fleet).members})  # type: ignore[arg-type]
+    overlay.add(again)
+    assert overlay.present(fleet) == Presentation(label, None, label, again.id)  # type: ignore[arg-type]
+    assert overlay.present(LATER).silenced == label
+    overlay.add(make_label("cleared", 3, incident=FLEET.id))
+    assert overlay.present(LATER).label is overlay.present(MEMBERS[0]).label is overlay.present(fleet).label is None
+
+
+def test_labels_and_incidents_give_the_same_in_any_order() -> None:
+    label = make_label("false-alarm", 1, incident=FLEET.id, members=choose_seen_members(FLEET))
+    expected = None
+    for order in itertools.permutations([label, MEMBERS[0], LATER]):
+        overlay = Overlay()
+        for item in order:
+            overlay.add(item) if isinstance(item, FeedbackLabel) else overlay.add_incident(item)
+        found = [overlay.present(incident) for incident in (FLEET, *MEMBERS, LATER)]
+        expected = expected or found
+        assert found == expected
+    assert expected is not None
+    assert [one.silenced for one in expected] == [None, "false-alarm", "false-alarm", "false-alarm", None]
+
+
+def test_the_label_of_a_fleet_incident_without_a_list_covers_all_members() -> None:
+    overlay = Overlay([make_label("false-alarm", 1, incident=FLEET.id, severity=3, num_reopened=0)])
+    overlay.add_incident(LATER)
+    assert overlay.present(FLEET).silenced == overlay.present(LATER).silenced == "false-alarm"
+
+
+def test_the_label_of_a_confirmed_fleet_incident_confirms_no_later_member() -> None:
+    overlay = Overlay([make_label("true", 1, incident=FLEET.id, name="leak", members=choose_seen_members(FLEET))])
+    overlay.add_incident(LATER)
+    assert overlay.present(FLEET).num_new_members == 1
+    assert [overlay.present(one).name for one in (FLEET, *MEMBERS, LATER)] == ["leak", "leak", "leak", "leak", None]
+
+
+def test_a_member_that_leaves_a_fleet_incident_is_none_of_its_members() -> None:
+    overlay = Overlay()
+    for changes in ({}, {"parent": None}, {"parent": "0" * 32}):
+        assert overlay.add_incident(replace(LATER, **changes))  # type: ignore[arg-type]
+    assert overlay.complete(FLEET) == FLEET
+    assert (overlay.list_members(FLEET.id), overlay.list_members("0" * 32)) == ((), (LATER.id,))
+    assert not overlay.add_incident(replace(FLEET, parent="0" * 32)), "a fleet incident is no member"
+    without_devices = replace(FLEET, id="0" * 32, devices=())
+    assert overlay.complete(without_devices).devices == (), "the devices of the others are not known"
+
+
+def test_a_label_lists_the_members_that_a_person_has_seen_if_they_are_not_too_many() -> None:
+    assert choose_seen_members(INCIDENT) is None
+    assert choose_seen_members(FLEET, 2) == FLEET.members[:2]
+    many = tuple(f"{number:064x}" for number in range(MAX_LABEL_MEMBERS))
+    seen = choose_seen_members(replace(FLEET, members=many))
+    texts = {"by": "\0" * 200, "name": "\0" * 200, "note": "\0" * 2000}
+    label = make_label("true", 1, incident=FLEET.id, severity=3, num_reopened=0, members=seen, **texts)  # type: ignore[arg-type]
+    assert decode_label(encode_label(label)).members == many
+    assert choose_seen_members(replace(FLEET, members=(*many, "more"))) is None
 
 
 def test_windows_of_all_devices_silence_the_fleet_incident() -> None:

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import uuid
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
 from connectors.kafka import KafkaFeedbackLog, describe_incident_topics, ensure_topics, produce
-from deformer_stream.cli.feedback import find_incident
+from deformer_stream.cli.feedback import describe_unknown_device, find_incident
 from deformer_stream.codec.encode_incidents import encode_incident
 from deformer_stream.errors import InputError
 from deformer_stream.incidents.events import FeedbackLabel
 from deformer_stream.incidents.overlay import Overlay
 from deformer_stream.runtime.memory_logs import MemoryIncidentLog
 from tests.commands import RunCommand
-from tests.incidents.examples import make_incident, make_incidents
+from tests.incidents.examples import make_fleet_incident, make_incident, make_incidents
 from tests.integration.programs import wait_until
 
 INCIDENT = make_incident(0, device="pump-7")
@@ -26,13 +27,34 @@ def test_incident_by_its_first_characters() -> None:
     log = MemoryIncidentLog(incidents)
     assert find_incident(log, incidents[3].id) == incidents[3]
     assert find_incident(MemoryIncidentLog(incidents), incidents[3].id[:6]) == incidents[3]
-    for prefix in ("", incidents[3].id[:5], "0" * 32, incidents[3].id + "0"):
+    for prefix in ("0" * 5, "0" * 32, incidents[3].id + "0"):
         with pytest.raises(InputError, match="there is no incident"):
+            find_incident(MemoryIncidentLog(incidents), prefix)
+    for prefix, beginning in ((incidents[3].id[:5], "an incident begins"), ("", "30 incidents begin")):
+        with pytest.raises(InputError, match=f"{beginning} with '{prefix}', .* at least its first 6 characters"):
             find_incident(MemoryIncidentLog(incidents), prefix)
     twins = [make_incident(0), make_incident(1)]
     object.__setattr__(twins[1], "id", twins[0].id[:-1] + "x")
     with pytest.raises(InputError, match="2 incidents begin with"):
         find_incident(MemoryIncidentLog(twins), twins[0].id[:8])
+
+
+def test_a_fleet_incident_is_returned_with_the_members_that_it_does_not_list_yet() -> None:
+    members = [make_incident(number, device=f"pump-{number}") for number in range(3)]
+    fleet = make_fleet_incident(9, members[:2])
+    joined = [replace(member, parent=fleet.id) for member in members]
+    found = find_incident(MemoryIncidentLog([*joined, fleet]), fleet.id[:8])
+    assert found == replace(fleet, members=tuple(one.id for one in members), devices=("pump-0", "pump-1", "pump-2"))
+
+
+def test_a_device_without_incidents_gets_a_hint_with_similar_names() -> None:
+    incidents = [make_incident(0, device=name) for name in ("pump-7", "pump-17\x1b", "mill-2", "")]
+    assert describe_unknown_device(MemoryIncidentLog(incidents), "pump-7") == ""
+    hint = describe_unknown_device(MemoryIncidentLog(incidents), "pump-77")
+    assert "there is no incident of pump-77 yet" in hint
+    assert "(there are incidents of pump-7, pump-17\\x1b)" in hint
+    assert describe_unknown_device(MemoryIncidentLog(incidents), "turbine").endswith("check its name")
+    assert describe_unknown_device(MemoryIncidentLog(), "turbine").endswith("check its name")
 
 
 @pytest.fixture(scope="module")
@@ -83,6 +105,10 @@ def test_labels_are_stored(kafka: SimpleNamespace, topic: str, cli: RunCommand) 
     window = ["--maintenance", "pump-7", "--from", "2020-03-09T10:00:00Z", "--to", "2020-03-09T13:00:00+01:00"]
     result = cli("feedback", *options, *window)
     assert result.out == "pump-7: maintenance from 2020-03-09T10:00:00Z to 2020-03-09T12:00:00Z\n", result.err
+    assert "hint" not in result.err
+    unknown = cli("feedback", *options, "--maintenance", "pump-8", *window[2:])
+    assert (unknown.code, unknown.out.startswith("pump-8: maintenance")) == (0, True), unknown.err
+    assert "hint: the window is stored, but there is no incident of pump-8 yet" in unknown.err
     overlay = Overlay(read_labels(kafka, topic))
     assert overlay.is_under_maintenance(INCIDENT.device, INCIDENT.opened)
     assert cli("feedback", "cleared", *options, *window).code == 0

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import base64
+import contextlib
 import json
 import os
 import random
@@ -148,6 +149,25 @@ class Broker:
         """End a broker in an orderly way: it first hands its partitions over, if there is another broker."""
         self._end([node], signal.SIGTERM)
 
+    def suspend(self, node: int) -> None:
+        """Stop the process of a broker, which then accepts connections and answers nothing, until `resume`."""
+        self._send_to_process(node, signal.SIGSTOP, "pause")
+        pid = self._get_pid(node)
+        while pid is not None and _is_alive(pid) and not _is_stopped(pid):
+            time.sleep(0.01)
+
+    def resume(self, node: int) -> None:
+        """Let the process of a broker continue after `suspend`."""
+        self._send_to_process(node, signal.SIGCONT, "unpause")
+
+    def _send_to_process(self, node: int, signal_number: signal.Signals, command: str) -> None:
+        """Send a signal to a broker, or call a command of the container engine for its container."""
+        pid = self._get_pid(node)
+        if pid is not None:
+            _send_signal(pid, signal_number)
+        elif self.container is not None and self.engine is not None:
+            _run_engine(self.engine, command, self.container)
+
     def start_node(self, *nodes: int) -> None:
         """Start brokers that are down, and wait until they are in service.
 
@@ -234,6 +254,15 @@ def _is_alive(pid: int) -> bool:
     except ProcessLookupError:
         return False
     return True
+
+
+def _is_stopped(pid: int) -> bool:
+    """Return whether all threads of a process have stopped after SIGSTOP."""
+    states = []
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(OSError):  # the thread has ended
+            states.append((task / "stat").read_text().rpartition(") ")[2][:1])
+    return set(states) == {"T"}
 
 
 def _send_signal(pid: int, signal_number: signal.Signals) -> None:

@@ -14,7 +14,7 @@ from deformer_stream.incidents.events import FeedbackLabel, Incident
 from deformer_stream.page.app import Page, PageOptions, make_app
 from deformer_stream.page.followers import LogFollower
 from deformer_stream.page.store import IncidentStore
-from deformer_stream.runtime.memory_logs import MemoryFeedbackLog
+from deformer_stream.runtime.memory_logs import MemoryFeedbackLog, MemoryIncidentLog
 
 NOW = 1_783_750_073_000_000
 """2026-07-11T06:07:53Z, the present time of these tests."""
@@ -28,6 +28,29 @@ class BrokenFeedbackLog(MemoryFeedbackLog):
     def append(self, message: FeedbackLabel) -> None:
         """Raise `Unavailable`."""
         raise Unavailable("the broker at plant:9092 does not answer: start it")
+
+
+class SilentLog(MemoryIncidentLog):
+    """A log whose poll returns nothing during an outage, as those of Kafka do.
+
+    Attributes:
+        is_down: Whether there is an outage.
+        hides_messages: Whether it answers that it has messages that no poll returns.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_down = self.hides_messages = False
+
+    def poll(self, timeout: float) -> list[Incident]:
+        """Return new messages, or nothing."""
+        return [] if self.is_down else list(super().poll(timeout))
+
+    def has_read_to_end(self, timeout: float) -> bool:
+        """Answer, or fail."""
+        if self.is_down:
+            raise Unavailable("no broker has answered: start it")
+        return not self.hides_messages and super().has_read_to_end(timeout)
 
 
 @dataclass

@@ -14,7 +14,7 @@ import pytest
 
 from deformer_stream.engine.events import NO_TIME, SuggestedReading, SuspiciousRecord
 from deformer_stream.errors import Unavailable
-from deformer_stream.incidents.events import Incident, OpenRecordReading
+from deformer_stream.incidents.events import Incident, IncidentSuspect, OpenRecordReading
 from deformer_stream.page.followers import LogFollower
 from deformer_stream.page.store import IncidentStore
 from deformer_stream.page.views import PAGE_SIZE, Notice
@@ -55,6 +55,40 @@ def test_the_members_of_a_fleet_incident_are_below_it() -> None:
     assert f"/incidents/{fleet.id}" in site.get(f"/incidents/{members[0].id}").text
 
 
+def test_the_label_of_a_fleet_incident_covers_the_devices_that_the_page_has_shown() -> None:
+    members = [replace(make_incident(number, state="updated"), parent="f" * 32) for number in range(3)]
+    fleet = replace(make_fleet_incident(9, members), id="f" * 32)
+    site = make_site([*members, fleet])
+    path = f"/incidents/{fleet.id}"
+    seen = re.search('name="members" value="([0-9]+)"', site.get(path).text)
+    assert seen is not None
+    assert site.label(fleet, "false-alarm", members=seen[1]).status_code == 303
+    (label,) = site.feedback_log.poll(0)
+    assert label.members == fleet.members
+    assert "<h1>No open incident</h1>" in site.get("/").text
+    assert ", for 3 devices" in site.get(path).text
+    version = site.page.store.get_version(fleet.id)
+    late = replace(make_incident(4, state="updated"), parent="f" * 32)
+    site.page.store.add_incidents([late])
+    assert site.page.store.get_version(fleet.id) > version, "browsers that show it load it again"
+    assert "<h1>1 open incident</h1>" in site.get("/").text
+    assert find_rows(site.get("/").text)[:2] == [fleet.id, late.id]
+    page = site.get(path).text
+    assert "Since then 1 more device has joined, so it is not silenced any more." in page
+    assert find_rows(page)[0] == late.id, "the last one to join is listed first"
+    late_page = site.get(f"/incidents/{late.id}").text
+    assert 'id="undo"' not in late_page
+    assert "Nobody has labelled this incident." in late_page
+    site.label(fleet, "false-alarm", members=seen[1])
+    assert "<h1>1 open incident</h1>" in site.get("/").text, "the form was that of before"
+    site.label(fleet, "false-alarm", members="4")
+    assert "<h1>No open incident</h1>" in site.get("/").text
+    assert 'id="undo"' in site.get(f"/incidents/{late.id}").text
+    site.label(fleet, "cleared")
+    assert 'id="undo"' not in site.get(f"/incidents/{late.id}").text
+    assert [one.members for one in site.feedback_log.poll(0)] == [fleet.members, (*fleet.members, late.id), None]
+
+
 def test_a_fleet_incident_shows_the_evidence_of_its_members() -> None:
     members = [make_incident(number, state="updated") for number in (3, 8, 13)]
     fleet = make_fleet_incident(9, members)
@@ -62,6 +96,49 @@ def test_a_fleet_incident_shows_the_evidence_of_its_members() -> None:
     assert "<h2>Evidence</h2>" in page
     assert "The line is the largest evidence of the devices." in page
     assert "The line is the largest" not in make_site(members).get(f"/incidents/{members[0].id}").text
+
+
+def test_how_long_an_incident_lasted_includes_no_quiet_time() -> None:
+    first = make_incident(1, state="resolved")
+    hour = 60 * 60_000_000
+    lasted = replace(first, num_records=3, last=first.opened + 2 * hour, resolved=first.opened + 5 * hour)
+    single = replace(make_incident(2, state="resolved"), num_records=1, last=first.opened, resolved=first.opened + hour)
+    site = make_site([lasted, single])
+    for path in ("/", "/history"):
+        text = site.get(path).text
+        assert "2 h</dd>" in text or "2 h</td>" in text
+        assert "one record</dd>" in text or "one record</td>" in text
+        assert "5 h<" not in text
+    page = site.get(f"/incidents/{lasted.id}").text
+    assert "<dt>Lasted</dt><dd>2 h <span" in page
+    assert "after 3 h of quiet" in page
+    assert "<dt>Lasted</dt><dd>one record</dd>" in site.get(f"/incidents/{single.id}").text
+    silent = replace(lasted, id="5" * 32, resolution="silent")
+    assert "its device sends nothing" in make_site([silent]).get(f"/incidents/{silent.id}").text
+
+
+def test_a_fleet_incident_names_where_readings_are_and_has_no_legend_without_a_chart() -> None:
+    members = [make_incident(number, state="updated") for number in (3, 8, 13)]
+    fleet = make_fleet_incident(3, members)
+    fleet = replace(fleet, suspects=(IncidentSuspect("flow", 1.0),))
+    site = make_site([*members, fleet])
+    page = site.get(f"/incidents/{fleet.id}").text
+    assert "Its readings are on the pages of the devices." in page
+    assert "came outside" not in page
+    page = site.get(f"/incidents/{members[0].id}").text
+    assert "came outside" in page
+
+
+def test_the_numbers_of_open_incidents_add_up() -> None:
+    members = [replace(make_incident(number, state="updated"), parent="f" * 32) for number in range(12)]
+    fleet = replace(make_fleet_incident(9, members), id="f" * 32)
+    others = [replace(make_incident(number, state="updated"), device=f"d{number}") for number in (20, 22, 24)]
+    site = make_site([*members, fleet, *others, make_incident(32, state="resolved")])
+    site.label(others[0], "false-alarm")
+    assert "<h1>3 open incidents</h1>" in site.get("/").text
+    numbers = "17 in memory, 16 open: 3 in the list of open incidents, 12 in fleet incidents, 1 silenced</dd>"
+    assert numbers in site.get("/health").text
+    assert "0 in memory, 0 open</dd>" in make_site().get("/health").text
 
 
 def test_a_page_without_incidents_says_so() -> None:

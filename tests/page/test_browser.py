@@ -26,7 +26,8 @@ from deformer_stream.page.server import PageServer, bind
 from deformer_stream.page.store import IncidentStore
 from deformer_stream.page.views import Notice
 from deformer_stream.runtime.memory_logs import MemoryFeedbackLog, MemoryIncidentLog, MemoryNextReadingLog
-from tests.incidents.examples import HOSTILE_NAMES, make_incident, make_incidents, make_label
+from tests.incidents.examples import HOSTILE_NAMES, make_fleet_incident, make_incident, make_incidents, make_label
+from tests.page.pages import SilentLog
 
 pytestmark = pytest.mark.browser
 
@@ -71,11 +72,13 @@ class RunningPage:
             time.sleep(0.02)
 
 
-def run_page(incidents: list[Incident] | None = None, **options: Any) -> RunningPage:
-    """Start a page that shows incidents."""
+def run_page(
+    incidents: list[Incident] | None = None, *, incident_log: MemoryIncidentLog | None = None, **options: Any
+) -> RunningPage:
+    """Start a page that shows incidents, perhaps from a log of its own."""
     incidents = incidents or []
     listener = bind("127.0.0.1", 0)
-    incident_log, feedback_log = MemoryIncidentLog(incidents), MemoryFeedbackLog()
+    incident_log, feedback_log = incident_log or MemoryIncidentLog(incidents), MemoryFeedbackLog()
     next_reading_log = MemoryNextReadingLog()
     store = IncidentStore()
     settings = PageOptions(topic="pumps", port=listener.getsockname()[1], operator="night-shift", **options)
@@ -415,6 +418,31 @@ def test_no_page_is_wider_than_the_window(visit: Any, running: RunningPage, sche
             assert not has_horizontal_scroll(one.tab), (path, width)
 
 
+def test_how_long_ago_something_was_is_not_cut(visit: Any) -> None:
+    minute = 60_000_000
+    now = time.time_ns() // 1000
+    fleet_id = "f" * 32
+    member, other = (
+        replace(make_incident(number, state="updated"), opened=now - age * minute, last=now - 149 * minute)
+        for number, age in ((1, 23 * 60 + 59), (2, (13 * 24 + 23) * 60))
+    )
+    member = replace(member, parent=fleet_id)
+    fleet = replace(make_fleet_incident(9, [member]), id=fleet_id, opened=member.opened, last=member.last)
+    page = run_page([member, other, fleet])
+    tab = visit(page.server.url).tab
+    for path in ("", f"incidents/{fleet_id}"):
+        tab.goto(page.server.url + path)
+        for width in (400, 1100, 1400):
+            tab.set_viewport_size({"width": width, "height": 1000})
+            shown = tab.locator(".row .facts time:visible").all()
+            assert shown or (width, path) != (1400, "")
+            for element in shown:
+                heights = element.evaluate("e => [e.getClientRects().length, e.parentElement.scrollWidth]")
+                assert heights[0] == 1, (path, width, element.inner_text())
+                assert heights[1] <= element.evaluate("e => e.parentElement.clientWidth"), (path, width)
+    page.stop()
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_texts_have_enough_contrast(visit: Any, running: RunningPage, scheme: str) -> None:
     """The contrast of each text against its background is at least 4.5, as WCAG 2.2 AA requires."""
@@ -506,6 +534,25 @@ def test_a_lost_connection_is_shown_and_ends_by_itself(visit: Any) -> None:
         server.stop()
         for follower in again.followers:
             follower.stop()
+
+
+def test_a_page_whose_server_cannot_read_a_log_is_not_live(visit: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deformer_stream.page.followers.CHECK_SECONDS", 0.0)
+    monkeypatch.setattr("deformer_stream.page.followers.RETRY_SECONDS", 0.1)
+    log = SilentLog()
+    page = run_page(incident_log=log)
+    tabs = [visit(f"{page.server.url}{path}").tab for path in ("", "health")]
+    for tab in tabs:
+        wait_until_live(tab)
+    log.is_down = True
+    for tab in tabs:
+        expect(tab.locator("#banners")).to_contain_text("The log of incidents cannot be read since", timeout=LONG_WAIT)
+        expect(tab.locator("#connection-state")).to_have_text("Not live", timeout=LONG_WAIT)
+    log.is_down = False
+    for tab in tabs:
+        wait_until_live(tab)
+        expect(tab.locator("#banners")).not_to_contain_text("cannot be read")
+    page.stop()
 
 
 def test_a_label_that_cannot_be_sent_is_reported(visit: Any) -> None:

@@ -26,6 +26,7 @@ from deformer_stream.incidents.events import FeedbackLabel, Incident
 from deformer_stream.page.security import verify_password
 from tests.codec.next_reading_examples import RECORD
 from tests.commands import RunCommand, assert_command_failed
+from tests.conftest import start_broker
 from tests.incidents.examples import make_incident
 from tests.integration.programs import RunningConsumer, wait_until
 from tests.page.pages import find_rows, find_token
@@ -138,3 +139,34 @@ def test_incidents_and_labels_go_through_a_broker(kafka: SimpleNamespace, tmp_pa
         pattern = re.compile(r"Real fault: <bdi>dry run</bdi>")
         wait_until(lambda: pattern.search(httpx.get(f"{url}/incidents/{first.id}").text) is not None, "the label")
         page.stop()
+
+
+@pytest.mark.kafka
+def test_the_page_says_since_when_the_broker_does_not_respond(tmp_path: Path) -> None:
+    """A broker that hangs accepts connections, and a poll returns nothing, as without new messages."""
+    names = ("incidents", "labels", "suspicious records")
+
+    def count_readable(url: str) -> int:
+        metrics = httpx.get(f"{url}/metrics").text
+        return sum(f'deformer_page_log_readable{{log="{name}"}} 1.0' in metrics for name in names)
+
+    with start_broker() as broker:
+        options = ("--topic", "sensors", "--bootstrap-servers", broker.bootstrap)
+        with RunningConsumer(tmp_path / "log", *options, command="serve") as page:
+            page.wait_for(lambda: bool(page.list_log_events("ready")), "the page")
+            url = f"http://127.0.0.1:{page.port}"
+            wait_until(lambda: httpx.get(f"{url}/readyz").text == "ok\n", "the logs")
+            broker.suspend(1)
+            try:
+                wait_until(lambda: count_readable(url) == 0, "the outage on the page")
+                for path in ("/", "/health", "/status"):
+                    assert httpx.get(f"{url}{path}").text.count("cannot be read since") == len(names)
+                assert "did not respond in time" in httpx.get(f"{url}/health").text
+                assert httpx.get(f"{url}/healthz").status_code == 200
+                assert httpx.get(f"{url}/readyz").status_code == 200
+            finally:
+                broker.resume(1)
+            wait_until(lambda: count_readable(url) == len(names), "the end of the outage")
+            assert "cannot be read since" not in httpx.get(f"{url}/").text
+            page.stop()
+        assert len(page.list_log_events("log_not_readable")) == len(names)

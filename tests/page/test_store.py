@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import threading
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -15,7 +18,7 @@ from deformer_stream.page.followers import LogFollower
 from deformer_stream.page.store import MAX_LABELS_PER_INCIDENT, SPARKLINE_POINTS, IncidentFilter, IncidentStore
 from deformer_stream.runtime.memory_logs import MemoryIncidentLog
 from tests.incidents.examples import make_fleet_incident, make_incident, make_incidents, make_label
-from tests.page.pages import NOW
+from tests.page.pages import NOW, SilentLog
 
 
 def make_store(incidents: list[Incident], **options: int) -> IncidentStore:
@@ -205,6 +208,66 @@ class FailingLog(MemoryIncidentLog):
         if self.error is not None:
             raise self.error
         return list(super().poll(timeout))
+
+
+@pytest.fixture
+def silent(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[SilentLog, LogFollower, Callable[[], None]]]:
+    """Follow a silent log whose answers are requested with each poll; return a function that waits for a change."""
+    monkeypatch.setattr("deformer_stream.page.followers.RETRY_SECONDS", 0.01)
+    monkeypatch.setattr("deformer_stream.page.followers.POLL_SECONDS", 0.01)
+    monkeypatch.setattr("deformer_stream.page.followers.CHECK_SECONDS", 0.0)
+    store, log, times = make_store([]), SilentLog(), itertools.count(NOW)
+    store.now = lambda: next(times)
+    follower = LogFollower("incidents", log, store.add_incidents, store)
+    changed = threading.Semaphore(0)
+    store.subscribe(changed.release)
+
+    def wait() -> None:
+        assert changed.acquire(timeout=60), "the store has not changed in a minute"
+
+    follower.start()
+    wait()  # everything was read that the log held at the start
+    yield log, follower, wait
+    follower.stop()
+
+
+def test_a_log_without_messages_is_readable_while_it_answers(silent: Any) -> None:
+    _, follower, _ = silent
+    first = follower.status.last_success or 0
+    while (follower.status.last_success or 0) <= first + 3:
+        assert follower.status.failure is None
+
+
+def test_polls_that_return_nothing_in_an_outage_do_not_count_as_read(silent: Any) -> None:
+    log, follower, wait = silent
+    while follower.status.last_success is None:
+        assert follower.is_running
+    log.is_down = True
+    wait()
+    failed = follower.status
+    assert failed.failure == "no broker has answered: start it"
+    assert failed.failing_since == failed.last_success, "messages since the last answer may be missing"
+    log.append(make_incident(1))
+    log.is_down = False
+    while follower.status.failure is not None:
+        wait()
+    assert follower.status.failing_since is None
+    assert follower.status.num_messages == 1
+
+
+def test_messages_that_do_not_arrive_are_reported(silent: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    log, follower, wait = silent
+    log.hides_messages = True
+    last_success = follower.status.last_success
+    for _ in range(3):
+        assert follower.status.failure is None, "they may arrive with a later poll"
+    monkeypatch.setattr("deformer_stream.page.followers.UNREAD_SECONDS", 0.0)
+    wait()
+    assert "messages that have not arrived for 0 s" in str(follower.status.failure)
+    assert (follower.status.failing_since or 0) >= (last_success or 0)
+    log.hides_messages = False
+    wait()
+    assert follower.status.failure is None
 
 
 @pytest.mark.parametrize("error", [Unavailable("the broker does not answer: start it"), RuntimeError("unexpected")])

@@ -39,12 +39,21 @@
   }
   setInterval(updateTimes, 5000);
 
-  // Whether notices of changes arrive
+  // Whether notices of changes arrive, and whether the server can read its logs
+  let connection = state.dataset.state;
+  function showConnection() {
+    const isOutdated = connection === "live" && document.querySelector("#banners [data-unreadable]");
+    state.dataset.state = isOutdated ? "lost" : connection;
+    const words = { live: "Live", paused: "Paused", lost: "Not live" }[state.dataset.state];
+    const element = state.querySelector(".words");
+    if (words && element.textContent !== words) element.textContent = words;
+  }
+  document.addEventListener("htmx:afterSettle", showConnection);
   function setConnection(name) {
-    if (state.dataset.state === name) return;
-    state.dataset.state = name;
+    if (connection === name) return;
+    connection = name;
     const time = new Date().toLocaleTimeString([], { hour: "2-digit", minute: "2-digit", second: "2-digit", hour12: false });
-    state.querySelector(".words").textContent = name === "live" ? "Live" : name === "paused" ? "Paused" : "Not live";
+    showConnection();
     lost.hidden = name !== "lost";
     if (name === "lost") lost.textContent = `The connection was lost at ${time}. What is shown may be out of date. It is tried again.`;
   }
