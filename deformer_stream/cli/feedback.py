@@ -6,6 +6,7 @@ Heavy packages are imported inside the functions, so that `--help` is printed wi
 from __future__ import annotations
 
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,8 @@ from deformer_stream.cli.examples import EXAMPLES_BY_COMMAND
 from deformer_stream.cli_utils import HELP, HelpCommand, add_debug_option, is_debugging, parse_time_option
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from deformer_stream.incidents.events import FeedbackLabel, Incident, Label
     from deformer_stream.runtime.incident_ports import IncidentLog
     from deformer_stream.settings.incident_commands import FeedbackSettings
@@ -103,19 +106,26 @@ def _store(settings: FeedbackSettings, incident: str | None, label: Label | None
     from deformer_stream.codec.alert_text import make_printable
     from deformer_stream.codec.incident_text import summarize_incident
     from deformer_stream.codec.timestamps import format_rfc3339
+    from deformer_stream.incidents.label_times import LabelTimes
+    from deformer_stream.runtime.existing_messages import read_existing
     from deformer_stream.settings.topics import name_topic
 
     cluster = make_cluster(settings)
     incidents_topic = name_topic(settings.incidents_topic, settings.topic, "incidents")
     feedback_topic = name_topic(settings.feedback_topic, settings.topic, "feedback")
     now = time.time_ns() // 1000
+    make: Callable[[int], FeedbackLabel]  # with the time of the label
+    related: set[str] = set()
     if settings.maintenance is not None:
-        made = _make_window(settings, settings.maintenance, "maintenance" if incident is None else "cleared", now)
+        given: Label = "maintenance" if incident is None else TAKE_BACK
+        make = partial(_make_window, settings, given, device=settings.maintenance)
+        made = make(now)
         times = [format_rfc3339(time) for time in (made.start, made.end) if time is not None]
         text = f"{make_printable(settings.maintenance)}: {made.label} from {times[0]} to {times[1]}"
     elif settings.record is not None:
         given = next(one for one in LABELS if one == incident)  # checked by `_check_arguments`
-        made = _make_label(settings, given, now, record=settings.record, name=settings.name)
+        make = partial(_make_label, settings, given, record=settings.record, name=settings.name)
+        made = make(now)
         text = f"record {make_printable(settings.record)}: {given}"
     else:
         assert incident is not None  # noqa: S101 - checked by `_check_arguments`
@@ -127,8 +137,17 @@ def _store(settings: FeedbackSettings, incident: str | None, label: Label | None
             incidents = KafkaIncidentLog(cluster, incidents_topic, reader)
             cleanup.callback(incidents.close)
             found = find_incident(incidents, incident)
-        seen = {"severity": found.severity, "num_reopened": found.num_reopened}
-        made = _make_label(settings, label, now, incident=found.id, name=settings.name, **seen)
+        make = partial(
+            _make_label,
+            settings,
+            label,
+            incident=found.id,
+            name=settings.name,
+            severity=found.severity,
+            num_reopened=found.num_reopened,
+        )
+        made = make(now)
+        related = {*found.members, *([] if found.parent is None else [found.parent])}
         text = f"{found.id} {summarize_incident(found)}: {label}"
     ensure_topics(
         cluster,
@@ -140,7 +159,11 @@ def _store(settings: FeedbackSettings, incident: str | None, label: Label | None
     )
     labels = KafkaFeedbackLog(cluster, feedback_topic)
     try:
-        labels.append(made)
+        label_times = LabelTimes(read_existing(labels))
+        label_time = label_times.choose(
+            now, incident=made.incident, record=made.record, device=made.device, related=related
+        )
+        labels.append(make(label_time))
     finally:
         labels.close()
     return text
@@ -171,17 +194,17 @@ def find_incident(incidents: IncidentLog, prefix: str) -> Incident:
     raise InputError(f"there is no incident {prefix!r}: check the id and --topic")
 
 
-def _make_window(settings: FeedbackSettings, device: str, label: Label, now: int) -> FeedbackLabel:
+def _make_window(settings: FeedbackSettings, label: Label, label_time: int, *, device: str) -> FeedbackLabel:
     """Return the label of a maintenance window.
 
     Raises:
         ConfigError: A time or a text is not valid.
     """
     start, end = parse_time_option("--from", settings.from_ or ""), parse_time_option("--to", settings.to or "")
-    return _make_label(settings, label, now, device=device, start=start, end=end)
+    return _make_label(settings, label, label_time, device=device, start=start, end=end)
 
 
-def _make_label(settings: FeedbackSettings, label: Label, now: int, **subject: Any) -> FeedbackLabel:
+def _make_label(settings: FeedbackSettings, label: Label, label_time: int, **subject: Any) -> FeedbackLabel:
     """Return a label with the person and the note of the options.
 
     Raises:
@@ -199,6 +222,6 @@ def _make_label(settings: FeedbackSettings, label: Label, now: int, **subject: A
         except (OSError, KeyError):  # the user has no name
             by = ""
     try:
-        return make_label(label, now, by=by, note=settings.note, **subject)
+        return make_label(label, label_time, by=by, note=settings.note, **subject)
     except InputError as error:
         raise ConfigError(str(error)) from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -10,12 +11,14 @@ import pytest
 from connectors.kafka import KafkaFeedbackLog, describe_incident_topics, ensure_topics, produce
 from deformer_stream.cli.feedback import find_incident
 from deformer_stream.codec.encode_incidents import encode_incident
+from deformer_stream.codec.feedback_messages import make_label
+from deformer_stream.codec.timestamps import format_rfc3339
 from deformer_stream.errors import InputError
 from deformer_stream.incidents.events import FeedbackLabel
 from deformer_stream.incidents.overlay import Overlay
 from deformer_stream.runtime.memory_logs import MemoryIncidentLog
 from tests.commands import RunCommand
-from tests.incidents.examples import make_incident, make_incidents
+from tests.incidents.examples import make_fleet_incident, make_incident, make_incidents
 from tests.integration.programs import wait_until
 
 INCIDENT = make_incident(0, device="pump-7")
@@ -87,6 +90,40 @@ def test_labels_are_stored(kafka: SimpleNamespace, topic: str, cli: RunCommand) 
     assert overlay.is_under_maintenance(INCIDENT.device, INCIDENT.opened)
     assert cli("feedback", "cleared", *options, *window).code == 0
     assert not Overlay(read_labels(kafka, topic)).is_under_maintenance(INCIDENT.device, INCIDENT.opened)
+
+
+AHEAD = 2_000_000_000_000_000
+"""A time of 2033, that of labels from a machine whose clock is ahead."""
+
+
+@pytest.mark.kafka
+def test_the_latest_label_counts_although_the_clock_of_an_earlier_one_was_ahead(
+    kafka: SimpleNamespace, topic: str, cli: RunCommand
+) -> None:
+    member = replace(make_incident(1, device="pump-8"), parent="e" * 32)
+    fleet = replace(make_fleet_incident(9, [member]), id="e" * 32)
+    incidents = [(one.id.encode(), encode_incident(one), None) for one in (member, fleet)]
+    produce(kafka.cluster, f"{topic}-incidents", incidents)
+    record, times = "pump-8@2020-03-09T10:34:30Z", {"start": member.opened, "end": member.opened + 1_000_000}
+    log = KafkaFeedbackLog(kafka.cluster, f"{topic}-feedback")
+    for label in (
+        make_label("false-alarm", AHEAD, incident=fleet.id),
+        make_label("true", AHEAD, record=record),
+        make_label("maintenance", AHEAD, device="pump-8", **times),
+    ):
+        log.append(label)
+    log.close()
+    options = ["--topic", topic, "--bootstrap-servers", kafka.bootstrap]
+    assert cli("feedback", member.id, "cleared", *options).code == 0
+    assert Overlay(read_labels(kafka, topic)).present(member).label is None
+    assert cli("feedback", fleet.id, "maintenance", *options).code == 0
+    assert Overlay(read_labels(kafka, topic)).present(member).label == "maintenance"
+    assert cli("feedback", "cleared", *options, "--record", record).code == 0
+    (last,) = (one for one in read_labels(kafka, topic) if one.record == record and one.label == "cleared")
+    assert last.time == AHEAD + 1
+    window = ["--from", format_rfc3339(member.opened), "--to", format_rfc3339(member.opened + 1_000_000)]
+    assert cli("feedback", "cleared", *options, "--maintenance", "pump-8", *window).code == 0
+    assert not Overlay(read_labels(kafka, topic)).is_under_maintenance("pump-8", member.opened)
 
 
 @pytest.mark.kafka
