@@ -508,8 +508,9 @@ class IncidentStore:
         start, end = window.start or 0, window.end or 0
         order = self._order_by_device.get(window.device or "", [])
         within = order[bisect_left(order, (start, "")) : bisect_left(order, (end, ""))]
-        presentations = [self._overlay.present(self._entry_by_id[incident_id].summary) for _, incident_id in within]
-        return sum(one.silenced == "maintenance" and one.cause == window.id for one in presentations)
+        incidents = [self._entry_by_id[incident_id].summary for _, incident_id in within]
+        silencing = [self._overlay.find_silencing_window(incident) for incident in incidents]
+        return sum(one is not None and one.id == window.id for one in silencing)
 
     def search(self, wanted: IncidentFilter, page: int, page_size: int) -> SearchResult:
         """Return one page of the incidents that a filter selects, the one that opened last first.
