@@ -137,6 +137,11 @@ class Overlay:
         of_fleet = _sort_by_time(self._labels_by_incident.get(incident.parent, {}).values())
         return [label for label in of_fleet if clearing is None or _is_older(clearing, label)] or labels
 
+    def get_own_label(self, incident_id: str) -> Label | None:
+        """Return the last label of an incident itself, "cleared" if that takes another one back; None without any."""
+        labels = _sort_by_time(self._labels_by_incident.get(incident_id, {}).values())
+        return labels[-1].label if labels else None
+
     def find_silencing_window(self, incident: Incident) -> FeedbackLabel | None:
         """Return the maintenance window in which the incident of a device has opened, None if no window silences it.
 
