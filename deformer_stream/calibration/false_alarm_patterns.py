@@ -30,6 +30,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 from deformer_stream.calibration.share_vectors import Shares, compute_cosine
@@ -433,7 +434,9 @@ def tighten(candidate: PatternCandidate) -> PatternCandidate | None:
 
 
 def make_patterns(
-    incidents: Sequence[PastIncident], earlier: Sequence[FalseAlarmPattern] = ()
+    incidents: Sequence[PastIncident],
+    earlier: Sequence[FalseAlarmPattern] = (),
+    label_by_incident: Mapping[str, str] = MappingProxyType({}),
 ) -> list[PatternCandidate]:
     """Group the incidents that were labelled as false alarms by their suspects, and make a pattern of each group.
 
@@ -441,22 +444,30 @@ def make_patterns(
         incidents: All incidents that the detector raises without patterns, with their labels, in order of time.
         earlier: Patterns in use. If the evidence of their incidents is no longer kept, they are not among `incidents`.
             They then become past incidents of the group with the same suspects. A label that was taken back, or
-            replaced, removes an incident from its pattern.
+            replaced, removes an incident from its pattern. If it was taken back and the evidence is no longer kept, the
+            incident stays a past incident of the pattern, as those that nobody has labelled.
+        label_by_incident: The last labels of the incidents of `earlier` by id, "cleared" if it was taken back. The
+            label of one that is not in it has not changed.
 
     Returns:
         The groups, in the order of their first incidents. Groups of earlier patterns whose incidents are not among
         `incidents` come first.
     """
     known = {incident.id for incident in incidents}
-    kept_by_direction = [
-        (pattern, {name: score for name, score in pattern.score_by_incident.items() if name not in known})
-        for pattern in earlier
-    ]
-    groups: list[_Group] = [
-        _Group(dict(pattern.direction), kept, [name for name in pattern.labelled if name in kept], pattern.devices)
-        for pattern, kept in kept_by_direction
-        if kept
-    ]
+    groups: list[_Group] = []
+    for pattern in earlier:
+        kept = {
+            name: score
+            for name, score in pattern.score_by_incident.items()
+            if name not in known and label_by_incident.get(name) not in ("true", "maintenance")
+        }
+        if kept:
+            labelled = [
+                name
+                for name in pattern.labelled
+                if name in kept and label_by_incident.get(name, "false-alarm") == "false-alarm"
+            ]
+            groups.append(_Group(dict(pattern.direction), kept, labelled, pattern.devices))
     for incident in incidents:
         shares = keep_valid_shares(incident.shares)
         if incident.label != "false-alarm" or not shares:
@@ -467,6 +478,7 @@ def make_patterns(
             groups.append(_Group({}, {}, [], ()))
             best = len(groups) - 1
         groups[best].add(incident, shares)
+    groups = [group for group in groups if group.earlier_labelled or group.labelled]
     return [_make_candidate(group, incidents) for group in groups][:MAX_PATTERNS]
 
 

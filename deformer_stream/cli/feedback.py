@@ -98,20 +98,25 @@ def _store(settings: FeedbackSettings, incident: str | None, label: Label | None
         Unavailable: No broker responds, or a topic does not exist.
     """
     import time
+    from dataclasses import replace
 
     from connectors.kafka import KafkaFeedbackLog, describe_incident_topics, ensure_topics
     from deformer_stream.cli.kafka_cluster import make_cluster
     from deformer_stream.codec.alert_text import make_printable
+    from deformer_stream.codec.feedback_messages import add_id
     from deformer_stream.codec.incident_text import summarize_incident
     from deformer_stream.codec.timestamps import format_rfc3339
     from deformer_stream.incidents.events import FeedbackLabel
+    from deformer_stream.incidents.label_times import LabelTimes
     from deformer_stream.incidents.overlay import choose_seen_members
+    from deformer_stream.runtime.existing_messages import read_existing
     from deformer_stream.settings.topics import name_topic
 
     cluster = make_cluster(settings)
     incidents_topic = name_topic(settings.incidents_topic, settings.topic, "incidents")
     feedback_topic = name_topic(settings.feedback_topic, settings.topic, "feedback")
     now = time.time_ns() // 1000
+    related: set[str] = set()
     if settings.maintenance is not None:
         window = _make_window(settings, settings.maintenance, "maintenance" if incident is None else TAKE_BACK, now)
         made = _complete_label(settings, window)
@@ -136,6 +141,7 @@ def _store(settings: FeedbackSettings, incident: str | None, label: Label | None
             members=None if label == TAKE_BACK else choose_seen_members(found),
         )
         made = _complete_label(settings, draft)
+        related = {*found.members, *([] if found.parent is None else [found.parent])}
         text = f"{found.id} {summarize_incident(found)}: {label}"
     ensure_topics(
         cluster,
@@ -147,7 +153,11 @@ def _store(settings: FeedbackSettings, incident: str | None, label: Label | None
     )
     labels = KafkaFeedbackLog(cluster, feedback_topic)
     try:
-        labels.append(made)
+        label_times = LabelTimes(read_existing(labels))
+        label_time = label_times.choose(
+            now, incident=made.incident, record=made.record, device=made.device, related=related
+        )
+        labels.append(add_id(replace(made, time=label_time)))
     finally:
         labels.close()
     return text

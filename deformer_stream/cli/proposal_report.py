@@ -22,6 +22,11 @@ MAX_SHOWN_ROWS = 200
 MAX_LISTED_SUSPECTS = 3
 """Largest number of suspects in a cell of a table."""
 
+LABEL_AGAIN = (
+    "These incidents were reopened, or their severity has risen, since they were labelled. Their labels cover what "
+    "people had seen, so they count as not labelled."
+)
+
 
 def summarize(proposal: Proposal) -> str:
     """Return in one line what the candidate would have changed."""
@@ -170,6 +175,10 @@ def make_document(proposal: Proposal, base: Mapping[str, Any], made: int, today:
             "candidate": _rate_to_json(proposal.rate_candidate),
         },
         "patterns": [_pattern_to_json(outcome) for outcome in proposal.patterns],
+        "label_again": [
+            {**_incident_to_json(labelled), "outdated_label": labelled.outdated_label}
+            for labelled in proposal.label_again
+        ],
         "review": {
             "largest": [_review_to_json(record) for record in review.largest],
             "silent": [_review_to_json(record) for record in review.silent],
@@ -284,6 +293,7 @@ def render(proposal: Proposal, made: int, today: DetectionPlan) -> str:
         )
     blocks += _render_patterns(proposal)
     blocks += _render_faults(difference.faults)
+    blocks += _render_incidents("Label again", proposal.label_again, LABEL_AGAIN)
     blocks += _render_incidents("Incidents that the candidate removes", difference.removed)
     blocks += _render_incidents("Incidents that only the candidate raises", difference.new)
     blocks += _render_review(proposal)
@@ -372,8 +382,14 @@ def _format_suspects(labelled: LabelledIncident) -> str:
     return _format_shares(shares) if shares else "–"
 
 
-def _render_incidents(title: str, incidents: Sequence[LabelledIncident]) -> list[str]:
-    """Return a section with a table of incidents."""
+def _render_incidents(title: str, incidents: Sequence[LabelledIncident], text: str = "") -> list[str]:
+    """Return a section with a table of incidents.
+
+    Args:
+        title: The heading.
+        incidents: The incidents. Without any, there is no section.
+        text: A paragraph before the table, "" for none.
+    """
     if not incidents:
         return []
     rows = [
@@ -382,18 +398,26 @@ def _render_incidents(title: str, incidents: Sequence[LabelledIncident]) -> list
             labelled.incident.device or "(whole stream)",
             _format_suspects(labelled),
             f"{labelled.incident.num_records:,}",
-            labelled.label or "no label",
+            _describe_label(labelled),
         ]
         for labelled in incidents[:MAX_SHOWN_ROWS]
     ]
     more = len(incidents) - MAX_SHOWN_ROWS
     blocks: list[str] = [
         pages.render_heading(title),
+        *([pages.render_paragraph(text)] if text else []),
         pages.render_table(["opened", "device", "suspects", "records", "label"], rows),
     ]
     if more > 0:
         blocks.append(pages.render_paragraph(f"{more:,} more are in difference.json."))
     return blocks
+
+
+def _describe_label(labelled: LabelledIncident) -> str:
+    """Return the label of an incident as text."""
+    if labelled.label is None and labelled.outdated_label is not None:
+        return f"label again ({labelled.outdated_label})"
+    return labelled.label or "no label"
 
 
 def _render_review(proposal: Proposal) -> list[str]:

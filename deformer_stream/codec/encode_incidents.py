@@ -95,6 +95,7 @@ def _to_document(incident: Incident) -> dict[str, Any]:
         "kind": incident.kind,
         "group": incident.group,
         "parent": incident.parent,
+        **({} if incident.former_parent is None else {"former_parent": incident.former_parent}),
         "members": list(incident.members),
         **({"devices": list(incident.devices)} if incident.devices else {}),
         "revision": incident.revision,
@@ -254,6 +255,7 @@ class _IncidentJson(msgspec.Struct, frozen=True):
     kind: IncidentKind = "device"
     group: str = ""
     parent: MessageId | None = None
+    former_parent: MessageId | None = None
     members: tuple[MessageId, ...] = ()
     devices: tuple[str, ...] = ()
     revision: _Count = 0
@@ -319,6 +321,7 @@ def _from_message(message: _IncidentJson) -> Incident:
         members=message.members,
         devices=message.devices,
         parent=message.parent,
+        former_parent=message.former_parent,
         revision=message.revision,
         num_reopened=message.reopened,
         resolution=message.resolution,

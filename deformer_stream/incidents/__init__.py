@@ -17,5 +17,6 @@ therefore gives the same incidents, live, after a restart and in `replay`. The m
     suspects       the features to which the alerts of an incident are attributed
     series         series of bounded length
     fleet          fleet incidents: one incident for several devices
+    label_times    the times of new labels
     overlay        how labels and maintenance windows change what is shown and delivered
 """

@@ -267,6 +267,8 @@ class Incident:
         members: Ids of the incidents that a fleet incident includes.
         devices: The devices of these incidents, in the same order.
         parent: Id of the fleet incident that includes this incident, or None.
+        former_parent: Id of the last fleet incident that included this incident, and does not any more; None if there
+            was none.
         revision: Number of earlier messages of this incident.
         num_reopened: How often the incident was reopened.
         resolution: Why the incident was resolved: "quiet", "silent" if its device has sent nothing for long, or
@@ -305,6 +307,7 @@ class Incident:
     members: tuple[str, ...] = ()
     devices: tuple[str, ...] = ()
     parent: str | None = None
+    former_parent: str | None = None
     revision: int = 0
     num_reopened: int = 0
     resolution: str | None = None

@@ -192,6 +192,7 @@ class FleetTracker:
         find_incident: Returns the open or the last incident of a device, None if it has none.
         send: Sends a message about a fleet incident.
         send_member: Sends a message about the incident of a device: the device, the incident, its state, the time.
+        take_first_counts: Returns the revision and the number of reopenings with which an incident begins, by its id.
     """
 
     def __init__(
@@ -203,10 +204,12 @@ class FleetTracker:
         find_incident: Callable[[str], TrackedIncident | None],
         send: Callable[[Incident], None],
         send_member: Callable[[str, TrackedIncident, IncidentState, int], None],
+        take_first_counts: Callable[[str], tuple[int, int]],
     ) -> None:
         self._rule, self._get_group = rule, get_group
         self._budget, self._budget_rule = budget, budget_rule
         self._find_incident, self._send, self._send_member = find_incident, send, send_member
+        self._take_first_counts = take_first_counts
         self._state_by_group: dict[str, GroupState] = {}
         self._num_devices_by_group: dict[str, int] = {}
 
@@ -321,6 +324,7 @@ class FleetTracker:
     ) -> None:
         """Open a fleet incident, and send it and its members. `incident` is the one that has completed it."""
         fleet = make_fleet(group, name, incident.model, members, first_record, to_log10(incident.log_threshold))
+        fleet.revision, fleet.num_reopened = self._take_first_counts(fleet.id)
         opened = []
         for member in members:
             other = self._find_incident(member.device)
@@ -329,7 +333,7 @@ class FleetTracker:
                 opened.append((member.device, other))
             else:
                 fleet.member_by_id[member.id].is_open = False  # nothing would resolve it later
-        self._send_message(fleet, "open", incident.last)
+        self._send_message(fleet, "updated" if fleet.revision else "open", incident.last)
         for device, other in opened:
             other.parent = fleet.id
             self._send_member(device, other, "resolved" if other.resolved is not None else "updated", incident.last)
@@ -362,7 +366,7 @@ class FleetTracker:
         group = self._state_by_group.get(self._get_group(device))
         fleet = next((fleet for fleet in group.fleets if fleet.id == incident.parent), None) if group else None
         if fleet is None:  # it was dropped, because its group has had `MAX_FLEETS` newer ones
-            incident.parent = None
+            incident.former_parent, incident.parent = incident.parent, None
             self._send_member(device, incident, "updated", time)
             return
         self._update_member(fleet, incident)

@@ -16,11 +16,12 @@ changes only how an incident is presented, and can be taken back.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from bisect import bisect_left
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from deformer_stream.feedback_labels import IncidentLabel
+from deformer_stream.feedback_labels import IncidentLabel, Label
 from deformer_stream.incidents.events import FeedbackLabel, Incident
 
 SilenceReason = Literal["false-alarm", "maintenance", "fleet"]
@@ -35,8 +36,9 @@ class Presentation:
         label: The valid label, None if the incident has none.
         name: Name of the fault in the label, None if it has none.
         silenced: Why receivers are not notified of the incident, None if they are. "fleet" occurs only for receivers.
-        cause: What has last changed whether the incident is silenced: the id of a label, with a suffix if its effect
-            has ended; "" if nothing has.
+        cause: What has last changed whether the incident is silenced: the id of a label, followed by what the incident
+            has changed since then, such as the end of a window; "" if nothing has. It never returns to a value that it
+            had before the silence changed, so that it can be a part of an idempotency key.
         is_outdated: Whether the incident was reopened, its severity has risen, or devices have joined it, since a label
             that had silenced it.
         num_new_members: Number of members of a fleet incident that have joined since the valid label.
@@ -50,7 +52,7 @@ class Presentation:
     num_new_members: int = 0
 
 
-_SILENCE_BY_LABEL: dict[IncidentLabel, SilenceReason] = {"false-alarm": "false-alarm", "maintenance": "maintenance"}
+_SILENCE_BY_LABEL: dict[Label, SilenceReason] = {"false-alarm": "false-alarm", "maintenance": "maintenance"}
 """The labels that silence an incident."""
 
 MAX_LABEL_MEMBERS = 700
@@ -118,35 +120,55 @@ class Overlay:
         )
 
     def present(self, incident: Incident) -> Presentation:
-        """Return how an incident is presented: its label, and whether it is silenced."""
+        """Return how an incident is presented: its label, and whether it is silenced.
+
+        Its labels and those of its windows are followed in the order of their times. The last one after which it is
+        silenced at other times of the incident than before is the cause.
+        """
         incident = self.complete(incident)
-        window, covers_last = self._find_silencing_window(incident)
-        silenced_by_window: SilenceReason | None = "maintenance" if covers_last else None
-        cause = "" if window is None else window.id if covers_last else f"{window.id}:ended"
-        presentation = Presentation(silenced=silenced_by_window, cause=cause)
-        for label in self._find_labels(incident):
-            given: IncidentLabel | None = None if label.label == "cleared" else label.label
-            silenced = silenced_by_window if given is None else _SILENCE_BY_LABEL.get(given)
-            cause, is_outdated = label.id, False
-            if silenced is not None and given is not None and not _covers(label, incident):
-                silenced, is_outdated = silenced_by_window, True
+        labels = self._find_labels(incident)
+        if not labels and not self._windows_by_device:
+            return Presentation()
+        windows = _WindowTimes(incident, self._windows_by_device)
+        given: FeedbackLabel | None = None  # the last label of the incident, None if that takes another one back
+        reason: SilenceReason | None = None
+        is_silenced, cause, is_outdated = windows.is_silenced, "", False
+        for label in _sort_by_time([*labels, *windows.labels]):
+            if label.device is not None:
+                windows.add(label)
+            else:
+                given = None if label.label == "cleared" else label
+                reason = None if given is None else _SILENCE_BY_LABEL.get(given.label)
+                is_outdated = given is not None and reason is not None and not _covers(given, incident)
+            before = is_silenced
+            if given is None or is_outdated:
+                is_silenced = windows.is_silenced
+            else:
+                is_silenced = [reason is not None] * len(windows.times)
+            if is_outdated and label is given:
                 cause = f"{label.id}:{incident.num_reopened}:{incident.severity}"
-            has_changed = (silenced is None) != (presentation.silenced is None) or is_outdated
-            presentation = Presentation(
-                label=given,
-                name=None if given is None else label.name,
-                silenced=silenced,
-                cause=cause if has_changed else presentation.cause,
-                is_outdated=is_outdated,
-                num_new_members=0 if given is None else _count_new_members(label, incident),
-            )
-        return presentation
+            elif is_silenced != before:
+                cause = label.id
+        if reason is None or is_outdated:
+            reason = "maintenance" if is_silenced[-1] else None
+        return Presentation(
+            label=None if given is None or given.label == "cleared" else given.label,
+            name=None if given is None else given.name,
+            silenced=reason,
+            cause=cause + windows.describe_progress(is_silenced),
+            is_outdated=is_outdated,
+            num_new_members=0 if given is None else _count_new_members(given, incident),
+        )
 
     def present_to_receivers(self, incident: Incident) -> Presentation:
         """Return the same as `present`, but a member of a fleet incident is silenced, because that is sent instead."""
         presentation = self.present(incident)
-        if presentation.silenced is None and incident.parent is not None:
+        if presentation.silenced is not None:
+            return presentation
+        if incident.parent is not None:
             return replace(presentation, silenced="fleet", cause=incident.parent)
+        if incident.former_parent is not None:
+            return replace(presentation, cause=f"{presentation.cause}:{incident.former_parent}")
         return presentation
 
     def _find_labels(self, incident: Incident) -> list[FeedbackLabel]:
@@ -171,19 +193,20 @@ class Overlay:
             and (label.members is None or incident.id in label.members)
         ] or labels
 
-    def _find_silencing_window(self, incident: Incident) -> tuple[FeedbackLabel | None, bool]:
-        """Return the maintenance window in which an incident has opened, and whether its last record is in one, too.
+    def get_own_label(self, incident_id: str) -> Label | None:
+        """Return the last label of an incident itself, "cleared" if that takes another one back; None without any."""
+        labels = _sort_by_time(self._labels_by_incident.get(incident_id, {}).values())
+        return labels[-1].label if labels else None
 
-        For a fleet incident, all of its devices must be in windows at its last record. The window of the last one of
-        them counts.
+    def find_silencing_window(self, incident: Incident) -> FeedbackLabel | None:
+        """Return the maintenance window in which the incident of a device has opened, None if no window silences it.
+
+        If several windows that are not taken back include its opening, the latest one is returned.
         """
-        if incident.kind == "fleet":
-            if not incident.devices or len(incident.devices) != len(incident.members):
-                return None, False  # a message that was too large lists no devices
-            windows = [self._find_window(device, incident.last) for device in incident.devices]
-            return windows[-1], None not in windows
+        if self.present(incident).silenced != "maintenance":
+            return None
         window = self._find_window(incident.device, incident.opened)
-        return window, window is not None and self._find_window(incident.device, incident.last) is not None
+        return window if self.is_under_maintenance(incident.device, incident.last) else None
 
     def is_under_maintenance(self, device: str, time: int) -> bool:
         """Return whether a maintenance window of a device includes a time, microseconds since 1970."""
@@ -206,6 +229,90 @@ class Overlay:
             if window.label == "maintenance" and not any(takes_back(label, window, labels) for label in covering)
         ]
         return _sort_by_time(windows)[-1] if windows else None
+
+
+class _WindowTimes:
+    """The times of an incident at which maintenance windows silence it, while their labels are added in order.
+
+    Args:
+        incident: The incident.
+        labels_by_device: The labels of the windows of all devices, by device and by id.
+
+    Attributes:
+        labels: The labels that can change at which times of the incident it is silenced.
+        times: When that can begin or end: the opening of the incident, and what its labels state as the beginning or
+            the end of a window, up to the last record of the incident. Ascending.
+    """
+
+    def __init__(self, incident: Incident, labels_by_device: Mapping[str, Mapping[str, FeedbackLabel]]) -> None:
+        self._is_fleet = incident.kind == "fleet"
+        devices: tuple[str, ...] = (incident.device,)
+        if self._is_fleet:  # a message that was too large does not list all devices
+            devices = incident.devices if len(incident.devices) == len(incident.members) else ()
+        overlapping = [
+            label
+            for device in dict.fromkeys(devices)
+            for label in labels_by_device.get(device, {}).values()
+            if label.start is not None
+            and label.end is not None
+            and label.start <= incident.last
+            and incident.opened < label.end
+        ]
+        # Without these windows, no label can silence the incident.
+        needed = {
+            label.device
+            for label in overlapping
+            if label.label == "maintenance" and (self._is_fleet or (label.start or 0) <= incident.opened)
+        }
+        self._num_devices = len(set(devices))
+        self._has_windows = bool(overlapping)
+        self.labels = overlapping if len(needed) == self._num_devices else []
+        bounds = {time for label in self.labels for time in (label.start, label.end) if time is not None}
+        self.times = [incident.opened, *sorted(time for time in bounds if incident.opened < time <= incident.last)]
+        # By the index of the time: the windows of each device that include it, by id; without devices that have none.
+        self._windows_by_device: list[dict[str, dict[str, FeedbackLabel]]] = [{} for _ in self.times]
+
+    def add(self, label: FeedbackLabel) -> None:
+        """Add one of the labels. They must be added in the order of their times."""
+        device, start, end = label.device, label.start, label.end
+        if device is None or start is None or end is None:
+            return
+        of_device = [] if label.label == "maintenance" else [one for one in self.labels if one.device == device]
+        for windows_by_device in self._windows_by_device[bisect_left(self.times, start) : bisect_left(self.times, end)]:
+            windows = windows_by_device.pop(device, {})
+            if label.label == "maintenance":
+                windows = {**windows, label.id: label}
+            else:
+                windows = {id_: one for id_, one in windows.items() if not takes_back(label, one, of_device)}
+            if windows:
+                windows_by_device[device] = windows
+
+    @property
+    def is_silenced(self) -> list[bool]:
+        """Whether the windows so far silence the incident from each of `times` on, up to the next one.
+
+        That of a device must have opened in a window, too.
+        """
+        if not self.labels:
+            return [False] * len(self.times)
+        covers = [len(windows) == self._num_devices for windows in self._windows_by_device]
+        return [one and (self._is_fleet or covers[0]) for one in covers]
+
+    def describe_progress(self, is_silenced: list[bool]) -> str:
+        """Return a text that changes if the incident reaches a time at which its silence begins or ends.
+
+        It also changes if a fleet incident with windows gets another device.
+
+        Args:
+            is_silenced: Whether the incident is silenced from each of `times` on.
+        """
+        size = f":{self._num_devices}" if self._is_fleet and self._has_windows else ""
+        changes = [
+            time
+            for time, before, after in zip(self.times[1:], is_silenced[:-1], is_silenced[1:], strict=True)
+            if before != after
+        ]
+        return f"{size}:{changes[-1]}" if changes else size
 
 
 def takes_back(label: FeedbackLabel, window: FeedbackLabel, labels: Collection[FeedbackLabel]) -> bool:

@@ -36,6 +36,7 @@ class TrackedIncident:
         num_reopened: How often it was reopened.
         resolution: Why it was resolved, None if it is open.
         parent: Id of its fleet incident, None without one.
+        former_parent: Id of the last fleet incident that it is no longer a member of, None if there was none.
         next_num_records: Number of records at which the next message is sent.
         last_message: Time of the last message.
         sent_severity: Severity of the last message.
@@ -71,6 +72,7 @@ class TrackedIncident:
     num_reopened: int = 0
     resolution: str | None = None
     parent: str | None = None
+    former_parent: str | None = None
     next_num_records: int = 2
     last_message: int = 0
     sent_severity: int = 1

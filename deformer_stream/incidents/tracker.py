@@ -216,6 +216,8 @@ class TrackerState:
             that of their device.
         num_ahead: Number of rows whose time lay too far after the arrival of their message.
         num_dropped_devices: Number of devices that were dropped, each as often as it was.
+        lost_by_id: The incidents that `reconcile` has resolved because they were not in the state, by id: the revision
+            and the number of reopenings of their next message. It is sent if their first records are handled again.
     """
 
     state_by_device: dict[str, DeviceState] = field(default_factory=dict)
@@ -233,6 +235,7 @@ class TrackerState:
     num_other_model: int = 0
     num_ahead: int = 0
     num_dropped_devices: int = 0
+    lost_by_id: dict[str, tuple[int, int]] = field(default_factory=dict)
 
 
 def compute_incident_id(device: str, model: str, first_record: str) -> str:
@@ -279,6 +282,7 @@ class IncidentTracker:
                 self._find_incident,
                 lambda message: self._messages.append(replace(message, model_name=model_name)),
                 self._send,
+                self._take_first_counts,
             )
 
     @property
@@ -379,9 +383,11 @@ class IncidentTracker:
         They are needed if the state was not reached by the plan that has written the log. An incident that is open in
         the log, but not in the state, is resolved. An incident that the log does not have is sent as opened.
 
+        If a record opens an incident that was resolved so, because evidence is handled again, it counts as reopened.
+
         Args:
-            sent_by_id: The last messages about the incidents of the log: about all that are open, and about those of
-                `incident_ids`.
+            sent_by_id: The last messages about the incidents of the log: about all that are open, about those of
+                `incident_ids`, and about those that this method has resolved in another run.
             resolution: Why incidents that are not in the state are resolved.
         """
         known_fleets: set[str] = set() if self._fleets is None else self._fleets.incident_ids
@@ -391,19 +397,27 @@ class IncidentTracker:
         if self._fleets is not None:
             self._fleets.reconcile(sent_by_id)
         known_ids, latest_time = self.incident_ids, self._state.latest_time
+        self._state.lost_by_id = {}
         for sent in sent_by_id.values():
-            if sent.state != "resolved" and sent.id not in known_ids:
-                self._messages.append(
-                    replace(
-                        sent,
-                        state="resolved",
-                        resolved=max(sent.last, latest_time),
-                        resolution=resolution,
-                        revision=sent.revision + 1,
-                        next_reading=None,
-                    )
+            if sent.id in known_ids:
+                continue
+            last = sent
+            if sent.state != "resolved":
+                last = replace(
+                    sent,
+                    state="resolved",
+                    resolved=max(sent.last, latest_time),
+                    resolution=resolution,
+                    revision=sent.revision + 1,
+                    next_reading=None,
                 )
+                self._messages.append(last)
+            self._state.lost_by_id[last.id] = (last.revision + 1, last.num_reopened + 1)
         return self._take_messages()
+
+    def _take_first_counts(self, id_: str) -> tuple[int, int]:
+        """Return the revision and the number of reopenings with which an incident begins, once for each id."""
+        return self._state.lost_by_id.pop(id_, (0, 0))
 
     def _reconcile_incident(
         self, name: str, incident: TrackedIncident, sent: Incident | None, known_fleets: set[str]
@@ -416,14 +430,17 @@ class IncidentTracker:
             sent: Its last message in the log, None if the log has none.
             known_fleets: Ids of the fleet incidents in the state.
         """
-        if incident.parent not in known_fleets:
-            incident.parent = None
+        if incident.parent is not None and incident.parent not in known_fleets:
+            incident.former_parent, incident.parent = incident.parent, None
         is_open = incident.resolved is None
         if sent is None:
             incident.revision = 0
             if is_open:
                 self._send(name, incident, "open", incident.last)
             return
+        if sent.parent != incident.parent:
+            incident.former_parent = sent.parent or incident.former_parent
+        incident.former_parent = incident.former_parent or sent.former_parent
         incident.revision = max(incident.revision, sent.revision + 1)
         incident.severity = max(incident.severity, sent.severity)
         was_open = sent.state != "resolved"
@@ -771,6 +788,7 @@ class IncidentTracker:
                 segment=device.segment,
                 last=time,
             )
+            incident.revision, incident.num_reopened = self._take_first_counts(id_)
         for alert, alert_time in zip(device.excursion_alerts, device.excursion_alert_times, strict=True):
             if alert.record not in incident.early_records:
                 incident.totals.add(alert, alert_time)
@@ -795,7 +813,7 @@ class IncidentTracker:
     ) -> None:
         """Send an incident that has just opened, and add it to a fleet incident."""
         self._raise_severity(device, incident)
-        self._send(name, incident, "updated" if is_reopened else "open", incident.last)
+        self._send(name, incident, "updated" if is_reopened or incident.revision else "open", incident.last)
         if self._fleets is not None:
             self._fleets.join(name, incident, record, is_reopened)
 
@@ -941,6 +959,7 @@ class IncidentTracker:
                 first_record=incident.first_record,
                 group=self._options.get_group(name),
                 parent=incident.parent,
+                former_parent=incident.former_parent,
                 revision=incident.revision,
                 num_reopened=incident.num_reopened,
                 resolution=incident.resolution,

@@ -23,6 +23,7 @@ from deformer_stream.codec.incident_text import keep_typical_reading
 from deformer_stream.engine.events import SuspiciousRecord
 from deformer_stream.feedback_labels import IncidentLabel, Label
 from deformer_stream.incidents.events import NO_READINGS, FeedbackLabel, Incident, Timeline
+from deformer_stream.incidents.label_times import LabelTimes
 from deformer_stream.incidents.overlay import Overlay, Presentation, takes_back
 from deformer_stream.runtime.incident_ports import NextReadingMessage
 
@@ -181,8 +182,7 @@ class IncidentStore:
         self._order_by_device: dict[str, list[tuple[int, str]]] = {}  # in order of opening
         self._overlay = Overlay()
         self._label_ids: set[str] = set()
-        # By the incident, the record and the device of a label, two of which are None; also of labels not listed.
-        self._label_time_by_subject: dict[tuple[str | None, str | None, str | None], int] = {}
+        self._label_times = LabelTimes()  # also of labels that are not listed
         self._labels_by_incident: dict[str, deque[FeedbackLabel]] = {}
         self._window_labels: deque[FeedbackLabel] = deque(maxlen=MAX_WINDOWS)
         self._record_labels: deque[FeedbackLabel] = deque(maxlen=MAX_RECORD_LABELS)
@@ -219,8 +219,7 @@ class IncidentStore:
             for label in new_labels:
                 self._label_ids.add(label.id)
                 self._overlay.add(label)
-                subject = (label.incident, label.record, label.device)
-                self._label_time_by_subject[subject] = max(label.time, self._label_time_by_subject.get(subject, 0))
+                self._label_times.add(label)
                 if label.incident is not None:
                     history = self._labels_by_incident.setdefault(label.incident, deque(maxlen=MAX_LABELS_PER_INCIDENT))
                     history.append(label)
@@ -459,9 +458,9 @@ class IncidentStore:
                 entry = self._entry_by_id.get(incident)
                 parent = None if entry is None else entry.summary.parent
                 related = {*self._overlay.list_members(incident), *([] if parent is None else [parent])}
-            subjects = [(incident, record, device), *((id_, None, None) for id_ in related)]
-            times = [self._label_time_by_subject.get(subject, 0) for subject in subjects]
-        return max(self.now(), max(times) + 1)
+            return self._label_times.choose(
+                self.now(), incident=incident, record=record, device=device, related=related
+            )
 
     def list_record_labels(self) -> list[FeedbackLabel]:
         """Return the valid labels of single records, the last one first; of at most `MAX_RECORD_LABELS` labels."""
@@ -505,8 +504,9 @@ class IncidentStore:
         start, end = window.start or 0, window.end or 0
         order = self._order_by_device.get(window.device or "", [])
         within = order[bisect_left(order, (start, "")) : bisect_left(order, (end, ""))]
-        presentations = [self._overlay.present(self._entry_by_id[incident_id].summary) for _, incident_id in within]
-        return sum(one.silenced == "maintenance" and one.cause == window.id for one in presentations)
+        incidents = [self._entry_by_id[incident_id].summary for _, incident_id in within]
+        silencing = [self._overlay.find_silencing_window(incident) for incident in incidents]
+        return sum(one is not None and one.id == window.id for one in silencing)
 
     def search(self, wanted: IncidentFilter, page: int, page_size: int) -> SearchResult:
         """Return one page of the incidents that a filter selects, the one that opened last first.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Protocol, TypeVar
 
 from deformer_stream.errors import Unavailable
@@ -46,11 +46,19 @@ def read_existing(log: ReadableLog[Message]) -> Iterator[Message]:
             raise Unavailable(f"nothing was read for {PATIENCE_SECONDS:g} s: check that the broker responds")
 
 
-def collect_last_messages(history: Iterable[Incident], needed_ids: set[str]) -> dict[str, Incident]:
-    """Return the last messages about the incidents that are open, and about those with the given ids, by id."""
+def collect_last_messages(
+    history: Iterable[Incident], needed_ids: Collection[str], resolutions: Collection[str]
+) -> dict[str, Incident]:
+    """Return the last messages about some of the incidents of a log, by id.
+
+    Args:
+        history: The messages of the log.
+        needed_ids: Ids of incidents whose messages are returned.
+        resolutions: Reasons why incidents were resolved whose messages are returned as well, as are all open incidents.
+    """
     incident_by_id: dict[str, Incident] = {}
     for incident in history:
         incident_by_id.pop(incident.id, None)
-        if incident.state != "resolved" or incident.id in needed_ids:
+        if incident.state != "resolved" or incident.id in needed_ids or incident.resolution in resolutions:
             incident_by_id[incident.id] = incident
     return incident_by_id

@@ -25,12 +25,15 @@ class LabelledIncident:
         label: The valid label, "maintenance" if the incident opened in a maintenance window; None without a label.
         name: Name of the fault, None if it is unknown.
         max_score: Largest score of its records, NaN if it was not computed.
+        outdated_label: The label that is not valid any more, because the incident was reopened or its severity has
+            risen since; None if there is none.
     """
 
     incident: Incident
     label: IncidentLabel | None
     name: str | None = None
     max_score: float = math.nan
+    outdated_label: IncidentLabel | None = None
 
     @property
     def start(self) -> int:
@@ -49,23 +52,34 @@ class LabelledIncident:
         return self.label in (None, "false-alarm")
 
 
-def label_incidents(incidents: Iterable[Incident], overlay: Overlay) -> list[LabelledIncident]:
+def label_incidents(
+    incidents: Iterable[Incident], overlay: Overlay, shown: Iterable[Incident] = ()
+) -> list[LabelledIncident]:
     """Return the incidents of devices with their labels, in order of opening.
+
+    A label that does not cover what has happened since (`Overlay`) is not valid.
 
     Args:
         incidents: The last states of the incidents, in any order.
         overlay: The labels and maintenance windows.
+        shown: The last states that people could see, if they differ. Of incidents with the same id, they determine what
+            a label covers. Otherwise a person could not label such an incident again.
     """
+    shown_by_id = {incident.id: incident for incident in shown}
     by_id = {incident.id: incident for incident in incidents}
     labelled = []
     for incident in sorted(by_id.values(), key=lambda incident: (incident.opened, incident.id)):
         if incident.kind != "device":
             continue
         presentation = overlay.present(incident)
-        label = presentation.label
+        label, name, outdated = presentation.label, presentation.name, None
+        presentation_shown = overlay.present(shown_by_id.get(incident.id, incident))
+        if presentation_shown.is_outdated:
+            presentation = presentation_shown
+            label, name, outdated = None, None, presentation.label
         if label is None and presentation.silenced == "maintenance":
             label = "maintenance"
-        labelled.append(LabelledIncident(incident, label, presentation.name))
+        labelled.append(LabelledIncident(incident, label, name, outdated_label=outdated))
     return labelled
 
 

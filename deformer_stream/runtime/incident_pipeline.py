@@ -302,7 +302,8 @@ class IncidentPipeline:
         if partition.reconcile_as is None:
             return False
         trackers = partition.trackers
-        sent_by_id = collect_last_messages(self._read_history(number), trackers.incident_ids)
+        history = self._read_history(number)
+        sent_by_id = collect_last_messages(history, trackers.incident_ids, (PLAN_CHANGED, STATE_LOST))
         incidents = trackers.reconcile(sent_by_id, partition.reconcile_as)
         if incidents:
             self._log.warning(

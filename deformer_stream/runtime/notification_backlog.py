@@ -163,6 +163,10 @@ class Backlog:
                 # The receiver may have been notified of earlier messages, which the broker has since removed.
                 noted = _find_noted_state(progress, incident.id)
                 _apply_state(entry, noted or ("opening" if incident.revision > 0 else "hidden"))
+        former_parent = entry.incident.parent or entry.incident.former_parent
+        if incident.parent is None and incident.former_parent is None and former_parent is not None:
+            # A detection process of an earlier release does not state it.
+            incident = replace(incident, former_parent=former_parent)
         entry.incident, entry.partition, entry.offset = incident, message.partition, offset
         if incident.state != "resolved":
             entry.is_finished = False

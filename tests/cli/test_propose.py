@@ -168,6 +168,7 @@ def test_a_candidate_is_shown_approved_and_rolled_back(run: Run, site: Path, mod
     assert len(document["review"]["largest"]) == len(document["review"]["silent"]) == 20
     assert document["incidents"]["new"] == []
     assert document["alerts"]["removed"] == 0
+    assert document["label_again"] == []
 
     page = (out / "report.html").read_text()
     assert "&lt;b&gt;bearing&lt;/b&gt;" in page
@@ -195,6 +196,22 @@ def test_a_candidate_is_shown_approved_and_rolled_back(run: Run, site: Path, mod
     assert [entry.action for entry in calibration.log] == ["approve", "roll-back"]
     with pytest.raises(ConfigError, match="no approved candidate"):
         run("--roll-back")
+
+
+def test_incidents_to_label_again_are_listed(run: Run, site: Path, tmp_path: Path) -> None:
+    labels = [json.loads(line) for line in (site / "labels.jsonl").read_bytes().splitlines() if line]
+    outdated = next(label for label in labels if label["label"] == "false-alarm")
+    outdated["severity"] = 0
+    (tmp_path / "labels.jsonl").write_text("".join(f"{json.dumps(label)}\n" for label in labels))
+    logs, out = f"{site / 'one.jsonl'},{site / 'two.jsonl'}", tmp_path / "candidate"
+    result = run("--log", logs, "--feedback", tmp_path / "labels.jsonl", "--out", out)
+    assert f"their severity has risen since: 1, such as {outdated['incident']}" in result.output
+    document = json.loads((out / "difference.json").read_text())
+    (entry,) = document["label_again"]
+    assert (entry["id"], entry["label"], entry["outdated_label"]) == (outdated["incident"], None, "false-alarm")
+    page = (out / "report.html").read_text()
+    assert ">Label again<" in page
+    assert "label again (false-alarm)" in page
 
 
 def test_each_roll_back_names_the_approval_that_it_takes_back(run: Run, model: Path) -> None:

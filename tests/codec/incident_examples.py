@@ -48,6 +48,7 @@ INCIDENTS = st.builds(
     members=st.lists(IDS, max_size=3).map(tuple),
     devices=st.lists(st.text(st.characters(codec="utf-8")), max_size=3).map(tuple),
     parent=st.none() | IDS,
+    former_parent=st.none() | IDS,
     revision=COUNTS,
     num_reopened=COUNTS,
     resolution=st.none() | TEXTS,

@@ -258,3 +258,19 @@ def test_earlier_patterns_keep_incidents_whose_evidence_is_gone_and_drop_labels_
     assert make_patterns(everything_taken_back, [earlier.pattern]) == []
     confirmed = [make_incident(k, label="true") for k in range(8)]
     assert make_patterns(confirmed, [earlier.pattern]) == []
+
+
+def test_labels_that_were_replaced_after_the_evidence_is_gone_leave_the_pattern() -> None:
+    (earlier,) = make_patterns([make_incident(k, label="false-alarm" if k < 8 else None) for k in range(10)])
+    assert earlier.pattern is not None
+    patterns, all_ids = [earlier.pattern], [f"incident-{k}" for k in range(10)]
+    replaced = dict(zip(all_ids, ["true", "maintenance", "cleared", "false-alarm"], strict=False))
+    (candidate,) = make_patterns([], patterns, replaced | {"incident-9": "true", "unknown": "true"})
+    assert candidate.pattern is not None
+    assert candidate.pattern.labelled == tuple(all_ids[3:8])
+    assert sorted(candidate.pattern.score_by_incident) == all_ids[2:9], "that of a cleared label is not labelled"
+    for label in ("true", "maintenance", "cleared"):
+        assert make_patterns([], patterns, dict.fromkeys(all_ids, label)) == [], label
+    (candidate,) = make_patterns([], patterns, dict.fromkeys(all_ids[:6], "cleared"))
+    assert candidate.pattern is None
+    assert "label 1 more" in candidate.remedy

@@ -67,6 +67,17 @@ class Delivery:
         self.labels.append(made)
         self.label_log.append(made)
 
+    def add_window(self, label: str, incident: Incident, minutes: tuple[int, int], time: int) -> None:
+        """Add a maintenance window of the device of an incident, or take it back, in minutes after its opening."""
+        start, end = (incident.opened + minute * MINUTE for minute in minutes)
+        made = make_label(label, time, device=incident.device, start=start, end=end)  # type: ignore[arg-type]
+        self.labels.append(made)
+        self.label_log.append(made)
+
+    def list_keys(self) -> list[str]:
+        """Return the keys of the accepted notifications."""
+        return [notification.key for notification in self.receiver.accepted]
+
     def run(self, seconds: float = 0.0) -> None:
         """Run the worker until it has nothing to do, then for some seconds more, in steps."""
         end = self.clock.seconds + seconds
@@ -343,6 +354,68 @@ def test_a_maintenance_window_that_is_entered_late_resolves() -> None:
     )
     delivery.run()
     assert delivery.receiver.list_actions() == ["open", "resolve"]
+
+
+def test_a_window_that_is_taken_back_opens_with_another_key() -> None:
+    delivery = Delivery()
+    states = make_states()
+    delivery.topic.append(states[0])
+    delivery.run()
+    for time, label in enumerate(["maintenance", "cleared"] * 3, 1):
+        delivery.add_window(label, states[0], (-1, 100), time)
+        delivery.run()
+    delivery.topic.append(states[2])
+    delivery.run()
+    assert delivery.receiver.list_actions() == ["open", "resolve"] * 4
+    keys = delivery.list_keys()
+    assert len(set(keys)) == len(keys), "a receiver ignores keys that it has seen"
+
+
+@pytest.mark.parametrize("names_former", [True, False])
+def test_a_member_whose_fleet_incident_is_gone_opens_with_another_key(names_former: bool) -> None:
+    """Messages of earlier releases do not name the former fleet incident."""
+    delivery = Delivery()
+    opened, updated, _ = make_states()
+    former = "f" * 32 if names_former else None
+    for message in (
+        opened,
+        replace(updated, parent="f" * 32),
+        replace(updated, revision=2, former_parent=former),
+        replace(updated, revision=3, former_parent=former, parent="e" * 32),
+        replace(updated, revision=4, former_parent="e" * 32 if names_former else None),
+    ):
+        delivery.topic.append(message)
+        delivery.run()
+    assert delivery.receiver.list_actions() == ["open", "resolve", "open", "resolve", "open"]
+    assert len(set(delivery.list_keys())) == 5
+
+
+@pytest.mark.parametrize("is_compacted", [False, True])
+def test_an_opening_that_is_sent_again_after_a_silence_has_an_equal_key(is_compacted: bool) -> None:
+    """The process is killed after the opening was sent, and before its progress was stored."""
+    for silence in ("window", "fleet"):
+        delivery = Delivery()
+        opened, updated, _ = make_states()
+        delivery.topic.append(opened)
+        delivery.run()
+        if silence == "window":
+            delivery.add_window("maintenance", opened, (-1, 100), 1)
+            delivery.run(1.0)
+            delivery.add_window("cleared", opened, (-1, 100), 2)
+        else:
+            delivery.topic.append(replace(updated, parent="f" * 32))
+            delivery.run(1.0)
+            delivery.topic.append(replace(updated, revision=2, former_parent="f" * 32))
+        progress = dict(delivery.topic.progress)
+        delivery.run()
+        delivery.topic.progress = progress
+        if is_compacted:
+            delivery.topic.compact()
+        delivery.start()
+        delivery.run()
+        assert delivery.receiver.list_actions() == ["open", "resolve", "open", "open"], silence
+        keys = delivery.list_keys()
+        assert keys[3] == keys[2] != keys[0], silence
 
 
 def test_reopened_incident_is_opened_again_with_another_key() -> None:
@@ -727,8 +800,16 @@ def test_a_request_is_noted_before_it_is_sent_also_after_a_failure(
 
 STEPS = st.lists(
     st.one_of(
-        st.tuples(st.just("message"), st.integers(0, 3), st.sampled_from(["next", "resolve", "join"])),
+        st.tuples(st.just("message"), st.integers(0, 3), st.sampled_from(["next", "resolve", "join", "leave"])),
         st.tuples(st.just("label"), st.integers(0, 3), st.sampled_from(["true", "false-alarm", "cleared"])),
+        st.tuples(
+            st.just("window"),
+            st.integers(0, 3),
+            st.tuples(
+                st.sampled_from(["maintenance", "cleared"]),
+                st.sampled_from([(-5, 5), (-5, 15), (-5, 100), (5, 15), (10, 30)]),
+            ),
+        ),
         st.tuples(st.just("run"), st.sampled_from([0.0, 1.0, 5.0]), st.just("")),
         st.tuples(st.just("outcome"), st.sampled_from(["down", "up", "refuse", "accept"]), st.integers(0, 3)),
         st.tuples(st.just("kill"), st.booleans(), st.just("")),
@@ -740,6 +821,8 @@ STEPS = st.lists(
 
 MESSAGE, RUN = ("message", 0, "next"), ("run", 0.0, "")
 SILENCE, RESOLVE = ("label", 0, "false-alarm"), ("message", 0, "resolve")
+JOIN, LEAVE = ("message", 0, "join"), ("message", 0, "leave")
+WINDOW, BACK = ("window", 0, ("maintenance", (-5, 100))), ("window", 0, ("cleared", (-5, 100)))
 
 
 @given(STEPS)
@@ -747,6 +830,8 @@ SILENCE, RESOLVE = ("label", 0, "false-alarm"), ("message", 0, "resolve")
 @example([MESSAGE, RUN, RESOLVE, RUN, ("kill", False, ""), MESSAGE])  # reopened after such a resolution
 @example([MESSAGE, RUN, MESSAGE, ("kill", True, ""), SILENCE])  # the opening is compacted
 @example([MESSAGE, RUN, ("reassign", 0, ""), ("outcome", "refuse", 0), RUN, SILENCE])  # accepted, then refused
+@example([MESSAGE, RUN, WINDOW, RUN, BACK])
+@example([MESSAGE, RUN, JOIN, RUN, ("kill", True, ""), LEAVE, ("kill", True, "")])  # the fleet incident is compacted
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_whatever_happens_the_receiver_shows_what_is_open_in_the_end(steps: list[tuple[Any, Any, Any]]) -> None:
     """After failures, refusals, labels and kills, the receiver shows exactly the incidents that are open and not
@@ -774,7 +859,7 @@ def check_steps(steps: list[tuple[Any, Any, Any]], is_truncated: bool = False) -
     delivery = Delivery(ScriptedReceiver(wants_updates=True))
     delivery.run()
     last_by_number: dict[int, Incident] = {}
-    num_labels = 0
+    num_labels = num_fleets = 0
     for kind, argument, detail in steps:
         if kind == "message":
             last = last_by_number.get(argument)
@@ -787,13 +872,20 @@ def check_steps(steps: list[tuple[Any, Any, Any]], is_truncated: bool = False) -
             else:
                 state = "resolved" if detail == "resolve" else "updated"
                 message = replace(last, state=state, revision=last.revision + 1)  # type: ignore[arg-type]
+            message = replace(message, last=message.last + 5 * MINUTE)
             if detail == "join":  # a fleet incident
-                message = replace(message, parent="f" * 32)
+                num_fleets += message.parent is None
+                message = replace(message, parent=message.parent or f"{num_fleets:032x}")
+            elif detail == "leave" and message.parent is not None:
+                message = replace(message, parent=None, former_parent=message.parent)
             last_by_number[argument] = message
             delivery.topic.append(message)
         elif kind == "label":
             num_labels += 1
             delivery.add_label(detail, make_incident(argument), num_labels)
+        elif kind == "window":
+            num_labels += 1
+            delivery.add_window(detail[0], make_incident(argument, device=f"pump-{argument}"), detail[1], num_labels)
         elif kind == "run":
             delivery.run(argument)
         elif kind == "outcome":

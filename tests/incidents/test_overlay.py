@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from typing import Any
 
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from deformer_stream.codec.feedback_messages import decode_label, encode_label
 from deformer_stream.incidents.events import FeedbackLabel
 from deformer_stream.incidents.overlay import MAX_LABEL_MEMBERS, Overlay, Presentation, choose_seen_members
+from tests.effort import num_examples
 from tests.incidents.examples import MINUTE, make_fleet_incident, make_incident, make_label
 
 INCIDENT = replace(make_incident(0), last=make_incident(0).opened)
@@ -271,3 +275,71 @@ def test_cleared_takes_a_window_back() -> None:
         assert not overlay.is_under_maintenance(INCIDENT.device, INCIDENT.opened)
         assert overlay.is_under_maintenance(INCIDENT.device, INCIDENT.opened + 2 * MINUTE)
     assert Overlay([window, back, make_window(0, 1, time=3)]).is_under_maintenance(INCIDENT.device, INCIDENT.opened)
+
+
+def test_the_end_of_a_silence_is_a_part_of_the_cause() -> None:
+    """An incident that is shown again is then not taken for one that was shown before."""
+    overlay = Overlay([make_window(-1, 9, time=1)])
+    back = make_window(-1, 9, time=2, label="cleared")
+    overlay.add(back)
+    assert overlay.present(INCIDENT) == Presentation(cause=back.id)
+    left = replace(MEMBERS[0], parent=None, former_parent=FLEET.id)
+    assert Overlay().present_to_receivers(left) == Presentation(cause=f":{FLEET.id}")
+
+
+def test_a_window_without_effect_is_no_cause() -> None:
+    windows = [make_window(5, 9, time=1), make_window(5, 9, time=2, label="cleared")]
+    assert Overlay(windows).present(replace(INCIDENT, last=INCIDENT.opened + 6 * MINUTE)) == Presentation()
+
+
+SPANS = st.tuples(st.integers(-1, 7), st.integers(1, 9)).map(lambda span: (span[0], span[0] + span[1]))
+CHANGES = st.one_of(
+    st.tuples(st.just("window"), st.sampled_from("abc"), SPANS),
+    st.tuples(st.just("cleared"), st.sampled_from("abc"), SPANS),
+    st.tuples(st.just("back"), st.integers(0, 9), st.just(None)),
+    st.tuples(st.just("label"), st.sampled_from(["true", "false-alarm", "maintenance", "cleared"]), st.booleans()),
+    st.tuples(st.just("last"), st.integers(1, 3), st.just(None)),
+    st.tuples(st.sampled_from(["rise", "reopen", "join", "leave", "grow"]), st.just(None), st.just(None)),
+)
+
+
+@given(st.sampled_from(["device", "fleet"]), st.lists(CHANGES, max_size=12))
+@example("fleet", [("window", "a", (-1, 8)), ("window", "b", (-1, 8)), ("grow", None, None)])
+@example("device", [("window", "a", (-1, 2)), ("last", 3, None), ("window", "a", (2, 9)), ("back", 1, None)])
+@settings(max_examples=num_examples(4000), deadline=None)
+def test_the_cause_never_returns_to_that_before_a_silence(kind: str, changes: list[tuple[str, Any, Any]]) -> None:
+    """Otherwise a receiver that ignores keys that it has seen would not show an incident again."""
+    overlay, windows = Overlay(), list[FeedbackLabel]()
+    incident = replace(INCIDENT, device="a", severity=1, num_reopened=0)
+    if kind == "fleet":
+        incident = replace(incident, device="", kind="fleet", devices=("a", "b"), members=("1", "2"))
+    seen: list[tuple[int, str, bool]] = []
+    for time, (change, argument, detail) in enumerate(changes, 1):
+        if change in ("window", "cleared"):
+            label = "maintenance" if change == "window" else "cleared"
+            windows.append(replace(make_window(*detail, time=time, label=label), device=argument, id=f"{time:032x}"))
+            overlay.add(windows[-1])
+        elif change == "back" and windows:
+            taken_back = windows[argument % len(windows)]
+            windows.append(replace(taken_back, label="cleared", time=time, id=f"{time:032x}"))
+            overlay.add(windows[-1])
+        elif change == "label":
+            seen_then = {"severity": incident.severity, "num_reopened": incident.num_reopened} if detail else {}
+            overlay.add(make_label(argument, time, incident=incident.id, **seen_then))
+        elif change == "last":
+            incident = replace(incident, last=incident.last + argument * MINUTE)
+        elif change == "rise":
+            incident = replace(incident, severity=incident.severity + 1)
+        elif change == "reopen":
+            incident = replace(incident, num_reopened=incident.num_reopened + 1)
+        elif change == "join" and kind == "device":
+            incident = replace(incident, parent=incident.parent or f"fleet-{time}")
+        elif change == "leave" and incident.parent is not None:
+            incident = replace(incident, parent=None, former_parent=incident.parent)
+        elif change == "grow" and kind == "fleet":
+            incident = replace(incident, devices=("a", "b", "c"), members=("1", "2", "3"))
+        shown = overlay.present_to_receivers(incident)
+        seen.append((incident.num_reopened, shown.cause, shown.silenced is not None))
+    for (start, before), (end, after) in itertools.combinations(enumerate(seen), 2):
+        if before == after:
+            assert {is_silenced for *_, is_silenced in seen[start:end]} == {after[2]}, seen

@@ -13,7 +13,7 @@ from deformer_stream.calibration.conformal import Calibration
 from deformer_stream.calibration.false_alarm_patterns import FalseAlarmPattern
 from deformer_stream.calibration.incident_segments import SegmentCalibration, SegmentCollector
 from deformer_stream.errors import InputError
-from deformer_stream.incidents.events import EvidenceBatch, FeedbackLabel, Incident
+from deformer_stream.incidents.events import EvidenceBatch, FeedbackLabel, Incident, Label
 from deformer_stream.incidents.overlay import Overlay
 from deformer_stream.runtime.incident_difference import IncidentSpans, compare_incidents, label_incidents, predict_count
 from deformer_stream.runtime.incident_plan import DetectionPlan
@@ -430,6 +430,57 @@ def test_an_approved_pattern_stays_when_its_evidence_is_gone(
     assert len(second.plan.patterns) == 1
     assert set(first.plan.patterns[0].score_by_incident) < set(second.plan.patterns[0].score_by_incident)
     assert not second.difference.new
+
+
+@pytest.mark.parametrize("label", ["true", "maintenance", "cleared"])
+def test_an_approved_pattern_goes_if_its_labels_are_replaced_after_the_evidence_is_gone(
+    detection: DetectionPlan, labels: list[FeedbackLabel], proposal: Proposal, label: Label
+) -> None:
+    later = make_fleet(55, first_day=NUM_DAYS)
+    replaced = [make_label(label, one.time + 1, incident=one.incident) for one in labels if one.label == "false-alarm"]
+    assert proposal.plan.patterns
+    again = propose(later.read, proposal.plan, [*labels, *replaced], ProposalOptions())
+    assert again.plan.patterns == ()
+
+
+def test_a_label_that_does_not_cover_what_has_happened_since_counts_as_none() -> None:
+    incident = replace(make_incident(2, device="pump-1"), severity=2, num_reopened=1)
+    seen = {"severity": 1, "num_reopened": 0}
+    for label in ("false-alarm", "maintenance"):
+        overlay = Overlay([make_label(label, 1, incident=incident.id, name="leak", **seen)])  # type: ignore[arg-type]
+        (entry,) = label_incidents([incident], overlay)
+        assert (entry.label, entry.name, entry.outdated_label, entry.can_be_false) == (None, None, label, True)
+        (entry,) = label_incidents([replace(incident, severity=1, num_reopened=0)], overlay)
+        assert (entry.label, entry.outdated_label) == (label, None)
+        # Without today's patterns an incident can be more severe than anybody has seen it.
+        (entry,) = label_incidents([incident], overlay, [replace(incident, **seen)])  # type: ignore[arg-type]
+        assert (entry.label, entry.outdated_label) == (label, None)
+        (entry,) = label_incidents([replace(incident, **seen)], overlay, [incident])  # type: ignore[arg-type]
+        assert (entry.label, entry.outdated_label) == (None, label)
+    window = make_label("maintenance", 2, device="pump-1", start=incident.opened, end=incident.last + 1)
+    overlay.add(window)
+    (entry,) = label_incidents([incident], overlay)
+    assert (entry.label, entry.outdated_label) == ("maintenance", label)
+    overlay.add(make_label("true", 3, incident=incident.id, **seen))  # type: ignore[arg-type]
+    (entry,) = label_incidents([incident], overlay)
+    assert (entry.label, entry.outdated_label) == ("true", None), "a fault stays a fault"
+
+
+def test_outdated_labels_make_no_pattern_and_are_listed_to_be_given_again(
+    fleet: Fleet, detection: DetectionPlan, labels: list[FeedbackLabel]
+) -> None:
+    false = [one for one in labels if one.label == "false-alarm"]
+    outdated = [make_label("false-alarm", one.time, incident=one.incident, severity=0) for one in false]
+    others = [one for one in labels if one.label != "false-alarm"]
+    proposal = propose(fleet.read, detection, [*others, *outdated], ProposalOptions())
+    assert proposal.plan.patterns == ()
+    assert proposal.rate_today.labelled == 0
+    assert {entry.incident.id for entry in proposal.label_again} == {one.incident for one in false}
+    (warning,) = (one for one in proposal.warnings if "label again" in one)
+    assert f": {len(false)}, such as {proposal.label_again[0].incident.id}" in warning
+    assert "incidents to label again" not in " ".join(
+        propose(fleet.read, detection, others, ProposalOptions()).warnings
+    )
 
 
 def test_the_label_of_a_fleet_incident_counts_for_its_members() -> None:

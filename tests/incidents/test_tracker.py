@@ -581,9 +581,9 @@ def test_a_member_that_reopens_after_its_fleet_incident_was_dropped_stands_alone
     messages = open_devices(tracker, {"d": 200, "e": 201, "f": 202}, VALVE)
     assert any(message.kind == "fleet" and message.id != dropped for message in messages)
     messages = tracker.handle(make_batch(make_rows("a", range(230, 234), 0.001)))
-    assert [(message.device, message.num_reopened, message.parent) for message in messages] == [
-        ("a", 1, dropped),
-        ("a", 1, None),  # so that it is delivered as an incident of its own
+    assert [(message.device, message.num_reopened, message.parent, message.former_parent) for message in messages] == [
+        ("a", 1, dropped, None),
+        ("a", 1, None, dropped),  # so that it is delivered as an incident of its own
     ]
 
 

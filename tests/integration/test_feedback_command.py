@@ -11,6 +11,8 @@ import pytest
 from connectors.kafka import KafkaFeedbackLog, describe_incident_topics, ensure_topics, produce
 from deformer_stream.cli.feedback import describe_unknown_device, find_incident
 from deformer_stream.codec.encode_incidents import encode_incident
+from deformer_stream.codec.feedback_messages import make_label
+from deformer_stream.codec.timestamps import format_rfc3339
 from deformer_stream.errors import InputError
 from deformer_stream.incidents.events import FeedbackLabel
 from deformer_stream.incidents.overlay import Overlay
@@ -113,6 +115,40 @@ def test_labels_are_stored(kafka: SimpleNamespace, topic: str, cli: RunCommand) 
     assert overlay.is_under_maintenance(INCIDENT.device, INCIDENT.opened)
     assert cli("feedback", "cleared", *options, *window).code == 0
     assert not Overlay(read_labels(kafka, topic)).is_under_maintenance(INCIDENT.device, INCIDENT.opened)
+
+
+AHEAD = 2_000_000_000_000_000
+"""A time of 2033, that of labels from a machine whose clock is ahead."""
+
+
+@pytest.mark.kafka
+def test_the_latest_label_counts_although_the_clock_of_an_earlier_one_was_ahead(
+    kafka: SimpleNamespace, topic: str, cli: RunCommand
+) -> None:
+    member = replace(make_incident(1, device="pump-8"), parent="e" * 32)
+    fleet = replace(make_fleet_incident(9, [member]), id="e" * 32)
+    incidents = [(one.id.encode(), encode_incident(one), None) for one in (member, fleet)]
+    produce(kafka.cluster, f"{topic}-incidents", incidents)
+    record, times = "pump-8@2020-03-09T10:34:30Z", {"start": member.opened, "end": member.opened + 1_000_000}
+    log = KafkaFeedbackLog(kafka.cluster, f"{topic}-feedback")
+    for label in (
+        make_label("false-alarm", AHEAD, incident=fleet.id),
+        make_label("true", AHEAD, record=record),
+        make_label("maintenance", AHEAD, device="pump-8", **times),
+    ):
+        log.append(label)
+    log.close()
+    options = ["--topic", topic, "--bootstrap-servers", kafka.bootstrap]
+    assert cli("feedback", member.id, "cleared", *options).code == 0
+    assert Overlay(read_labels(kafka, topic)).present(member).label is None
+    assert cli("feedback", fleet.id, "maintenance", *options).code == 0
+    assert Overlay(read_labels(kafka, topic)).present(member).label == "maintenance"
+    assert cli("feedback", "cleared", *options, "--record", record).code == 0
+    (last,) = (one for one in read_labels(kafka, topic) if one.record == record and one.label == "cleared")
+    assert last.time == AHEAD + 1
+    window = ["--from", format_rfc3339(member.opened), "--to", format_rfc3339(member.opened + 1_000_000)]
+    assert cli("feedback", "cleared", *options, "--maintenance", "pump-8", *window).code == 0
+    assert not Overlay(read_labels(kafka, topic)).is_under_maintenance("pump-8", member.opened)
 
 
 @pytest.mark.kafka

@@ -601,6 +601,7 @@ def test_the_reason_says_that_the_plan_has_changed() -> None:
     assert (fleet.state, fleet.resolution) == ("resolved", "plan-changed")
     assert fleet.id in opened
     assert {message.parent for message in last.values()} == {None}
+    assert {message.former_parent for message in last.values()} == {None, fleet.id}
 
 
 def test_incidents_of_a_lost_state_are_resolved() -> None:
@@ -613,6 +614,54 @@ def test_incidents_of_a_lost_state_are_resolved() -> None:
     for id_, messages in group_by_id(broker).items():
         if id_ in open_ids:
             assert (messages[-1].state, messages[-1].resolution) == ("resolved", "state-lost")
+
+
+def lose_state(broker: Broker) -> None:
+    """Delete the saved state and the committed offsets, so that the next run begins at the first message."""
+    broker.snapshots.clear()
+    broker.offsets.clear()
+
+
+def test_incidents_that_open_again_after_a_lost_state_are_reopened() -> None:
+    """The topic has resolved them, so receivers must not take them for what they have seen before."""
+    whole = make_broker(make_batches()[:9])
+    run_once(whole)
+    last = {id_: messages[-1] for id_, messages in group_by_id(whole).items()}
+    assert {(message.kind, message.state == "resolved") for message in last.values()} == {
+        ("device", False),
+        ("fleet", False),
+    }
+    lose_state(whole)
+    run_once(whole)
+    check_history(whole, make_plan())
+    for id_, messages in group_by_id(whole).items():
+        end = next(number for number, message in enumerate(messages) if message.state == "resolved")
+        assert (messages[end].resolution, messages[end].revision) == ("state-lost", last[id_].revision + 1)
+        assert {message.num_reopened for message in messages[: end + 1]} == {0}
+        assert {message.num_reopened for message in messages[end + 1 :]} == {1}
+        assert messages[end + 1].state == messages[-1].state == "updated"
+    for num_commits in range(6):  # a restart continues in the same way
+        broker = make_broker(make_batches()[:9])
+        run_once(broker)
+        lose_state(broker)
+        with suppress(KilledError):
+            run_once(broker, num_commits, "committed", num_commits, commit_interval=1.0, snapshot_interval=1e6)
+        run_once(broker, num_commits + 1)
+        assert group_by_id(broker) == group_by_id(whole), num_commits
+
+
+def test_incidents_are_reopened_after_the_state_is_lost_twice() -> None:
+    """The second time, the topic has resolved them already."""
+    broker = make_broker(make_batches()[:9])
+    run_once(broker)
+    lose_state(broker)
+    with suppress(KilledError):
+        run_once(broker, 0, "committed", 0, commit_interval=1e6)
+    assert {messages[-1].resolution for messages in group_by_id(broker).values()} == {"state-lost"}
+    lose_state(broker)
+    run_once(broker)
+    check_history(broker, make_plan())
+    assert {messages[-1].num_reopened for messages in group_by_id(broker).values()} == {1}
 
 
 def test_a_change_of_the_model_is_committed_with_the_state_that_names_its_plan() -> None:

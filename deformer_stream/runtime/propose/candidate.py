@@ -17,6 +17,7 @@ from deformer_stream.calibration.incident_evidence import ScoreTail
 from deformer_stream.calibration.incident_segments import SegmentCalibration
 from deformer_stream.calibration.share_vectors import compute_cosine
 from deformer_stream.incidents.events import Incident
+from deformer_stream.incidents.overlay import Overlay
 from deformer_stream.runtime.incident_calibration import Rescorer
 from deformer_stream.runtime.incident_difference import (
     IncidentDifference,
@@ -89,10 +90,12 @@ def find_candidate(
     margin = detection.options.gap
     spans = IncidentSpans(unpatterned, margin)
     rescorer = None if calibration is None else Rescorer(calibration, options.alpha)
+    shown = [entry.incident for entry in (*unpatterned, *today)]
     kinds: list[PatternCandidate] = []
     patterns = list(detection.patterns)
     if "patterns" in options.changes:
-        kinds = make_patterns([_to_past_incident(entry) for entry in unpatterned], detection.patterns)
+        past_incidents = [_to_past_incident(entry) for entry in unpatterned]
+        kinds = make_patterns(past_incidents, detection.patterns, _find_labels(detection.patterns, log.overlay))
         patterns = [kind.pattern for kind in kinds if kind.pattern is not None]
     dropped: dict[str, str] = {}
     for _ in range(MAX_REPLAYS):
@@ -101,7 +104,7 @@ def find_candidate(
             segments = collect_segments(log, plan, spans, tail, rescorer, split)
             plan = replan(segments).with_patterns(patterns)
         found, num_removed, num_new = _replay(log, plan, spans, rescorer, options)
-        incidents = label_incidents(found, log.overlay)
+        incidents = label_incidents(found, log.overlay, shown)
         candidate = Candidate(
             plan,
             segments,
@@ -178,6 +181,12 @@ def _replay(
         by_id.update((incident.id, incident) for incident in tracker.handle(batch))
     by_id.update((incident.id, incident) for incident in tracker.finish())
     return list(by_id.values()), num_removed, num_new
+
+
+def _find_labels(patterns: Sequence[FalseAlarmPattern], overlay: Overlay) -> dict[str, str]:
+    """Return the last labels of the incidents of patterns themselves, by id; "cleared" if a label was taken back."""
+    label_by_id = {id_: overlay.get_own_label(id_) for pattern in patterns for id_ in pattern.score_by_incident}
+    return {id_: label for id_, label in label_by_id.items() if label is not None}
 
 
 def _get_shares(incident: Incident) -> dict[str, float]:

@@ -60,7 +60,7 @@ def propose(
     has_new_records = "records" in options.changes
     log = LabelledLog.from_labels(read_log, detection, labels)
     unpatterned_incidents, today_incidents, summary = survey_log(log, detection, options)
-    unpatterned = label_incidents(unpatterned_incidents, log.overlay)
+    unpatterned = label_incidents(unpatterned_incidents, log.overlay, today_incidents)
     today = label_incidents(today_incidents, log.overlay)
     has_new_segments = "segments" in options.changes or (has_new_records and options.has_segments)
     split = None
@@ -90,6 +90,8 @@ def propose(
     difference = found.difference
     known = {incident.id for incident in (*unpatterned_incidents, *today_incidents)}
     num_unknown = len({label.incident for label in labels if label.incident is not None} - known)
+    entry_by_id = {entry.incident.id: entry for entry in (*unpatterned, *today)}
+    label_again = tuple(entry for entry in entry_by_id.values() if entry.outdated_label is not None)
     removed_ids = {labelled.incident.id for labelled in found.without_patterns.removed}
     outcomes = tuple(describe_pattern(entry, found.plan, found.dropped, removed_ids) for entry in found.kinds)
     return Proposal(
@@ -106,7 +108,8 @@ def propose(
         ),
         patterns=outcomes,
         review=review,
+        label_again=label_again,
         num_labels=len({label.id for label in labels}),
         num_unknown_labels=num_unknown,
-        warnings=tuple(list_warnings(detection, difference, outcomes, summary, num_unknown, unpatterned)),
+        warnings=tuple(list_warnings(detection, difference, outcomes, summary, num_unknown, unpatterned, label_again)),
     )

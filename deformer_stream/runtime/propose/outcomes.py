@@ -77,6 +77,7 @@ def list_warnings(
     log: LogSummary,
     num_unknown_labels: int,
     unpatterned: Sequence[LabelledIncident],
+    label_again: Sequence[LabelledIncident],
 ) -> list[str]:
     """Return what a person should know before approving, as sentences without full stops."""
     warnings = []
@@ -87,6 +88,12 @@ def list_warnings(
         warnings.append(
             f"labels of incidents that the log does not contain: {num_unknown_labels}; a log that begins earlier, and "
             "the options of the running incidents process, give the same incidents again"
+        )
+    if label_again:
+        ids = ", ".join(labelled.incident.id for labelled in label_again[:5])
+        warnings.append(
+            "incidents to label again, because they were reopened or their severity has risen since: "
+            f"{len(label_again)}, such as {ids}; until then they count as not labelled"
         )
     if log.num_other_model:
         warnings.append(f"records of other models that were left out: {log.num_other_model:,}")

@@ -179,6 +179,8 @@ class Proposal:
         rate_candidate: The false incidents of the candidate.
         patterns: The kinds of false incidents.
         review: The records at which a person should look.
+        label_again: The incidents that count as not labelled, because they were reopened or their severity has risen
+            since they were labelled.
         num_labels: Number of labels that count.
         num_unknown_labels: How many of them name incidents that the log does not contain.
         warnings: What a person should know before approving, as sentences.
@@ -195,6 +197,7 @@ class Proposal:
     rate_candidate: FalseRate
     patterns: tuple[PatternOutcome, ...]
     review: Review
+    label_again: tuple[LabelledIncident, ...]
     num_labels: int
     num_unknown_labels: int
     warnings: tuple[str, ...]
