@@ -19,6 +19,7 @@ import orjson
 import pyarrow as pa
 
 from connectors.files.lines import read_lines
+from connectors.files.message_form import DEFAULT_MESSAGE_FORM, MessageForm
 from connectors.files.sources import (
     DEFAULT_DEVICE_COLUMN,
     log_bad_rows,
@@ -29,6 +30,7 @@ from connectors.files.sources import (
 from deformer_stream.codec.columns import (
     convert_ids,
     convert_times_of_day,
+    decode_dictionary,
     is_numeric,
     is_scalar,
     is_text,
@@ -37,7 +39,7 @@ from deformer_stream.codec.columns import (
 )
 from deformer_stream.codec.number_texts import parse_number
 from deformer_stream.codec.timestamps import TimeFormat
-from deformer_stream.codec.validation import RejectionError, is_json_id, is_json_number
+from deformer_stream.codec.validation import RejectionError, is_json_number
 from deformer_stream.engine.events import NO_TIME
 from deformer_stream.errors import ConfigError, InputError
 from deformer_stream.settings.base import Layout
@@ -52,11 +54,12 @@ from deformer_stream.tables.table import (
 )
 
 OutgoingEvent = tuple[bytes, bytes, int]
-"""Key (the id of the record or the device in UTF-8), message (JSON), and event time in microseconds since 1970, or
-`NO_TIME`."""
+"""Key (the id of the record or the device in UTF-8, empty for none), message (JSON), and event time in microseconds
+since 1970, or `NO_TIME`."""
 
-RowReadings = tuple[int, str, list[tuple[str, Any]]]
-"""Time of a row in microseconds, id of the record or the device, and the readings as pairs of feature and value."""
+RowReadings = tuple[int, str, list[tuple[str, Any]], Any]
+"""Time of a row in microseconds, id of the record or the device, the readings as pairs of feature and value, and the
+value that determines the model, None if there is none."""
 
 MAX_DELAYED = 1_000_000
 """Maximum number of events that are held back because their delayed time has not been reached. If there are more, the
@@ -112,6 +115,7 @@ def iterate_events(
     device_column: str | None = None,
     has_windows: bool = False,
     skipped_rows: SkippedRows | None = None,
+    form: MessageForm = DEFAULT_MESSAGE_FORM,
 ) -> Iterator[OutgoingEvent]:
     """Return the readings of tables as events of one reading each, in the order of their times.
 
@@ -142,6 +146,7 @@ def iterate_events(
             such a column; otherwise the name of the file is the device.
         has_windows: Whether records are time windows of devices, which the consumer forms.
         skipped_rows: Counts the rows that are left out.
+        form: The key of messages, and the field that determines their model.
 
     Raises:
         InputError: A file is missing or unreadable, or a table lacks a column. Problems with a table are raised by the
@@ -153,7 +158,7 @@ def iterate_events(
     files = find_data_files(inputs)
     prefix_by_file = make_record_prefixes(files)
     table_options = table_options or TableOptions()
-    chosen_columns = {record_column, *(features or ()), *filter(None, (time_column, device_column))}
+    chosen_columns = {record_column, *(features or ()), *filter(None, (time_column, device_column, form.model_field))}
     kept_columns = table_options.kept_columns | chosen_columns
     table_by_file = open_table_files(files, replace(table_options, kept_columns=kept_columns))
     if table_options.where is not None:  # other files have no rows to send
@@ -161,7 +166,9 @@ def iterate_events(
     if exclude:
         _check_excluded(exclude, files, table_by_file, layout)
     log_dialects(table_by_file.values())
-    selection = _FeatureSelection(frozenset(exclude), None if features is None else frozenset(features))
+    # With several models, the form of messages chooses the features, because they depend on the row.
+    sends_all = features is None or form.features_by_model is not None
+    selection = _FeatureSelection(frozenset(exclude), None if sends_all else frozenset(features or ()))
     max_delay, rng = round(shuffle_within * 1e6), np.random.default_rng(seed)
     skipped_rows = SkippedRows() if skipped_rows is None else skipped_rows
     columns = _RowColumns(record_column, time_column, device_column, has_windows, tuple(features or ()), skipped_rows)
@@ -175,6 +182,7 @@ def iterate_events(
         selection=selection,
         prefix=prefix,
         time_format=table_options.time_format,
+        form=form,
     )
 
 
@@ -256,6 +264,7 @@ def _iterate_delayed(
     selection: _FeatureSelection,
     prefix: str,
     time_format: TimeFormat,
+    form: MessageForm,
 ) -> Iterator[OutgoingEvent]:
     """Yield the readings of all files as events in the order of their times, which include a random delay.
 
@@ -273,6 +282,7 @@ def _iterate_delayed(
         selection: The features that are sent.
         prefix: Text that is put before each id of a record or device.
         time_format: The unit in which times are written, as they are in the tables and in JSON lines.
+        form: The key of messages, and the field that determines their model.
     """
     micros_per_unit = 1e6 / time_format.units_per_second
     # A heap of delayed events: time, number of the event (which keeps the order of equal times), key and document.
@@ -284,30 +294,29 @@ def _iterate_delayed(
         if table is None:
             # Lines are not delayed, so the events before them are sent first.
             yield from (_encode_event(*heapq.heappop(delayed)) for _ in range(len(delayed)))
-            yield from _iterate_json_lines(path, time_format)
+            yield from _iterate_json_lines(path, time_format, form)
             continue
         id_field = _choose_id_column(table)
         if table.choose_layout(layout, id_field) == "long":
-            rows = _iterate_long_rows(table, id_field, columns, selection, default_times)
+            rows = _iterate_long_rows(table, id_field, columns, selection, default_times, form)
         else:
             id_field = "record" if columns.choose_window_time(table) is None else "device"
-            rows = _iterate_wide_rows(table, record_prefix, columns, selection, default_times)
-        for row_time, row_id, readings in _map_row_errors(path, rows):
+            rows = _iterate_wide_rows(table, record_prefix, columns, selection, default_times, form)
+        for row_time, row_id, row_readings, model in _map_row_errors(path, rows):
             # Rows are sorted by time, so no later row has an event before `row_time`. A full heap is emptied earlier,
             # to bound the memory.
             while delayed and (delayed[0][0] <= row_time or len(delayed) > MAX_DELAYED):
                 yield _encode_event(*heapq.heappop(delayed))
+            owner = prefix + row_id
+            key = form.make_key(id_field, owner)
+            owner_fields = {id_field: owner, **form.make_model_fields(id_field, model)}
+            readings = form.select_readings(owner if form.model_field == id_field else model, row_readings)
             num_readings = len(readings)
             delays = rng.integers(0, max_delay + 1, num_readings).tolist() if max_delay else [0] * num_readings
             for (feature, value), delay in zip(readings, delays, strict=True):
                 time = row_time + delay
-                document = {
-                    id_field: prefix + row_id,
-                    "feature": feature,
-                    "value": value,
-                    "time": time / micros_per_unit,
-                }
-                heapq.heappush(delayed, (time, num_events, (prefix + row_id).encode(), document))
+                document = {**owner_fields, "feature": feature, "value": value, "time": time / micros_per_unit}
+                heapq.heappush(delayed, (time, num_events, key, document))
                 num_events += 1
     while delayed:
         yield _encode_event(*heapq.heappop(delayed))
@@ -348,8 +357,9 @@ def _iterate_wide_rows(
     row_columns: _RowColumns,
     selection: _FeatureSelection,
     default_times: Iterator[int],
+    form: MessageForm,
 ) -> Iterator[RowReadings]:
-    """Yield the time, the record id or the device, and the readings of each row of a wide table.
+    """Yield the time, the record id or the device, the readings and the model of each row of a wide table.
 
     A row is a record, or it holds readings of a device that the consumer assigns to a time window.
 
@@ -360,6 +370,7 @@ def _iterate_wide_rows(
         row_columns: The columns that say to what a row belongs.
         selection: The features that are sent.
         default_times: An iterator over the times of rows in a table without a time column, in microseconds.
+        form: Names the column that determines the model.
 
     Raises:
         InputError: The table lacks a column or has nothing to send.
@@ -378,10 +389,12 @@ def _iterate_wide_rows(
         id_column = device_column if device_column in columns else None
     type_by_column = dict(zip(columns, table.schema.types, strict=True))
     time_column = time_column or table.choose_time_column()
+    model_column = form.find_model_column(table, "record" if window_time is None else "device")
     feature_columns = [
         name
         for name in columns
         if name not in (id_column, time_column)
+        and (name != model_column or name in row_columns.features)
         and selection.contains(name)
         and (is_scalar(type_by_column[name]) or is_time_of_day(type_by_column[name]))
     ]
@@ -391,8 +404,9 @@ def _iterate_wide_rows(
             "check --exclude and --model"
         )
     last_time = 0
-    read_columns = [*feature_columns, *(name for name in (id_column, time_column) if name is not None)]
-    forms = _choose_forms(id_column, time_column)
+    other_columns = (name for name in (id_column, time_column, model_column) if name is not None)
+    read_columns = list(dict.fromkeys((*feature_columns, *other_columns)))
+    forms = _choose_forms(id_column, time_column, model_column)
     for batch, rows in table.iterate_numbered(read_columns, ROWS_PER_BATCH, forms):
         if id_column is not None:
             ids = _get_ids(table, batch, id_column)
@@ -400,6 +414,7 @@ def _iterate_wide_rows(
             ids = [table.stem] * batch.num_rows
         else:
             ids = [str(row) if id_prefix is None else f"{id_prefix}:{row}" for row in rows.tolist()]
+        models = _get_models(batch, model_column)
         times, error_by_row = _get_times(table, batch, time_column, default_times)
         cells_by_column = [_list_cells(table, batch.column(name), name) for name in feature_columns]
         for i, row_id in enumerate(ids):
@@ -414,7 +429,7 @@ def _iterate_wide_rows(
                 for name, cells in zip(feature_columns, cells_by_column, strict=True)
                 if cells[i] is not None
             ]
-            yield last_time, row_id, readings
+            yield last_time, row_id, readings, models[i]
 
 
 def _iterate_long_rows(
@@ -423,8 +438,9 @@ def _iterate_long_rows(
     row_columns: _RowColumns,
     selection: _FeatureSelection,
     default_times: Iterator[int],
+    form: MessageForm,
 ) -> Iterator[RowReadings]:
-    """Yield the time, the record id or device and the reading of each row of a table in which a row is one reading.
+    """Yield the time, the record id or device, the reading and the model of each row of a table with a reading per row.
 
     Rows without a value are skipped.
 
@@ -434,6 +450,7 @@ def _iterate_long_rows(
         row_columns: The columns that say to what a row belongs.
         selection: The features that are sent.
         default_times: An iterator over the times of rows in a table without a time column, in microseconds.
+        form: Names the column that determines the model.
 
     Raises:
         InputError: The table lacks a column.
@@ -447,15 +464,17 @@ def _iterate_long_rows(
             )
     table.check_columns(time_column)
     time_column = time_column or ("time" if "time" in columns else None)
-    known_columns = (id_column, "feature", "value", "label", time_column)
-    read_columns = [name for name in known_columns if name is not None and name in columns]
+    model_column = form.find_model_column(table, id_column)
+    known_columns = (id_column, "feature", "value", "label", time_column, model_column)
+    read_columns = list(dict.fromkeys(name for name in known_columns if name is not None and name in columns))
     last_time = 0
-    forms = _choose_forms(id_column, time_column) | {"value": "mixed"}
+    forms = _choose_forms(id_column, time_column, model_column) | {"value": "mixed"}
     if "label" in read_columns:
         forms["label"] = "text"
     if time_column is not None:
         table.check_time_zone(time_column)
     for batch, rows in table.iterate_numbered(read_columns, ROWS_PER_BATCH, forms):
+        models = _get_models(batch, model_column)
         times, error_by_row = _get_times(table, batch, time_column, default_times)
         cells = convert_times_of_day(batch.column("value")).to_pylist()
         values = [_convert_number_text(_to_json_value(cell)) for cell in cells]
@@ -471,7 +490,7 @@ def _iterate_long_rows(
             # A row without a time has the time of the row before.
             last_time = times[i] if times[i] != NO_TIME else last_time
             if values[i] is not None and selection.contains(feature_names[i]):
-                yield last_time, row_id, [(feature_names[i], values[i])]
+                yield last_time, row_id, [(feature_names[i], values[i])], models[i]
 
 
 def _find_fault(
@@ -521,14 +540,24 @@ def _get_ids(table: Table, batch: pa.RecordBatch, column: str) -> list[str | Non
     return [None if row_id is None else str(row_id) for row_id in ids.to_pylist()]
 
 
-def _choose_forms(id_column: str | None, time_column: str | None) -> dict[str, CellForm]:
-    """Return what the cells of the columns of ids and times are to be, if the table holds them as text.
+def _get_models(batch: pa.RecordBatch, column: str | None) -> list[Any]:
+    """Return the value of each row that determines its model, None for a null, or if there is no such column."""
+    if column is None:
+        return [None] * batch.num_rows
+    return [_to_json_value(value) for value in decode_dictionary(batch.column(column)).to_pylist()]
+
+
+def _choose_forms(
+    id_column: str | None, time_column: str | None, model_column: str | None = None
+) -> dict[str, CellForm]:
+    """Return what the cells of the columns of ids, times and models are to be, if the table holds them as text.
 
     Args:
         id_column: The column of record ids or devices, or None if there is none. The id 007 must not become 7.
         time_column: The column of times, or None if there is none.
+        model_column: The column that determines the model, or None if there is none. It is read as ids are.
     """
-    forms: dict[str, CellForm] = {} if id_column is None else {id_column: "text"}
+    forms: dict[str, CellForm] = {name: "text" for name in (id_column, model_column) if name is not None}
     return forms if time_column is None else forms | {time_column: "time"}
 
 
@@ -594,10 +623,10 @@ def _parse_event_time(document: Any, time_format: TimeFormat) -> int:
         return NO_TIME
 
 
-def _iterate_json_lines(path: DataFile, time_format: TimeFormat) -> Iterator[OutgoingEvent]:
-    """Yield each line of a JSON lines file as a triple of its record id (the key), the unchanged line and its time.
+def _iterate_json_lines(path: DataFile, time_format: TimeFormat, form: MessageForm) -> Iterator[OutgoingEvent]:
+    """Yield each line of a JSON lines file as a triple of its key, the unchanged line and its time.
 
-    A line without a valid record id has an empty key. The time is in microseconds since 1970, or `NO_TIME`.
+    A line without a valid record id or device has an empty key. The time is in microseconds since 1970, or `NO_TIME`.
     """
     for block in read_lines(path, MAX_LINE_BYTES):
         for line in block:
@@ -606,6 +635,4 @@ def _iterate_json_lines(path: DataFile, time_format: TimeFormat) -> Iterator[Out
                     document = orjson.loads(line)
                 except orjson.JSONDecodeError:
                     document = None
-                record = document.get("record") if isinstance(document, dict) else None
-                key = str(record).encode() if is_json_id(record) else b""
-                yield key, line, _parse_event_time(document, time_format)
+                yield form.make_key_of_line(document), line, _parse_event_time(document, time_format)
