@@ -18,7 +18,7 @@ from deformer_stream.calibration.incident_budget import (
     plan_budget,
 )
 from deformer_stream.engine.events import ONLY_MODEL
-from deformer_stream.errors import ArtifactError
+from deformer_stream.errors import ArtifactError, ConfigError
 from deformer_stream.incident_store import IncidentCalibration, read_incident_calibration
 from deformer_stream.incidents.device import extract_device
 from deformer_stream.incidents.fleet import parse_fleet_rule
@@ -170,8 +170,15 @@ class PlanLoader:
             ArtifactError: A directory cannot be read, or the folder has no models.
             ConfigError: As `load_detection_plan`.
         """
-        paths = self._find_paths()
-        return {name: load_detection_plan(path, self._settings, self._can_repeat, name) for name, path in paths.items()}
+        plan_by_name = {}
+        for name, path in self._find_paths().items():
+            try:
+                plan_by_name[name] = load_detection_plan(path, self._settings, self._can_repeat, name)
+            except ConfigError as error:
+                if self._models is None:
+                    raise
+                raise ConfigError(f"{path}: {error}") from None  # one of several models
+        return plan_by_name
 
     def _find_paths(self) -> dict[str, Path]:
         """Return the directories of the models by name.
