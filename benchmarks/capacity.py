@@ -1,6 +1,7 @@
 """Measure what readings, records, partitions and members cost, and compute the size of an installation.
 
     python -m benchmarks.capacity [PART…]
+    python -m benchmarks.capacity [PART…] --results benchmarks/results     also store the rows, in place of earlier ones
 
 messages     Bytes of a reading in Kafka, by format and compression.
 records      Bytes of an open record in memory and in a snapshot, and the processor time to save and restore it.
@@ -29,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import capacity_costs, capacity_plan, group_members, group_simulation
-from benchmarks.command import RESULTS, describe_machine, format_today
+from benchmarks.command import describe_machine, format_today
 from benchmarks.stream import format_table
 
 Rows = Iterator[dict[str, Any]]
@@ -76,7 +77,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--features", type=int, default=8)
     parser.add_argument("--records", type=int, default=100_000, help="open records of the part records")
     parser.add_argument("--closed", type=int, default=200_000, help="closed records of the part partitions")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="the folder of the results")
+    parser.add_argument(
+        "--results", type=Path, help="folder for capacity.jsonl and capacity.md; by default, rows are only printed"
+    )
     group = parser.add_argument_group("the group of the parts assignment, restore and group")
     group.add_argument("--partitions", type=int, default=1_000, help="partitions of the topic")
     group.add_argument("--members", type=int, default=200, help="members of a group, also the most of the part plan")
@@ -91,14 +94,16 @@ def main(words: list[str] | None = None) -> None:
     """Run the program."""
     options = build_parser().parse_args(words)
     command = "`python -m benchmarks.capacity " + " ".join(sys.argv[1:] if words is None else words) + "`"
-    options.results.mkdir(exist_ok=True, parents=True)
+    if options.results is not None:
+        options.results.mkdir(exist_ok=True, parents=True)
     for part in options.parts or PARTS:
         rows: list[dict[str, Any]] = []
         for row in PARTS[part](options):
             described = {"machine": describe_machine(), "date": format_today(), "command": command}
             rows.append({"part": part, **described, **row})
             print(json.dumps({"part": part, **row}), flush=True)
-        write(rows, options.results)  # after each part, so that an error in a later one loses nothing
+        if options.results is not None:
+            write(rows, options.results)  # after each part, so that an error in a later one loses nothing
 
 
 if __name__ == "__main__":

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -77,6 +79,21 @@ def draw_messages(num_models: int, records_per_model: int, seed: int = 1) -> lis
                 readings.append((start + place + rng.random(), document))
     documents = [document for _, document in sorted(readings, key=lambda reading: reading[0])]
     return [{**document, "time": 1.7e9 + i} for i, document in enumerate(documents)]
+
+
+def write_mixed_table(path: Path, num_models: int, records_per_model: int) -> Path:
+    """Write the readings of `draw_messages` as a wide table, whose column `type` names the model, and return its path.
+
+    The type is also the device of the records. Records have no values in the columns of other types.
+    """
+    row_by_record: dict[str, dict[str, Any]] = {}
+    for document in draw_messages(num_models, records_per_model):
+        record = f"{document['type']}/{document['record']}"
+        row = row_by_record.setdefault(record, {"record": record, "type": document["type"]})
+        row[document["feature"]] = document["value"]
+    columns = list(dict.fromkeys(name for row in row_by_record.values() for name in row))
+    pq.write_table(pa.Table.from_pylist([{**dict.fromkeys(columns), **row} for row in row_by_record.values()]), path)
+    return path
 
 
 def encode(document: dict[str, Any]) -> bytes:

@@ -242,7 +242,7 @@ def test_flag_precedes_environment_precedes_file_precedes_default(
         others |= {"label": "state", "normal": "ok"}
         has_condition = True  # each needs the other one
     if field in ("models", "model_by", "model_pattern"):
-        others.pop("model")
+        others.pop("model", None)  # produce needs no model
         others["models"] = "d"
     others.pop(field, None)
     if field in ("source", "output") and command in ("consume", "produce"):

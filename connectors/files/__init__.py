@@ -14,6 +14,7 @@ modules are:
     table_writers the formats of tables that are written: Parquet and CSV
     terminal      alerts as lines of text for a person
     table_events  conversion of a table to an asynchronous event stream, for `deformer-stream produce`
+    message_form  the key of its messages, and the field by which a consumer chooses among its models
     imputation    tables with imputed or sampled values, for `deformer-stream impute` and `sample`
     reading_imputation   the same for long tables of irregular readings
     imputed_tables       what both of them need: options, columns, values, the output
@@ -23,6 +24,7 @@ modules are:
 """
 
 from connectors.files.evidence_files import is_evidence, read_evidence
+from connectors.files.message_form import MessageForm
 from connectors.files.sinks import (
     AlertLines,
     EvidenceLines,
@@ -47,6 +49,7 @@ __all__ = [
     "IncidentLines",
     "InputFiles",
     "LinesSink",
+    "MessageForm",
     "ReadOptions",
     "RecordsTable",
     "RejectedLines",

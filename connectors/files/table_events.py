@@ -20,11 +20,13 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from connectors.files.lines import read_lines
+from connectors.files.message_form import DEFAULT_MESSAGE_FORM, MessageForm
 from connectors.files.open_tables import log_bad_rows, log_dialects, make_record_prefixes, open_table_files
 from connectors.files.sources import DEFAULT_DEVICE_COLUMN
 from deformer_stream.codec.columns import (
     convert_ids,
     convert_times_of_day,
+    decode_dictionary,
     is_numeric,
     is_scalar,
     is_text,
@@ -33,7 +35,7 @@ from deformer_stream.codec.columns import (
 )
 from deformer_stream.codec.number_texts import parse_number
 from deformer_stream.codec.timestamps import TimeFormat
-from deformer_stream.codec.validation import RejectionError, is_json_id, is_json_number
+from deformer_stream.codec.validation import RejectionError, is_json_number
 from deformer_stream.engine.events import NO_TIME
 from deformer_stream.errors import ConfigError, InputError
 from deformer_stream.settings.base import Layout
@@ -48,11 +50,12 @@ from deformer_stream.tables.table import (
 )
 
 OutgoingEvent = tuple[bytes, bytes, int]
-"""Key (the id of the record or the device in UTF-8), message (JSON), and event time in microseconds since 1970, or
-`NO_TIME`."""
+"""Key (the id of the record or the device in UTF-8, empty for none), message (JSON), and event time in microseconds
+since 1970, or `NO_TIME`."""
 
-RowReadings = tuple[int, str, list[tuple[str, Any]]]
-"""Time of a row in microseconds, id of the record or the device, and the readings as pairs of feature and value."""
+RowReadings = tuple[int, str, list[tuple[str, Any]], Any]
+"""Time of a row in microseconds, id of the record or the device, the readings as pairs of feature and value, and the
+value that determines the model, None if there is none."""
 
 MAX_DELAYED = 1_000_000
 """Maximum number of events that are held back because their delayed time has not been reached. If there are more, the
@@ -112,6 +115,7 @@ class SendOptions:
         device_column: The column of devices of wide tables, if records are time windows. None for `device`, if there is
             such a column; otherwise the name of the file is the device.
         has_windows: Whether records are time windows of devices, which the consumer forms.
+        form: The key of messages, and the field that determines their model.
     """
 
     shuffle_within: float = 0.0
@@ -125,10 +129,12 @@ class SendOptions:
     table_options: TableOptions = field(default_factory=TableOptions)
     device_column: str | None = None
     has_windows: bool = False
+    form: MessageForm = DEFAULT_MESSAGE_FORM
 
     def is_sent(self, feature: object) -> bool:
-        """Return whether readings of a feature are sent."""
-        return feature not in self.exclude and (self.features is None or feature in self.features)
+        """Return whether readings of a feature are sent. With several models, it also depends on the row (`form`)."""
+        sends_all = self.features is None or self.form.features_by_model is not None
+        return feature not in self.exclude and (sends_all or feature in (self.features or ()))
 
     def choose_window_time(self, table: Table) -> str | None:
         """Return the time column of a wide table whose readings are those of devices; None if its rows are records."""
@@ -175,7 +181,7 @@ def iterate_events(
     files = find_data_files(inputs)
     prefix_by_file = make_record_prefixes(files)
     chosen_columns = {options.record_column, *(options.features or ())}
-    chosen_columns.update(filter(None, (options.time_column, options.device_column)))
+    chosen_columns.update(filter(None, (options.time_column, options.device_column, options.form.model_field)))
     kept_columns = table_options.kept_columns | chosen_columns
     table_by_file = open_table_files(files, replace(table_options, kept_columns=kept_columns))
     if table_options.where is not None:  # other files have no rows to send
@@ -263,7 +269,7 @@ def _iterate_delayed(
         if table is None:
             # Lines are not delayed, so the events before them are sent first.
             yield from (_encode_event(*heapq.heappop(delayed)) for _ in range(len(delayed)))
-            yield from _iterate_json_lines(path, time_format)
+            yield from _iterate_json_lines(path, time_format, options.form)
             continue
         id_field = _choose_id_column(table)
         if table.choose_layout(options.layout, id_field) == "long":
@@ -271,18 +277,22 @@ def _iterate_delayed(
         else:
             id_field = "record" if options.choose_window_time(table) is None else "device"
             rows = _iterate_wide_rows(table, record_prefix, options, skipped_rows, default_times)
-        for row_time, row_id, readings in _map_row_errors(path, rows):
+        for row_time, row_id, row_readings, model in _map_row_errors(path, rows):
             # Rows are sorted by time, so no later row has an event before `row_time`. A full heap is emptied earlier,
             # to bound the memory.
             while delayed and (delayed[0][0] <= row_time or len(delayed) > MAX_DELAYED):
                 yield _encode_event(*heapq.heappop(delayed))
+            owner = options.prefix + row_id
+            key = options.form.make_key(id_field, owner)
+            owner_fields = {id_field: owner, **options.form.make_model_fields(id_field, model)}
+            model = owner if options.form.model_field == id_field else model
+            readings = options.form.select_readings(model, row_readings)
             num_readings = len(readings)
             delays = rng.integers(0, max_delay + 1, num_readings).tolist() if max_delay else [0] * num_readings
             for (feature, value), delay in zip(readings, delays, strict=True):
                 time = row_time + delay
-                key = options.prefix + row_id
-                document = {id_field: key, "feature": feature, "value": value, "time": time / micros_per_unit}
-                heapq.heappush(delayed, (time, num_events, key.encode(), document))
+                document = {**owner_fields, "feature": feature, "value": value, "time": time / micros_per_unit}
+                heapq.heappush(delayed, (time, num_events, key, document))
                 num_events += 1
     while delayed:
         yield _encode_event(*heapq.heappop(delayed))
@@ -307,7 +317,7 @@ def _iterate_wide_rows(
     skipped_rows: SkippedRows,
     default_times: Iterator[int],
 ) -> Iterator[RowReadings]:
-    """Yield the time, the record id or the device, and the readings of each row of a wide table.
+    """Yield the time, the record id or the device, the readings and the model of each row of a wide table.
 
     A row is a record, or it holds readings of a device that the consumer assigns to a time window.
 
@@ -335,10 +345,12 @@ def _iterate_wide_rows(
         id_column = device_column if device_column in columns else None
     type_by_column = dict(zip(columns, table.schema.types, strict=True))
     time_column = time_column or table.choose_time_column()
+    model_column = options.form.find_model_column(table, "record" if window_time is None else "device")
     feature_columns = [
         name
         for name in columns
         if name not in (id_column, time_column)
+        and (name != model_column or name in (options.features or ()))
         and options.is_sent(name)
         and (is_scalar(type_by_column[name]) or is_time_of_day(type_by_column[name]))
     ]
@@ -347,8 +359,9 @@ def _iterate_wide_rows(
             f"{table.name}: there is no column to send as a feature (the columns are {table.format_column_names()}); "
             "check --exclude and --model"
         )
-    read_columns = [*feature_columns, *(name for name in (id_column, time_column) if name is not None)]
-    forms = _choose_forms(id_column, time_column)
+    other_columns = (name for name in (id_column, time_column, model_column) if name is not None)
+    read_columns = list(dict.fromkeys((*feature_columns, *other_columns)))
+    forms = _choose_forms(id_column, time_column, model_column)
     row_filter = _RowFilter(table, id_column, time_column, default_times, skipped_rows)
     for batch, rows in table.iterate_numbered(read_columns, ROWS_PER_BATCH, forms):
         if id_column is not None:
@@ -357,6 +370,7 @@ def _iterate_wide_rows(
             ids = [table.stem] * batch.num_rows
         else:
             ids = [str(row) if id_prefix is None else f"{id_prefix}:{row}" for row in rows.tolist()]
+        models = _get_models(batch, model_column)
         cells_by_column = [_list_cells(table, batch.column(name), name) for name in feature_columns]
         for i, time, row_id in row_filter.iterate(batch, rows, ids):
             readings = [
@@ -364,7 +378,7 @@ def _iterate_wide_rows(
                 for name, cells in zip(feature_columns, cells_by_column, strict=True)
                 if cells[i] is not None
             ]
-            yield time, row_id, readings
+            yield time, row_id, readings, models[i]
 
 
 def _iterate_long_rows(
@@ -374,7 +388,7 @@ def _iterate_long_rows(
     skipped_rows: SkippedRows,
     default_times: Iterator[int],
 ) -> Iterator[RowReadings]:
-    """Yield the time, the record id or device and the reading of each row of a table in which a row is one reading.
+    """Yield the time, the record id or device, the reading and the model of each row of a table with a reading per row.
 
     Rows without a value are skipped.
 
@@ -397,15 +411,17 @@ def _iterate_long_rows(
             )
     table.check_columns(time_column)
     time_column = time_column or ("time" if "time" in columns else None)
-    known_columns = (id_column, "feature", "value", "label", time_column)
-    read_columns = [name for name in known_columns if name is not None and name in columns]
-    forms = _choose_forms(id_column, time_column) | {"value": "mixed"}
+    model_column = options.form.find_model_column(table, id_column)
+    known_columns = (id_column, "feature", "value", "label", time_column, model_column)
+    read_columns = list(dict.fromkeys(name for name in known_columns if name is not None and name in columns))
+    forms = _choose_forms(id_column, time_column, model_column) | {"value": "mixed"}
     if "label" in read_columns:
         forms["label"] = "text"
     if time_column is not None:
         table.check_time_zone(time_column)
     row_filter = _RowFilter(table, id_column, time_column, default_times, skipped_rows)
     for batch, rows in table.iterate_numbered(read_columns, ROWS_PER_BATCH, forms):
+        models = _get_models(batch, model_column)
         cells = convert_times_of_day(batch.column("value")).to_pylist()
         values = [_convert_number_text(_to_json_value(cell)) for cell in cells]
         if "label" in read_columns:  # the reading of a discrete feature is in this column
@@ -414,7 +430,7 @@ def _iterate_long_rows(
         feature_names = batch.column("feature").to_pylist()
         for i, time, row_id in row_filter.iterate(batch, rows, _get_ids(table, batch, id_column)):
             if values[i] is not None and options.is_sent(feature_names[i]):
-                yield time, row_id, [(feature_names[i], values[i])]
+                yield time, row_id, [(feature_names[i], values[i])], models[i]
 
 
 class _RowFilter:
@@ -490,14 +506,24 @@ def _get_ids(table: Table, batch: pa.RecordBatch, column: str) -> list[str | Non
     return [None if row_id is None else str(row_id) for row_id in ids.to_pylist()]
 
 
-def _choose_forms(id_column: str | None, time_column: str | None) -> dict[str, CellForm]:
-    """Return what the cells of the columns of ids and times are to be, if the table holds them as text.
+def _get_models(batch: pa.RecordBatch, column: str | None) -> list[Any]:
+    """Return the value of each row that determines its model, None for a null, or if there is no such column."""
+    if column is None:
+        return [None] * batch.num_rows
+    return [_to_json_value(value) for value in decode_dictionary(batch.column(column)).to_pylist()]
+
+
+def _choose_forms(
+    id_column: str | None, time_column: str | None, model_column: str | None = None
+) -> dict[str, CellForm]:
+    """Return what the cells of the columns of ids, times and models are to be, if the table holds them as text.
 
     Args:
         id_column: The column of record ids or devices, or None if there is none. The id 007 must not become 7.
         time_column: The column of times, or None if there is none.
+        model_column: The column that determines the model, or None if there is none. It is read as ids are.
     """
-    forms: dict[str, CellForm] = {} if id_column is None else {id_column: "text"}
+    forms: dict[str, CellForm] = {name: "text" for name in (id_column, model_column) if name is not None}
     return forms if time_column is None else forms | {time_column: "time"}
 
 
@@ -563,10 +589,10 @@ def _parse_event_time(document: Any, time_format: TimeFormat) -> int:
         return NO_TIME
 
 
-def _iterate_json_lines(path: DataFile, time_format: TimeFormat) -> Iterator[OutgoingEvent]:
-    """Yield each line of a JSON lines file as a triple of its record id (the key), the unchanged line and its time.
+def _iterate_json_lines(path: DataFile, time_format: TimeFormat, form: MessageForm) -> Iterator[OutgoingEvent]:
+    """Yield each line of a JSON lines file as a triple of its key, the unchanged line and its time.
 
-    A line without a valid record id has an empty key. The time is in microseconds since 1970, or `NO_TIME`.
+    A line without a valid record id or device has an empty key. The time is in microseconds since 1970, or `NO_TIME`.
     """
     for block in read_lines(path, MAX_LINE_BYTES):
         for line in block:
@@ -575,6 +601,4 @@ def _iterate_json_lines(path: DataFile, time_format: TimeFormat) -> Iterator[Out
                     document = orjson.loads(line)
                 except orjson.JSONDecodeError:
                     document = None
-                record = document.get("record") if isinstance(document, dict) else None
-                key = str(record).encode() if is_json_id(record) else b""
-                yield key, line, _parse_event_time(document, time_format)
+                yield form.make_key_of_line(document), line, _parse_event_time(document, time_format)

@@ -67,6 +67,7 @@ def produce(
     partitions: int = 4,
     progress: Callable[[int], None] | None = None,
     packing: Packing = "json",
+    model_field: str | None = None,
 ) -> int:
     """Send readings to a topic, return when the brokers have acknowledged all of them, and return their number.
 
@@ -80,6 +81,7 @@ def produce(
         progress: A function that is called about ten times a second with the number of readings sent so far.
         packing: "json" sends each reading as a message of its own. "json-many" packs several readings of one record
             into a JSON object, and "arrow" packs readings of one partition into an Arrow stream.
+        model_field: As for `pack_readings`.
 
     Raises:
         Unavailable: No broker responds, or a message is not acknowledged in time.
@@ -88,7 +90,8 @@ def produce(
     max_message_bytes = ensure_topics(cluster, {topic: {"num_partitions": partitions}})[topic]
     # Only an Arrow stream needs the number of partitions, which this user may not be allowed to read.
     num_partitions = count_partitions(cluster, topic) if packing == "arrow" else 1
-    packed_messages = _pack_messages(limit_rate(messages, rate), packing, choose_group_size(rate), num_partitions)
+    group_size = choose_group_size(rate)
+    packed_messages = _pack_messages(limit_rate(messages, rate), packing, group_size, num_partitions, model_field)
     num_sent = 0
     reported_at = time.monotonic()
     with open_sender(cluster, max_message_bytes) as send:
@@ -136,7 +139,11 @@ def _hash_murmur2(data: bytes) -> int:
 
 
 def _pack_messages(
-    messages: Iterable[tuple[bytes | None, bytes, int | None]], packing: Packing, group_size: int, num_partitions: int
+    messages: Iterable[tuple[bytes | None, bytes, int | None]],
+    packing: Packing,
+    group_size: int,
+    num_partitions: int,
+    model_field: str | None,
 ) -> Iterator[tuple[PackedMessage, int | None]]:
     """Pack messages of one reading each into larger messages, and yield pairs of a message and its timestamp.
 
@@ -148,10 +155,11 @@ def _pack_messages(
             readings of one partition into a message; its timestamp is None.
         group_size: Number of readings that are collected before they are packed.
         num_partitions: Number of partitions of the topic.
+        model_field: As for `pack_readings`.
     """
     if packing == "json":
         yield from ((PackedMessage(key, value), timestamp) for key, value, timestamp in messages)
         return
     pairs = ((key, value) for key, value, _ in messages)
-    packed = pack_readings(pairs, packing, group_size, lambda key: choose_partition(key, num_partitions))
+    packed = pack_readings(pairs, packing, group_size, lambda key: choose_partition(key, num_partitions), model_field)
     yield from ((message, None) for message in packed)

@@ -66,8 +66,10 @@ def has_topic(cluster: KafkaCluster, topic: str) -> bool:
         admin.close()
 
 
-def ensure_topics(cluster: KafkaCluster, topics: Mapping[str, TopicSpec], create: bool = True) -> dict[str, int]:
-    """Create missing topics, and check that this process can write to the existing ones.
+def ensure_topics(
+    cluster: KafkaCluster, topics: Mapping[str, TopicSpec], create: bool = True, operation: str = "WRITE"
+) -> dict[str, int]:
+    """Create missing topics, and check that this process can write to the existing ones, or read them.
 
     Args:
         cluster: The brokers.
@@ -75,13 +77,14 @@ def ensure_topics(cluster: KafkaCluster, topics: Mapping[str, TopicSpec], create
             compacted and have at least `num_partitions` partitions; missing partitions are added to it. The broker may
             delete its old messages only if the policy here says so.
         create: Whether missing topics and partitions are created; otherwise they raise an error.
+        operation: The operation that must be permitted to this user: "WRITE" or "READ".
 
     Returns:
         For each topic, the largest message that it accepts (`max.message.bytes`), in bytes.
 
     Raises:
-        ConfigError: A topic is missing and may not be created, has unsuitable settings, or may not be written to by
-            this user.
+        ConfigError: A topic is missing and may not be created, has unsuitable settings, or may not be used by this
+            user.
         Unavailable: No broker responds.
     """
     if not topics:
@@ -99,7 +102,7 @@ def ensure_topics(cluster: KafkaCluster, topics: Mapping[str, TopicSpec], create
             _create_topic(cluster, admin, name, topics[name])
         descriptions = existing | (admin.describe_topics(missing, DELIVERY_SECONDS) if missing else {})
         for name, description in descriptions.items():
-            _check_permission(cluster, name, description, "WRITE")
+            _check_permission(cluster, name, description, operation)
         settings_by_topic = admin.fetch_settings(topics, DELIVERY_SECONDS)
         for name, description in existing.items():
             if "cleanup.policy" in topics[name].get("configs", {}):

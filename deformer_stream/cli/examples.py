@@ -167,6 +167,10 @@ EXAMPLES_BY_COMMAND: dict[str, tuple[tuple[str, str], ...]] = {
             "Send a table in random delays of up to 5 s, 2000 readings a second:",
             "deformer-stream produce pumps.parquet --topic sensors --shuffle-within 5s --rate 2000",
         ),
+        (
+            "Send a table by device, as `incidents` needs it, and with the features that the model of each row has:",
+            "deformer-stream produce machines.parquet --topic machines --key device --models models",
+        ),
         ("Write a table as JSON lines:", "deformer-stream produce pumps.parquet --output readings.jsonl"),
     ),
     "impute": (

@@ -18,6 +18,7 @@ from deformer_stream.cli.examples import EXAMPLES_BY_COMMAND
 from deformer_stream.cli_utils import HELP, HelpCommand, add_debug_option, is_debugging, stop_on_signals
 
 if TYPE_CHECKING:
+    from connectors.kafka import KafkaCluster
     from deformer_stream.codec.output_formats import OutputFormat, OutputReader
     from deformer_stream.runtime.detection_metrics import DetectionMetrics
     from deformer_stream.runtime.incident_pipeline import IncidentPipeline
@@ -185,15 +186,9 @@ def _connect(
 
     Raises:
         ConfigError: The budget cannot be kept, or a topic is missing or unsuitable.
-        Unavailable: No broker responds, or there is no evidence.
+        Unavailable: No broker responds, or the topic of evidence does not exist and is not created.
     """
-    from connectors.kafka import (
-        KafkaIncidentHistory,
-        KafkaIncidentWriter,
-        count_partitions,
-        describe_incident_topics,
-    )
-    from connectors.kafka.ports import MissingTopic
+    from connectors.kafka import KafkaIncidentHistory, KafkaIncidentWriter, describe_incident_topics
     from connectors.kafka.state import STATE_TOPIC_SETTINGS
     from deformer_stream import log
     from deformer_stream.cli.kafka_cluster import connect_with_retries, get_start_patience, join_group, make_cluster
@@ -209,10 +204,7 @@ def _connect(
 
     def connect(attempt: ExitStack) -> IncidentPipeline:
         """Connect to the brokers; the connections are closed if that fails."""
-        try:
-            num_partitions = count_partitions(cluster, topics.evidence)
-        except MissingTopic as error:
-            raise MissingTopic(f"{error}; `deformer-stream consume --evidence on` writes it") from None
+        num_partitions = _count_evidence_partitions(cluster, topics, settings.missing_topics == "create")
         spec_by_topic = describe_incident_topics(topics.incidents, topics.feedback)
         spec_by_topic[topics.state] = {"num_partitions": num_partitions, "configs": dict(STATE_TOPIC_SETTINGS)}
         source, delivery = join_group(
@@ -239,3 +231,45 @@ def _connect(
         )
 
     return connect_with_retries(connect, get_start_patience(settings), stop, metrics.record_progress, cleanup)
+
+
+def _count_evidence_partitions(cluster: KafkaCluster, topics: IncidentTopics, creates_missing: bool) -> int:
+    """Return the number of partitions of the topic of evidence, which is created if it does not exist.
+
+    `consume --evidence on` creates it as well. Which of the two processes starts first must not matter. It is created
+    only if the topic of events exists, so that a mistyped --topic is reported.
+
+    Args:
+        cluster: The brokers.
+        topics: The topics.
+        creates_missing: Whether missing topics are created.
+
+    Raises:
+        MissingTopic: The topic does not exist, and is not created.
+        Unavailable: No broker responds.
+        ConfigError: This user may not read the topic.
+    """
+    from connectors.kafka import count_partitions, describe_evidence_topic, ensure_topics
+    from connectors.kafka.ports import MissingTopic
+    from connectors.kafka.topics import has_topic
+    from deformer_stream import log
+    from deformer_stream.errors import ConfigError
+
+    try:
+        return count_partitions(cluster, topics.evidence)
+    except MissingTopic as error:
+        missing = error
+    failure = str(missing)
+    if creates_missing and has_topic(cluster, topics.events):
+        try:
+            ensure_topics(cluster, describe_evidence_topic(topics.evidence), operation="READ")
+        except ConfigError as error:
+            failure = str(error)
+        else:
+            log.get_logger("incidents").info(
+                "evidence_expected",
+                topic=topics.evidence,
+                message="the topic is new and holds no evidence yet: `deformer-stream consume --evidence on` writes it",
+            )
+            return count_partitions(cluster, topics.evidence)
+    raise MissingTopic(f"{failure}; `deformer-stream consume --evidence on` creates it")

@@ -7,7 +7,8 @@ without delay.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +27,7 @@ from deformer_stream.cli_utils import (
 )
 
 if TYPE_CHECKING:
-    from connectors.files.table_events import SkippedRows
+    from connectors.files.table_events import SendOptions
     from deformer_stream.codec.encode_events import Packing
     from deformer_stream.progress import Progress
     from deformer_stream.settings import ProduceSettings
@@ -47,13 +48,15 @@ def build_produce() -> click.Command:
         'logs/*.csv'.
         """
         settings = load_settings(ProduceSettings, flags, config, "produce")
-        is_model_flag = flags["model"] is not None
-        if settings.model is not None and not is_model_flag and not (settings.model / "manifest.json").exists():
+        missing_model = None
+        is_model_flag = flags["model"] is not None or flags["models"] is not None
+        model_path = settings.models or (settings.model and settings.model / "manifest.json")
+        if model_path is not None and not is_model_flag and not model_path.exists():
             # A file of options for several commands may name a model that was not trained yet. Nothing is scored here.
-            missing_model, settings = settings.model, settings.model_copy(update={"model": None})
-        else:
-            missing_model = None
-        check_paths(inputs, settings.model, {"--output": settings.output})
+            missing_model = settings.models or settings.model
+            settings = settings.model_copy(update={"model": None, "models": None})
+        check_paths(inputs, settings.model, {"--output": settings.output}, settings.models)
+        from connectors.files import iterate_events
         from connectors.files.table_events import SkippedRows
         from deformer_stream import log
         from deformer_stream.progress import Progress
@@ -66,12 +69,16 @@ def build_produce() -> click.Command:
         stop = stop_on_signals()
         skipped_rows = SkippedRows()
         # A signal sets `stop`; then no further event is read, and the events so far are sent completely.
-        events = itertools.takewhile(lambda _: not stop.is_set(), _read_events(inputs, settings, skipped_rows))
+        options = _choose_send_options(settings)
+        events = itertools.takewhile(lambda _: not stop.is_set(), iterate_events(inputs, options, skipped_rows))
+        model_field = options.form.model_field
         with Progress("produce", None, "events") as progress:
             if settings.topic is None:
-                num_sent = _write_lines(str(settings.output), events, settings.rate, progress.advance, settings.payload)
+                num_sent = _write_lines(
+                    str(settings.output), events, settings.rate, progress.advance, settings.payload, model_field
+                )
             else:
-                num_sent = _send_to_kafka(events, settings, settings.topic, progress)
+                num_sent = _send_to_kafka(events, settings, settings.topic, progress, model_field)
         skipped = f"; {skipped_rows.describe()}"
         click.echo(
             f"{num_sent} events sent to {settings.topic or settings.output}{skipped if skipped_rows.num_rows else ''}",
@@ -82,58 +89,68 @@ def build_produce() -> click.Command:
     return command
 
 
-def _read_events(
-    inputs: Sequence[str], settings: ProduceSettings, skipped_rows: SkippedRows
-) -> Iterable[tuple[bytes, bytes, int]]:
-    """Return the readings of the input files in the order in which they are sent.
+def _choose_send_options(settings: ProduceSettings) -> SendOptions:
+    """Return what is sent of the tables, and how.
 
-    Args:
-        inputs: Files or folders.
-        settings: Options of `produce`. If they name a model, only its features are returned.
-        skipped_rows: Counts the rows that cannot be sent.
+    If models are set, only their features are sent.
 
-    Returns:
-        For each reading, the message key (the record id), the JSON message, and the event time in microseconds since
-        1970.
+    Raises:
+        ArtifactError: A model directory cannot be read, or the folder of models has none.
+        ConfigError: The field that determines the model is part of a reading.
     """
-    from connectors.files import SendOptions, iterate_events
-    from deformer_stream import model_store
+    from connectors.files import MessageForm, SendOptions
+    from deformer_stream.incidents.device import extract_device
+    from deformer_stream.model_set import find_models
+    from deformer_stream.model_store import read_manifest
     from deformer_stream.tables.table import TableOptions
 
-    features, has_windows = None, settings.device_column is not None
-    if settings.model is not None:
-        manifest = model_store.read_manifest(settings.model)
-        has_windows = has_windows or "window" in manifest
-        entries = manifest["features"]
-        # A model of windows has several features per sensor (one per time slot). The input has the sensor's column.
-        features = frozenset(str(entry.get("sensor") or entry["name"]) for entry in entries)
-    options = SendOptions(
+    field, path_by_model = settings.model_by, {} if settings.model is None else {"": settings.model}
+    if settings.models is not None:
+        default_field, path_by_model = find_models(settings.models)
+        field = field or default_field
+    manifest_by_model = {name: read_manifest(path) for name, path in path_by_model.items()}
+    # A model of windows has several features per sensor (one per time slot). The input has the sensor's column.
+    features_by_model = {
+        name: frozenset(str(entry.get("sensor") or entry["name"]) for entry in manifest["features"])
+        for name, manifest in manifest_by_model.items()
+    }
+    has_model_windows = any("window" in manifest for manifest in manifest_by_model.values())
+    return SendOptions(
         shuffle_within=settings.shuffle_within,
         seed=settings.seed,
         layout=settings.layout,
         record_column=settings.record_column,
         time_column=settings.time_column,
         exclude=[name.strip() for name in settings.exclude.split(",") if name.strip()],
-        features=features,
+        features=frozenset().union(*features_by_model.values()) if features_by_model else None,
         prefix=settings.record_prefix,
         table_options=TableOptions.from_settings(settings),
         device_column=settings.device_column,
-        has_windows=has_windows,
+        has_windows=settings.device_column is not None or has_model_windows,
+        form=MessageForm(
+            partial(extract_device, separator=settings.device_by) if settings.key == "device" else None,
+            field,
+            features_by_model if settings.models is not None and field is not None else None,
+        ),
     )
-    return iterate_events(inputs, options, skipped_rows)
 
 
 def _send_to_kafka(
-    events: Iterable[tuple[bytes, bytes, int]], settings: ProduceSettings, topic: str, progress: Progress
+    events: Iterable[tuple[bytes, bytes, int]],
+    settings: ProduceSettings,
+    topic: str,
+    progress: Progress,
+    model_field: str | None,
 ) -> int:
     """Send events to a Kafka topic and return their number.
 
     Args:
-        events: For each reading, the message key (the record id), the JSON message, and the event time in microseconds
+        events: For each reading, the message key, the JSON message, and the event time in microseconds
             since 1970.
         settings: Options of `produce`: brokers, rate, and how readings are packed into messages.
         topic: The topic, which is created if it does not exist.
         progress: The progress bar.
+        model_field: The field of messages that determines their model, None if there is none.
     """
     from connectors.kafka import produce
     from deformer_stream.cli.kafka_cluster import make_cluster
@@ -149,6 +166,7 @@ def _send_to_kafka(
         settings.partitions,
         progress.set_done,
         settings.payload,
+        model_field,
     )
 
 
@@ -158,16 +176,18 @@ def _write_lines(
     rate: float | None,
     advance: Callable[[int], None],
     packing: Packing,
+    model_field: str | None,
 ) -> int:
     """Write events as lines of a file and return their number.
 
     Args:
         path: The file, or `-` for standard output.
-        events: For each reading, the message key (the record id), the JSON message, and the event time in microseconds
+        events: For each reading, the message key, the JSON message, and the event time in microseconds
             since 1970.
         rate: Events per second; None for no limit.
         advance: A function that is called with the number of readings in each line, to advance a progress bar.
         packing: What a line contains: one reading ("json"), or several readings of a record ("json-many").
+        model_field: The field of messages that determines their model, None if there is none.
     """
     from connectors.files import LinesSink
     from deformer_stream.codec.encode_events import choose_group_size, pack_readings
@@ -177,7 +197,7 @@ def _write_lines(
     # `limit_rate` flushes before it waits, so that a reader of the file receives the lines on time.
     keyed_readings = ((key or None, value) for key, value, _ in limit_rate(events, rate, lines.flush))
     try:
-        for message in pack_readings(keyed_readings, packing, choose_group_size(rate)):
+        for message in pack_readings(keyed_readings, packing, choose_group_size(rate), model_field=model_field):
             lines.write_lines([message.value])
             num_sent += message.num_readings
             advance(message.num_readings)

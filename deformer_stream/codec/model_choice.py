@@ -77,7 +77,8 @@ class ModelChoice:
             problem = "empty" if value == "" else "missing"
             raise RejectionError(
                 RejectionReason.MISSING_FIELD,
-                f"the field {self.field!r}, which determines the model, is {problem}; send it in each message",
+                f"the field {self.field!r}, which determines the model, is {problem}; send it in each message, as "
+                f"`deformer-stream produce --model-by` does with a column of a table",
             )
         if isinstance(value, int) or (isinstance(value, float) and value.is_integer()):  # a boolean is an int
             value = format_label(value)

@@ -152,6 +152,7 @@ class ProcessState:
         num_events: Number of events accepted since the start, None if unknown.
         open_records: Number of records that are open, None if unknown.
         num_records: Number of closed records that `incidents` has read since its start, None if unknown.
+        num_late: Number of these that came after a later record of their device.
         receivers: The receivers.
         models: The models, if there are several ones.
     """
@@ -167,6 +168,7 @@ class ProcessState:
     num_events: int | None = None
     open_records: int | None = None
     num_records: int | None = None
+    num_late: int = 0
     receivers: tuple[ReceiverStatus, ...] = ()
     models: tuple[ModelState, ...] = ()
 
@@ -428,6 +430,7 @@ def summarize_process(url: str, values: MetricValues) -> ProcessState:
     _, drift = _find_largest(values, "drift_log10_martingale")
     share_labels, alert_share = _find_largest(values, "alert_share")
     bounds = [value for labels, value in values.get("alert_share_bound", []) if labels == share_labels]
+    unusual = values.get("evidence_unusual_total", [])
     pending = {labels.get("receiver", ""): value for labels, value in values.get("delivery_pending", [])}
     receivers = tuple(
         ReceiverStatus(name, value > 0, round(waiting) if math.isfinite(waiting) else 0)
@@ -446,6 +449,7 @@ def summarize_process(url: str, values: MetricValues) -> ProcessState:
         num_events=None if events is None else round(events),
         open_records=None if records is None else round(records),
         num_records=None if records_read is None else round(records_read),
+        num_late=round(sum(value for labels, value in unusual if labels.get("kind") == "late" and value < math.inf)),
         receivers=receivers,
         models=tuple(_list_models(values)),
     )

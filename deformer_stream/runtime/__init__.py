@@ -15,6 +15,7 @@ The modules are:
     plant_source, bridge, bridge_metrics         systems without a log, such as MQTT
 
     incident_pipeline, tracker_set, detection_metrics   the loop that makes incidents of evidence
+    late_evidence        the warning that much of the evidence is out of order
     incident_plan        the rule and the options by which incidents are made
     incident_sink, memory_logs, existing_messages       incidents in one process; logs in memory; what a log holds
     incident_ports, notification, notification_backlog, incident_metrics   the delivery of incidents to receivers

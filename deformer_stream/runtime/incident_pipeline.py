@@ -39,6 +39,7 @@ from deformer_stream.incidents.events import EvidenceBatch, Incident
 from deformer_stream.runtime.detection_metrics import DetectionMetrics
 from deformer_stream.runtime.existing_messages import ReadHistory, collect_last_messages
 from deformer_stream.runtime.incident_plan import DetectionPlan
+from deformer_stream.runtime.late_evidence import LateEvidenceWarning
 from deformer_stream.runtime.ports import (
     PartitionedSource,
     PartitionState,
@@ -140,6 +141,7 @@ class IncidentPipeline:
         self._retry_at_by_model: dict[tuple[str | None, str], float] = {}
         self._replaced_models: set[tuple[str, str]] = set()  # names and fingerprints of models of earlier plans
         self._has_logged_skipped = self._has_warned_of_suspects = False
+        self._late_warning = LateEvidenceWarning(now)
         self._log = log.get_logger("incidents")
 
     def run(self, stop: threading.Event) -> None:
@@ -171,7 +173,9 @@ class IncidentPipeline:
         for restored in polled.restored_partitions:
             self._partition_by_number[restored.partition] = self._restore(restored)
         if polled.revoked_partitions or polled.restored_partitions:
-            self._metrics.set_first_counts(self._sum_counts())
+            counts = self._sum_counts()
+            self._metrics.set_first_counts(counts)
+            self._late_warning.restart(counts.get("late", 0))
 
     def _restore(self, restored: RestoredPartition) -> _Partition:
         """Return a partition with its saved state.
@@ -232,6 +236,7 @@ class IncidentPipeline:
                 is_urgent |= self._check_model(batch)
                 batch = replace(batch, arrived=arrived)
                 incidents = partition.trackers.handle(batch)
+                self._late_warning.count_records(len(batch.closed))
                 if offset < partition.committed_offset:  # the previous run has written them
                     continue
                 self._metrics.records.inc(len(batch.closed))
@@ -471,7 +476,9 @@ class IncidentPipeline:
 
     def _report(self) -> None:
         """Update the metrics after a turn of the loop."""
-        self._metrics.set_counts(self._sum_counts())
+        counts = self._sum_counts()
+        self._metrics.set_counts(counts)
+        self._late_warning.check(counts.get("late", 0))
         trackers = [partition.trackers for partition in self._partition_by_number.values()]
         self._metrics.accepted_per_day.set(sum(one.accepted_per_day for one in trackers))
         restored = {number for number, one in self._partition_by_number.items() if not one.is_restoring}

@@ -13,7 +13,7 @@ from deformer_stream.calibration.false_alarm_patterns import FalseAlarmPattern, 
 from deformer_stream.calibration.incident_budget import BudgetPlan, describe_plan, parse_budget, plan_budget
 from deformer_stream.durations import MICROS_PER_DAY, MICROS_PER_SECOND
 from deformer_stream.engine.events import ONLY_MODEL
-from deformer_stream.errors import ArtifactError
+from deformer_stream.errors import ArtifactError, ConfigError
 from deformer_stream.incident_store import IncidentCalibration, read_incident_calibration
 from deformer_stream.incidents.device import extract_device
 from deformer_stream.incidents.fleet import parse_fleet_rule
@@ -163,8 +163,15 @@ class PlanLoader:
             ArtifactError: A directory cannot be read, or the folder has no models.
             ConfigError: As `load_detection_plan`.
         """
-        paths = self._find_paths()
-        return {name: load_detection_plan(path, self._settings, self._can_repeat, name) for name, path in paths.items()}
+        plan_by_name = {}
+        for name, path in self._find_paths().items():
+            try:
+                plan_by_name[name] = load_detection_plan(path, self._settings, self._can_repeat, name)
+            except ConfigError as error:
+                if self._models is None:
+                    raise
+                raise ConfigError(f"{path}: {error}") from None  # one of several models
+        return plan_by_name
 
     def _find_paths(self) -> dict[str, Path]:
         """Return the directories of the models by name.

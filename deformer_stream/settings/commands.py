@@ -704,12 +704,37 @@ class ProduceSettings(TableSettings, KafkaSettings):
 
     option_groups: ClassVar[OptionGroups] = PRODUCE_GROUPS
     alternatives: ClassVar[tuple[str, ...]] = ("topic", "output")
+    further_alternatives: ClassVar[tuple[str, ...]] = ("model", "models")  # at most one of them
 
     topic: str | None = Field(None, description="Kafka topic to which the events are sent.")
     output: Path | None = Field(
         None, description="File for the events as JSON lines, in place of --topic. - is standard output."
     )
     model: Path | None = Field(None, description="Model directory. Only the features of this model are sent.")
+    models: Path | None = Field(
+        None,
+        description="Folder with one model directory for each type, as deformer-train --per writes it; in place of "
+        "--model. Of each row, only the features of its model are sent, and each message has the field of --model-by, "
+        "for `consume --models`.",
+    )
+    model_by: str | None = Field(
+        None,
+        min_length=1,
+        description="Column of tables whose value is put into each message as the field of this name. By this field, "
+        "`consume --models` chooses the model of a message. The column itself is not sent as a reading. Default: the "
+        "field of models.json, with --models.",
+    )
+    key: Literal["record", "device"] = Field(
+        "record",
+        description="Key of messages, which determines their partition: the record, or its device, as `incidents` "
+        "needs it. Readings that name a device and no record are keyed by the device in any case.",
+    )
+    device_by: str | None = Field(
+        None,
+        min_length=1,
+        description="With --key device: the device of a record is its id up to the last occurrence of this text, as "
+        "for `incidents`. Default: up to the last @, else up to the last /.",
+    )
     rate: float | None = Field(
         None, gt=0, allow_inf_nan=False, description="Events per second. Default: as fast as possible."
     )
@@ -753,6 +778,8 @@ class ProduceSettings(TableSettings, KafkaSettings):
             raise ValueError(
                 "--payload arrow requires --topic, because a file contains JSON lines; choose another --payload"
             )
+        if self.model is not None and self.models is not None:
+            raise ValueError("--model and --models exclude each other: give the one that consume uses")
         return _require_exactly_one(self, *self.alternatives)
 
 

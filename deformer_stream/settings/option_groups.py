@@ -75,8 +75,8 @@ SCORING_GROUPS: OptionGroups = {
 """The grouping of the commands that score events."""
 
 PRODUCE_GROUPS: OptionGroups = {
-    "Input": (*_TABLES, "exclude", "record_prefix", "model"),
-    "Output": ("topic", "output", "rate", "shuffle_within", "payload"),
+    "Input": (*_TABLES, "exclude", "record_prefix", "model", "models"),
+    "Output": ("topic", "output", "key", "device_by", "model_by", "rate", "shuffle_within", "payload"),
     "Kafka": ("bootstrap_servers", "partitions", *_CLIENT),
     "Kafka security": _SECURITY,
 }

@@ -108,6 +108,16 @@ def test_a_group_without_a_remaining_member_is_refused(tmp_path: Path) -> None:
             capacity.main([*words, "--results", str(tmp_path)])
 
 
+def test_rows_are_only_printed_without_a_folder_for_results(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reader who computes the numbers of another workload must not change the published results."""
+    monkeypatch.setattr(capacity, "write", lambda *_: pytest.fail("results are written"))
+    capacity.main(["plan", "--readings", "12345"])
+    (row,) = map(json.loads, capsys.readouterr().out.splitlines())
+    assert row["readings_/s"] == 12345
+
+
 def test_costs_are_measured_and_rows_of_other_parts_are_kept(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -6,6 +6,9 @@ from pathlib import Path
 
 import pytest
 
+import connectors.kafka.topics
+from connectors.kafka.ports import MissingTopic
+from deformer_stream.errors import ConfigError
 from tests.commands import RunCommand, assert_command_failed
 from tests.conftest import find_free_port
 
@@ -33,3 +36,21 @@ def test_format_of_incidents_that_are_only_delivered_has_no_effect(cli: RunComma
         result = cli("incidents", *TOPIC, *deliver, *registry, "--output-format", output_format)
         assert result.code == 4  # the registry does not run
         assert ("option_without_effect" in result.out + result.err) == is_reported
+
+
+def test_a_user_who_may_not_create_the_topic_of_evidence_is_told_who_creates_it(
+    cli: RunCommand, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise ConfigError("topic 'sensors-evidence' cannot be created: grant the permission CREATE")
+
+    def find_none(*_: object) -> int:
+        raise MissingTopic("topic 'sensors-evidence' does not exist")
+
+    monkeypatch.setattr(connectors.kafka, "count_partitions", find_none)
+    monkeypatch.setattr(connectors.kafka.topics, "has_topic", lambda *_: True)
+    monkeypatch.setattr(connectors.kafka, "ensure_topics", refuse)
+    words = ("incidents", "--topic", "sensors", "--model", model_dir, "--records-per-day", "100")
+    ended = cli(*words)
+    assert ended.code == 4
+    assert "grant the permission CREATE; `deformer-stream consume --evidence on` creates it" in ended.lines[-1]

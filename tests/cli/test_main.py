@@ -551,6 +551,14 @@ def test_produce_writes_a_file(cli: RunCommand, model_dir: Path, wide: Path, tab
     assert {json.loads(line)["feature"] for line in printed.out.splitlines()} == {*SCHEMA.names, "note"}
 
 
+def test_produce_by_device_needs_devices_in_the_ids(cli: RunCommand, wide: Path, tmp_path: Path) -> None:
+    out = tmp_path / "stream.jsonl"
+    assert_command_failed(cli("produce", wide, "--output", out, "--key", "device"), 3, "contains no device")
+    assert cli("produce", wide, "--output", out, "--key", "device", "--record-prefix", "pump-7/").code == 0
+    by_text = ("--record-prefix", "pump-7:", "--device-by", ":")
+    assert cli("produce", wide, "--output", out, "--key", "device", *by_text).code == 0
+
+
 def test_produced_events_can_be_consumed(cli: RunCommand, model_dir: Path, wide: Path, tmp_path: Path) -> None:
     out = tmp_path / "stream.jsonl"
     assert cli("produce", wide, "--output", out, "--model", model_dir, "--shuffle-within", "10s").code == 0

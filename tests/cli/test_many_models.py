@@ -24,6 +24,7 @@ from tests.model_folders import (
     make_schema,
     name_type,
     write_folder,
+    write_mixed_table,
     write_schema,
     write_type,
 )
@@ -378,3 +379,60 @@ def test_folder_without_models_is_refused(cli: RunCommand, tmp_path: Path) -> No
     lines = write_lines(tmp_path / "all.jsonl", [])
     (tmp_path / "empty").mkdir()
     assert_command_failed(cli("replay", lines, "--models", tmp_path / "empty"), 3, "empty", "--per")
+
+
+@pytest.mark.parametrize("payload", ["json", "json-many"])
+def test_a_table_of_several_types_can_be_produced_and_consumed(
+    cli: RunCommand, folder: Path, tmp_path: Path, payload: str
+) -> None:
+    table, lines = write_mixed_table(tmp_path / "day.parquet", NUM_MODELS, 20), tmp_path / "day.jsonl"
+    expected = {
+        (f"{document['type']}/{document['record']}", document["feature"]): (document["type"], document["value"])
+        for document in draw_messages(NUM_MODELS, 20)
+    }
+    for options in (("--models", folder), ("--model-by", "type")):
+        assert cli("produce", table, "--output", lines, "--payload", payload, *options).code == 0
+        found = {
+            (document["record"], feature): (document["type"], value)
+            for document in read_json_lines(lines)
+            for feature, value in document.get("values", {document.get("feature"): document.get("value")}).items()
+        }
+        assert found == expected
+        result = cli("replay", lines, "--models", folder, "--records", tmp_path / "records.parquet")
+        assert result.code == 0, result.err
+        assert f"{len(expected)} events accepted, 0 refused, {20 * NUM_MODELS} records" in result.err
+
+
+def test_events_without_the_field_of_their_model_name_the_option_that_adds_it(
+    cli: RunCommand, folder: Path, tmp_path: Path
+) -> None:
+    table, lines = write_mixed_table(tmp_path / "day.parquet", 2, 3), tmp_path / "day.jsonl"
+    assert cli("produce", table, "--output", lines).code == 0
+    result = cli("replay", lines, "--models", folder, "--rejected", tmp_path / "rejected.jsonl")
+    assert result.code == 3
+    details = {line["detail"] for line in read_json_lines(tmp_path / "rejected.jsonl")}
+    assert len(details) == 1
+    assert "the field 'type', which determines the model, is missing" in min(details)
+    assert "produce --model-by" in min(details)
+
+
+def test_produce_refuses_a_model_and_models(cli: RunCommand, folder: Path, tmp_path: Path) -> None:
+    table = write_mixed_table(tmp_path / "day.parquet", 1, 2)
+    words = ("produce", table, "--output", tmp_path / "x.jsonl")
+    one = folder / "model-0"
+    assert_command_failed(cli(*words, "--models", folder, "--model", one), 2, "exclude each other")
+    assert_command_failed(cli(*words, "--models", tmp_path / "none"), 3, "none")
+    assert_command_failed(cli(*words, "--models", folder, "--model-by", "kind"), 3, "no column 'kind'")
+
+
+def test_produce_needs_no_folder_of_models_that_only_the_configuration_names(
+    cli: RunCommand, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    table = write_mixed_table(tmp_path / "day.parquet", 1, 2)
+    (tmp_path / "deformer.toml").write_text('models = "not-trained-yet"\n')
+    result = cli("produce", table, "--output", tmp_path / "x.jsonl")
+    assert result.code == 0, result.err
+    assert "model_not_found" in result.err
+    # A flag replaces the folder of the file.
+    assert cli("produce", table, "--output", tmp_path / "x.jsonl", "--model", folder / "model-0").code == 0

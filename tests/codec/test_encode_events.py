@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from deformer_stream.codec import Codec
 from deformer_stream.codec.encode_events import Packing, pack_readings
+from deformer_stream.codec.model_choice import ModelChoice
 from deformer_stream.codec.payloads import Messages
 from tests.codec.arrow_examples import SCHEMA
 
@@ -101,3 +102,32 @@ def test_readings_of_devices_are_packed_by_their_times() -> None:
         (document["device"], document["feature"], document["value"], document["time"])
         for document in map(orjson.loads, lines)
     ]
+
+
+@pytest.mark.parametrize("models", [["pump", "fan"], [2, True], ["pump", None]])
+def test_packed_readings_keep_the_field_that_determines_their_model(models: list[Any]) -> None:
+    lines = [
+        orjson.dumps(
+            {"record": f"r{i}", **({} if model is None else {"type": model}), "feature": name, "value": 1.5, "time": i}
+        )
+        for i, model in enumerate(models)
+        for name in ("Pressure", "Current")
+    ]
+    messages = [(orjson.loads(line)["record"].encode(), line) for line in lines]
+    packed = [orjson.loads(m.value) for m in pack_readings(messages, "json-many", model_field="type")]
+    assert [(document["record"], document.get("type"), len(document["values"])) for document in packed] == [
+        (f"r{i}", model, 2) for i, model in enumerate(models)
+    ]
+    (stream,) = pack_readings(messages, "arrow", model_field="type")
+    choice = ModelChoice("type")
+    expected = [None if model is None else choice.choose(model) for model in models]
+    rows = pa.ipc.open_stream(stream.value).read_all().to_pylist()
+    assert [row["type"] for row in rows] == [model for model in expected for _ in range(2)]
+    unknown = list(pack_readings(messages, "json-many"))  # a field of no known meaning is not dropped
+    assert len(unknown) == sum(2 if model is not None else 1 for model in models)
+
+
+def test_readings_of_a_record_with_two_models_stay_apart() -> None:
+    lines = [orjson.dumps({"record": "r", "type": t, "feature": "Pressure", "value": 1.0}) for t in ("pump", "fan")]
+    packed = [orjson.loads(m.value) for m in pack_readings([(b"r", x) for x in lines], "json-many", model_field="type")]
+    assert [document["type"] for document in packed] == ["pump", "fan"]

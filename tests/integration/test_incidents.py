@@ -73,6 +73,39 @@ def test_events_become_the_incidents_of_a_replay(
         assert {key: messages[: len(live[key])] for key, messages in offline.items() if key in live} == live, log
 
 
+def test_incidents_can_start_before_the_consumer(
+    cluster: Cluster, topic: Callable[..., str], model_dir: Path, tmp_path: Path
+) -> None:
+    name = topic(2)
+    options = ["--topic", name, "--group", name, "--bootstrap-servers", cluster.bootstrap, "--model", model_dir]
+    with RunningConsumer(tmp_path / "incidents.log", *options, *RULE, command="incidents") as process:
+        process.wait_until_ready()
+        assert len(process.list_log_events("evidence_expected")) == 1
+        assert f"{name}-evidence" in cluster.list_topics()
+        produce(cluster.brokers, name, make_events())
+        with RunningConsumer(tmp_path / "consume.log", *options, "--evidence", "on", "--alpha", "0.3") as consumer:
+            consumer.wait_for(cluster.is_consumed(name, name), "all events")
+            consumer.stop()
+        process.wait_for(cluster.is_consumed(f"{name}-evidence", f"{name}-{name}-incidents"), "all evidence")
+        process.stop()
+    assert cluster.read_topic(f"{name}-incidents")
+
+
+def test_evidence_of_a_topic_that_does_not_exist_is_reported(
+    cluster: Cluster, topic: Callable[..., str], model_dir: Path, cli: RunCommand
+) -> None:
+    """No topic is created for a mistyped name, nor if none may be created."""
+    name = topic(1)
+    refused = ("--missing-topics", "refuse")
+    for mistyped, options in ((f"{name}-mistyped", ()), (name, refused)):
+        words = ("--topic", mistyped, "--bootstrap-servers", cluster.bootstrap, "--model", model_dir, *RULE, *options)
+        ended = cli("incidents", *words)
+        assert ended.code == 4, ended.err
+        assert f"topic '{mistyped}-evidence' does not exist" in ended.lines[-1]
+        assert "`deformer-stream consume --evidence on` creates it" in ended.lines[-1]
+        assert f"{mistyped}-evidence" not in cluster.list_topics()
+
+
 def read_rows(messages: list[Any]) -> Counter[tuple[str, int, float, bool]]:
     """Return how often each row of evidence occurs: record, time, p-value and whether it has alerted."""
     rows: Counter[tuple[str, int, float, bool]] = Counter()

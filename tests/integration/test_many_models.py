@@ -16,7 +16,7 @@ from deformer_stream import model_store
 from deformer_stream.model_set import MODELS_FILE, ModelEntry, ModelSet, read_model_set, write_model_set
 from tests.commands import RunCommand, read_json_lines
 from tests.integration.programs import Cluster, RunningConsumer, consume_with_kills
-from tests.model_folders import draw_messages, encode, name_type, write_folder, write_type
+from tests.model_folders import draw_messages, encode, name_type, write_folder, write_mixed_table, write_type
 
 pytestmark = pytest.mark.kafka
 
@@ -186,3 +186,28 @@ def test_group_of_one_model_is_not_continued_with_several(
             if metric.startswith("deformer_model_events_total")
         }
         consumer.stop()
+
+
+@pytest.mark.parametrize("payload", ["json", "json-many", "arrow"])
+def test_a_table_of_several_types_is_produced_by_device_and_consumed(
+    cluster: Cluster, topic: Callable[..., str], cli: RunCommand, tmp_path: Path, payload: str
+) -> None:
+    folder = write_folder(tmp_path / "models", NUM_MODELS)
+    table = write_mixed_table(tmp_path / "day.parquet", NUM_MODELS, 20)
+    name = topic(3)
+    words = ("--topic", name, "--bootstrap-servers", cluster.bootstrap, "--payload", payload)
+    result = cli("produce", table, *words, "--models", folder, "--key", "device")
+    assert result.code == 0, result.err
+    messages = cluster.read_topic(name)
+    if payload != "arrow":
+        partitions_by_device: dict[str, set[int]] = {}
+        for message in messages:
+            device = json.loads(message.value)["record"].rpartition("/")[0]
+            assert message.key == device.encode()
+            partitions_by_device.setdefault(device, set()).add(message.partition)
+        assert len(partitions_by_device) == NUM_MODELS
+        assert all(len(partitions) == 1 for partitions in partitions_by_device.values())
+    with RunningConsumer(tmp_path / "consume.log", *make_options(cluster, name, folder)) as consumer:
+        consumer.wait_for(cluster.is_consumed(name, name), "all events")
+        stopped = consumer.stop()
+    assert (stopped["events"], stopped["rejected"]) == (len(draw_messages(NUM_MODELS, 20)), {})

@@ -131,6 +131,18 @@ deformer_model_records_open{model="pump"} 31.0
     assert "model <bdi>&lt;b&gt;fan&lt;/b&gt;</bdi> <code>fedcba9876543210</code>" in page
 
 
+def test_evidence_out_of_order_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    unusual = 'deformer_evidence_unusual_total{{kind="ahead"}} 9.0\ndeformer_evidence_unusual_total{{kind="late"}} {}\n'
+    for num_late, css_class in ((4326, "bad"), (100, "")):
+        text = METRICS + "deformer_evidence_records_total 5880.0\n" + unusual.format(num_late)
+        state = summarize_process("http://localhost:9465/metrics", parse_metrics(text))
+        assert (state.num_records, state.num_late) == (5880, num_late)
+        monkeypatch.setattr(system_state, "read_process", lambda _, state=state: state)
+        page = make_site(metrics_urls=("http://localhost:9465/metrics",)).get("/health").text
+        assert f'<dt>Out of order</dt><dd class="{css_class}">' in page
+    assert "Out of order" not in make_site().get("/health").text
+
+
 class MetricsHandler(BaseHTTPRequestHandler):
     """Answers with the body of the server."""
 

@@ -25,7 +25,7 @@ from deformer_stream.errors import ConfigError, StateError, StoppedWaiting
 from deformer_stream.incidents.events import EvidenceBatch, Incident
 from deformer_stream.incidents.fleet import FleetRule
 from deformer_stream.incidents.tracker import IncidentTracker, TrackerOptions
-from deformer_stream.runtime import incident_pipeline
+from deformer_stream.runtime import incident_pipeline, late_evidence
 from deformer_stream.runtime.detection_metrics import DetectionMetrics
 from deformer_stream.runtime.incident_pipeline import IncidentPipeline
 from deformer_stream.runtime.incident_plan import DetectionPlan, make_get_device
@@ -492,6 +492,19 @@ def test_records_of_late_batches_are_counted_once_over_restarts() -> None:
     assert num_late
     again = run_once(broker)
     assert not again.registry.get_sample_value("deformer_evidence_unusual_total", {"kind": "late"})
+
+
+def test_much_evidence_out_of_order_is_reported(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after a backlog of events that are keyed by record, and so come partition by partition."""
+    log.configure(False)
+    monkeypatch.setattr(late_evidence, "MIN_RECORDS", 50)
+    batches = make_batches()
+    run_once(make_broker(batches))
+    assert "evidence_out_of_order" not in capsys.readouterr().err
+    run_once(make_broker([*batches[len(batches) // 2 :], *batches[: len(batches) // 2]]))
+    assert capsys.readouterr().err.count("evidence_out_of_order") == 1
 
 
 def make_leaping_broker() -> Broker:

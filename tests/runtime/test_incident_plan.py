@@ -15,9 +15,15 @@ from deformer_stream.incident_store import IncidentCalibration, write_incident_c
 from deformer_stream.incidents.fleet import FleetRule
 from deformer_stream.model.schema import Schema
 from deformer_stream.model.windows import Window
-from deformer_stream.runtime.incident_plan import NUM_REMEMBERED_RECORDS, REORDER_MICROS, load_detection_plan
+from deformer_stream.runtime.incident_plan import (
+    NUM_REMEMBERED_RECORDS,
+    REORDER_MICROS,
+    PlanLoader,
+    load_detection_plan,
+)
 from deformer_stream.settings.incident_rule import IncidentRuleSettings
 from tests.engine.random_models import make_model
+from tests.model_folders import write_folder
 from tests.models import CONFIG, SCHEMA, TRAINING_SUMMARY, make_calibration
 
 DAY = 86_400_000_000
@@ -76,6 +82,19 @@ def test_options_are_those_of_the_command(model: Path) -> None:
         load_detection_plan(model, IncidentRuleSettings(incident_budget="few"))
     with pytest.raises(ConfigError, match="--fleet"):
         load_detection_plan(model, IncidentRuleSettings(fleet="some", records_per_day=9))
+
+
+def test_an_error_names_the_directory_of_one_of_several_models(tmp_path: Path) -> None:
+    """The directory is what `calibrate --incidents --model` needs."""
+    folder = write_folder(tmp_path / "models", 2)
+    first = folder / "model-0"
+    write_incident_calibration(first, IncidentCalibration(get_fingerprint(first), (make_segments(),)))
+    with pytest.raises(ConfigError, match=r"models/model-1: --incident-budget 1 per 30d: .*--records-per-day"):
+        PlanLoader(IncidentRuleSettings(), None, folder).load_all()
+    with pytest.raises(ConfigError, match=r"^--incident-budget"):
+        PlanLoader(IncidentRuleSettings(), folder / "model-1", None).load_all()
+    plans = PlanLoader(IncidentRuleSettings(records_per_day=100), None, folder).load_all()
+    assert {plan.plan.rule for plan in plans.values()} == {"segments", "e-detector"}
 
 
 def test_own_segments_keep_the_budget(model: Path) -> None:
