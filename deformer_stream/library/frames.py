@@ -97,7 +97,7 @@ class FrameRecords(TabularRecords):
         series = self._frame[:, list(self._native_name_by_name).index(name)]
         try:
             column = series.to_arrow()
-        except (pa.ArrowException, TypeError, ValueError):  # Python objects of different types
+        except (pa.ArrowException, TypeError, ValueError, OverflowError):  # Python objects of different types
             return convert_objects(series.to_list(), name)
         return column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
 
