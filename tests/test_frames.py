@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -546,6 +547,36 @@ def test_training_refuses_what_it_cannot_use() -> None:
         deformer_stream.train(values[:, 0])
     with pytest.raises(InputError, match="few"):
         deformer_stream.train(values[:5], preset="tiny", epochs=1)
+
+
+def test_a_column_without_a_name_is_an_index() -> None:
+    values = pl.DataFrame(draw_linear_records(60, 1), ["x", "y", "sign"])
+    table = pl.DataFrame({"": [f"row {i % 7}" for i in range(len(values))]}).hstack(values)
+    detector, _ = run_training(table, None, {"preset": "tiny", "epochs": 1, "exclude": ["sign"]})
+    assert detector.schema.names == ("x", "y")
+    assert detector.score(table.drop("sign"), alpha=ALPHA).shape == (60, 5)
+
+
+@pytest.mark.parametrize(
+    ("records", "words"),
+    [
+        ([{"\ud800": 1.0}] * 60, "column name '\\ud800' is not valid Unicode"),
+        ([{"state": "\ud800"}] * 60, "row 0, column 'state' cannot be accepted: the value '\\ud800' is not valid Uni"),
+    ],
+)
+def test_training_refuses_texts_that_are_not_unicode(records: list[dict[str, Any]], words: str) -> None:
+    with pytest.raises(InputError, match=re.escape(words)):
+        deformer_stream.train(records)
+
+
+@pytest.mark.parametrize(("factor", "value"), [(1.0, 1e308), (1e300, 1e300)])
+def test_extreme_numbers_give_no_warnings_of_numpy(factor: float, value: float) -> None:
+    values = np.random.default_rng(0).normal(size=(120, 2)) * [factor, 1.0]
+    values[5, 0] = value
+    detector, _ = run_training(values, None, {"preset": "tiny", "epochs": 1})
+    assert detector.schema.features[0].scale == pytest.approx(factor, rel=0.3)
+    assert np.isfinite(detector.score(values, alpha=ALPHA).p_value).all()
+    assert np.isfinite(detector.impute([{"x1": 0.5}])[0]["x0"].value)
 
 
 def test_warnings_of_training_are_warnings_of_python(monkeypatch: pytest.MonkeyPatch) -> None:

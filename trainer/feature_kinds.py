@@ -32,8 +32,9 @@ from deformer_stream.model.schema import (
     FeatureKind,
     format_label,
 )
+from deformer_stream.record_limits import MAX_NAME_CHARS
 from deformer_stream.tables.labels import encode_labels
-from trainer.fill_values import MAX_FAR_SHARE, NumberSample, find_main_part, is_at_rest
+from trainer.fill_values import MAX_FAR_SHARE, NumberSample, find_main_part, get_overflow_divisor, is_at_rest
 from trainer.identifiers import MIN_RISES, OrderStatistics, describe_identifier, describe_trend
 from trainer.tables import ValueForm, classify_type, convert_to_numbers, has_leading_zeros
 
@@ -660,12 +661,19 @@ def _compute_clipped_moments(sample: NDArray[np.float64]) -> tuple[float, float]
     high = np.quantile(sample, CLIP_QUANTILES[1], method="lower")
     # With very few readings, this rounding may make `low` larger than `high`.
     clipped = np.clip(sample, min(low, high), max(low, high))
-    location, scale = float(clipped.mean()), float(clipped.std())
+    location, scale = _compute_moments(clipped)
     # If clipping has made all readings equal (up to rounding errors), use the readings without clipping.
     if scale <= 1e-12 * float(np.abs(clipped).max()):
-        location, scale = float(sample.mean()), float(sample.std())
+        location, scale = _compute_moments(sample)
     are_all_equal = scale <= 1e-300  # practically 0, so it cannot be a divisor
     return location, max(abs(location), 1.0) if are_all_equal else scale
+
+
+def _compute_moments(values: NDArray[np.float64]) -> tuple[float, float]:
+    """Return the mean and the standard deviation of at least one number."""
+    divisor = get_overflow_divisor(values)
+    scaled = values / divisor
+    return float(scaled.mean()) * divisor, float(scaled.std()) * divisor
 
 
 @dataclass(frozen=True, slots=True)
@@ -874,9 +882,9 @@ def _infer_from_text(
 ) -> Feature | ExcludedColumn:
     """Return the discrete feature of a column of texts or booleans, or the reason why the column is excluded.
 
-    A column is excluded if it has too many distinct texts. Unless the user has named it, it is also excluded if new
-    records will have other texts. These are identifiers and remarks (more than half of the texts are distinct), dates,
-    and numbers of batches (no text is repeated later).
+    A column is excluded if it has too many distinct texts, or texts that are too long for labels. Unless the user has
+    named it, it is also excluded if new records will have other texts. These are identifiers and remarks (more than
+    half of the texts are distinct), dates, and numbers of batches (no text is repeated later).
 
     Args:
         column: The statistics of the values.
@@ -885,7 +893,7 @@ def _infer_from_text(
         is_in_time_order: Whether the rows of the table are known to be in the order of time.
 
     Raises:
-        ConfigError: The user has chosen the kind, and there are too many distinct texts.
+        ConfigError: The user has chosen the kind, and there are too many distinct texts, or they are too long.
     """
     if column.count_by_label is None:  # there are too many distinct texts to count them
         if chosen_kind:
@@ -894,6 +902,13 @@ def _infer_from_text(
                 "replace rare texts by a common one such as 'other', or add the column to --exclude"
             )
         return ExcludedColumn(column.name, f"more than {MAX_LABELS} distinct texts{_describe_ambiguity(column)}")
+    if any(len(label) > MAX_NAME_CHARS for label in column.count_by_label):
+        if chosen_kind:
+            raise ConfigError(
+                f"--discrete {column.name}: the column has texts of more than {MAX_NAME_CHARS:,} characters, which are "
+                "too long for labels; shorten them, or add the column to --exclude"
+            )
+        return ExcludedColumn(column.name, f"texts of more than {MAX_NAME_CHARS:,} characters are no labels")
     num_texts = sum(column.count_by_label.values())
     # Fewer texts than MIN_READINGS_PER_LABEL do not show whether texts repeat.
     are_mostly_distinct = num_texts >= MIN_READINGS_PER_LABEL and len(column.count_by_label) > num_texts / 2

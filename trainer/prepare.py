@@ -21,7 +21,7 @@ from deformer_stream.errors import ConfigError, InputError
 from deformer_stream.model.schema import Schema
 from deformer_stream.model.time_slots import expand_time_slots
 from deformer_stream.model.windows import Window, format_duration
-from deformer_stream.record_limits import MAX_FEATURES
+from deformer_stream.record_limits import MAX_FEATURES, MAX_NAME_CHARS
 from deformer_stream.runtime.repeated_readings import compute_max_slots
 from deformer_stream.tables.table import describe_bad_rows, join_names
 from trainer.array_files import CHUNK_ROWS
@@ -32,7 +32,7 @@ from trainer.fill_values import ChosenFillValues, describe_fill_values, find_fil
 from trainer.reading_time import MAX_SAMPLE_SHARE, MIN_SAMPLED_RECORDS, ReadingMonitor, ReadingTooSlow
 from trainer.repeated_readings import SlotCounts, describe_repeated_readings, suggest_num_slots
 from trainer.slot_values import check_rule_for_cycles
-from trainer.tables import InputTables, TableSource, TooFewRecordsError, index_records, open_training_input
+from trainer.tables import FEATURE, InputTables, TableSource, TooFewRecordsError, index_records, open_training_input
 from trainer.value_matrix import encode_table
 
 
@@ -102,6 +102,7 @@ def prepare_table(
     tables = collected.tables
     schema = repeat_by_time_slot(collected.schema, window, once).with_units({**tables.units, **options.units})
     schema = schema.with_fill_values(tables.fill_values.list_values)
+    check_names(schema, tables)
     if options.base is None:  # an old model keeps its rule
         check_rule_for_cycles(schema)
     tables.monitor.start_pass("converting the records")
@@ -212,6 +213,35 @@ def check_input(collected: CollectedInput) -> list[tuple[str, str]]:
         "fill_values": describe_fill_values(find_fill_values(samples), tables.layout),
     }
     return [(code, message) for code, message in message_by_code.items() if message is not None]
+
+
+def check_names(schema: Schema, tables: InputTables) -> None:
+    """Check that a model can store the names and units of its features.
+
+    Args:
+        schema: The features.
+        tables: The input, for error messages.
+
+    Raises:
+        InputError: A name is empty, or a name or a unit is too long.
+    """
+    is_long = tables.layout == "long"
+    for feature in schema.features:
+        if not feature.sensor_name:
+            place = "a row names no feature" if is_long else "a column has an empty name"
+            remedy = f"write a name into the column {FEATURE}" if is_long else "give the column a name"
+            raise InputError(f"{tables.description}: {place}; {remedy}, or leave it out of the table")
+        if len(feature.name) > MAX_NAME_CHARS:
+            raise InputError(
+                f"{tables.description}: the name of the feature that begins with {feature.name[:40]!r} has "
+                f"{len(feature.name):,} characters, but at most {MAX_NAME_CHARS:,} are accepted; rename it, or leave "
+                "it out with --exclude"
+            )
+        if feature.unit is not None and len(feature.unit) > MAX_NAME_CHARS:
+            raise InputError(
+                f"{tables.description}: the unit of the feature {feature.name!r} has {len(feature.unit):,} characters, "
+                f"but at most {MAX_NAME_CHARS:,} are accepted; give a shorter one with --units"
+            )
 
 
 def _check_slots(

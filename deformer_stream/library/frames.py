@@ -22,7 +22,7 @@ from narwhals.exceptions import NarwhalsError
 from numpy.typing import NDArray
 
 from deformer_stream.codec.columns import convert_times_of_day, is_numeric, is_scalar, parse_numbers, to_float64
-from deformer_stream.codec.validation import RejectionError, not_finite_error
+from deformer_stream.codec.validation import RejectionError, is_unicode, not_finite_error
 from deformer_stream.errors import InputError
 from deformer_stream.model.schema import Feature, Schema, format_label
 
@@ -355,7 +355,13 @@ def convert_objects(cells: Iterable[Any], name: str) -> pa.Array:
         if is_missing(value):
             texts.append(None)
         elif isinstance(value, str | bool | int | float):
-            texts.append(format_label(value))
+            text = format_label(value)
+            if not is_unicode(text):
+                raise InputError(
+                    f"row {row}, column {name!r} cannot be accepted: the value {text!r} is not valid Unicode text; "
+                    "correct its encoding"
+                )
+            texts.append(text)
         else:
             raise InputError(
                 f"row {row}, column {name!r} cannot be accepted: the value has the type {type(value).__name__}; "
@@ -387,7 +393,9 @@ def read_feature_columns(records: TabularRecords, schema: Schema) -> dict[str, p
             f"no column is a feature of the model (the columns are {list_names(records.column_names)}; the features "
             f"are {list_names(schema.names)}); rename the columns, or load another model"
         )
-    warn_of_unknown_names([name for name in records.column_names if name not in schema.code_by_name], "columns")
+    # A first column without a name is the index of a data frame that was written to a CSV file.
+    named = records.column_names if records.column_names[0] else records.column_names[1:]
+    warn_of_unknown_names([name for name in named if name not in schema.code_by_name], "columns")
     missing = [name for name in schema.names if name not in records.column_names]
     if 2 * len(missing) > len(schema):
         warn(

@@ -11,6 +11,7 @@ import numpy as np
 import pyarrow as pa
 
 from deformer_stream import model_store
+from deformer_stream.codec.validation import is_unicode
 from deformer_stream.errors import ConfigError, InputError
 from deformer_stream.library.detector import Detector, TemporaryFolder
 from deformer_stream.library.frames import TabularRecords, check_columns, convert_cells, read_array, read_frame, warn
@@ -140,6 +141,7 @@ def _to_training_table(records: Any, columns: Sequence[str] | None) -> pa.Table:
     else:
         table = read_frame(records)
     if table is not None:
+        _check_names(table.column_names)
         arrays = {name: table.get_column(name) for name in table.column_names}
         # Metadata of a field states the unit of its values.
         has_metadata = isinstance(records, pa.Table | pa.RecordBatch)
@@ -152,5 +154,17 @@ def _to_training_table(records: Any, columns: Sequence[str] | None) -> pa.Table:
             "list of dicts, a NumPy array or paths of files"
         )
     keys = dict.fromkeys(name for record in records for name in record)  # in the order of their first use
+    _check_names([str(name) for name in keys])
     cells_by_name = {str(name): [record.get(name) for record in records] for name in keys}
     return pa.table({name: convert_cells(cells, name) for name, cells in cells_by_name.items()})
+
+
+def _check_names(names: Sequence[str]) -> None:
+    """Check that names of columns can be written as UTF-8.
+
+    Raises:
+        InputError: One of them contains a lone surrogate.
+    """
+    for name in names:
+        if not is_unicode(name):
+            raise InputError(f"the column name {name!r} is not valid Unicode text; rename the column")
