@@ -683,10 +683,12 @@ class ExcludedColumn:
     Attributes:
         name: Name of the column.
         reason: Why it is not used, as text for the user.
+        has_unsuitable_values: Whether that is because of its values, and not because of its name or an option.
     """
 
     name: str
     reason: str
+    has_unsuitable_values: bool = False
 
 
 def infer_feature(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,12 +16,21 @@ from deformer_stream import model_store
 from deformer_stream.codec.validation import is_unicode
 from deformer_stream.errors import ConfigError, InputError
 from deformer_stream.library.detector import Detector, TemporaryFolder
-from deformer_stream.library.frames import TabularRecords, check_columns, convert_cells, read_array, read_frame, warn
+from deformer_stream.library.frames import (
+    MAX_LISTED_NAMES,
+    TabularRecords,
+    check_columns,
+    convert_cells,
+    read_array,
+    read_frame,
+    warn,
+)
 from deformer_stream.model.load_network import require_torch
 from deformer_stream.tables.table import Table, TableOptions
 
 if TYPE_CHECKING:
-    from trainer.job_output import JobOutput
+    from trainer.irregular_job import IrregularOutput
+    from trainer.job import TrainingOutput
 
 
 class UnknownOptionError(TypeError):
@@ -52,7 +63,7 @@ def train(
         The trained detector, with its model on the CPU.
 
     Warns:
-        UserWarning: If training reports that the model may be poor.
+        UserWarning: If columns are left out because of their values, or if training reports that the model may be poor.
 
     Raises:
         TypeError: If an option does not exist.
@@ -60,6 +71,11 @@ def train(
         InputError: If the table cannot be used.
     """
     detector, output = run_training(records, out, options, columns, verbose)
+    left_out = [column for column in output.data.excluded_columns if column.has_unsuitable_values]
+    if left_out:
+        reasons = ", ".join(f"{column.name!r} ({column.reason})" for column in left_out[:MAX_LISTED_NAMES])
+        others = f" and {len(left_out) - MAX_LISTED_NAMES} others" if len(left_out) > MAX_LISTED_NAMES else ""
+        warn(f"columns are not used: {reasons}{others}; exclude=[...] leaves them out without this warning")
     for entry in output.summary.get("warnings", ()):
         warn(entry["message"])
     return detector
@@ -71,7 +87,7 @@ def run_training(
     options: Mapping[str, Any],
     columns: Sequence[str] | None = None,
     verbose: bool = False,
-) -> tuple[Detector, JobOutput]:
+) -> tuple[Detector, TrainingOutput | IrregularOutput]:
     """Train a model, and return the detector with all results of the training job.
 
     The arguments and errors are those of `train`.
@@ -106,11 +122,43 @@ def run_training(
         table_options = TableOptions.from_settings(settings, kept)
         sources = [Table.from_arrow(_to_training_table(records, columns), "the training table", table_options)]
     run_job = irregular_job.train_irregular if settings.irregular else job.train
-    if verbose:
-        output = run_job(sources, settings, on_prepared=print_features, on_message=print)
-    else:
-        output = run_job(sources, settings)
+    with _preserve_global_state():
+        if verbose:
+            output = run_job(sources, settings, on_prepared=print_features, on_message=print)
+        else:
+            output = run_job(sources, settings)
     return Detector(model_store.read(directory), temporary_folder), output
+
+
+@contextmanager
+def _preserve_global_state() -> Iterator[None]:
+    """Restore PyTorch's global generators and the variables of its compiler when the block ends, also by an error.
+
+    Training seeds the generators, from which PyTorch draws initial weights. The compiler sets environment variables.
+    """
+    import torch
+
+    environment = _get_compiler_variables()
+    state, seed = torch.get_rng_state(), torch.initial_seed()
+    # A GPU that is not in use yet has no state. It is seeded like the CPU when it comes into use.
+    has_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # PyTorch gives no type
+    gpu_states = torch.cuda.get_rng_state_all() if has_gpu else None
+    try:
+        yield
+    finally:
+        torch.set_rng_state(state)
+        if gpu_states is not None:
+            torch.cuda.set_rng_state_all(gpu_states)
+        else:
+            torch.cuda.manual_seed_all(seed)
+        for name in _get_compiler_variables().keys() - environment.keys():
+            del os.environ[name]
+        os.environ.update(environment)
+
+
+def _get_compiler_variables() -> dict[str, str]:
+    """Return the environment variables of PyTorch's compiler."""
+    return {name: value for name, value in os.environ.items() if name.startswith(("TORCHINDUCTOR_", "TRITON_"))}
 
 
 def _list_paths(records: object) -> list[Path] | None:
