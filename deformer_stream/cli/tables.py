@@ -114,7 +114,7 @@ def _read_events(
         layout=settings.layout,
         record_column=settings.record_column,
         time_column=settings.time_column,
-        exclude=[name.strip() for name in settings.exclude.split(",") if name.strip()],
+        exclude=settings.exclude,
         features=features,
         prefix=settings.record_prefix,
         table_options=TableOptions.from_settings(settings),

@@ -107,10 +107,6 @@ def run_training(
         similar = difflib.get_close_matches(name, TrainConfig.model_fields, 1)
         hint = f"; did you mean {similar[0]!r}?" if similar else "; deformer-train --help lists the options"
         raise UnknownOptionError(f"train() got an unknown option {name!r}{hint}")
-    if isinstance(values.get("cycle"), Mapping):
-        values["cycle"] = ",".join(f"{name}={period}" for name, period in values["cycle"].items())
-    if isinstance(values.get("fill_values"), Mapping):
-        values["fill_values"] = ",".join(f"{name}={value}" for name, value in values["fill_values"].items())
     temporary_folder = TemporaryFolder() if out is None else None
     directory = Path(str(out)) if temporary_folder is None else temporary_folder.path / "model"
     settings = load_settings(TrainConfig, {**values, "out": directory}, None, "train")
