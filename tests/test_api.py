@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import pickle
+import re
 import shutil
 import warnings
 from collections.abc import Callable
@@ -376,6 +377,25 @@ def test_impossible_alpha_raises_value_error(detector: Detector, alpha: float) -
         detector.scorer(alpha)
     with pytest.raises(ValueError, match="alpha"):
         detector.score([], alpha)
+
+
+@pytest.mark.parametrize("alpha", [[0.01, 0.05], (), "1%", "0.01", None, True, np.array([0.1]), {0.1}], ids=repr)
+def test_score_and_explain_need_one_number_as_alpha(detector: Detector, alpha: Any) -> None:
+    message = re.escape(f"alpha is {alpha!r}, but it must be one false-alarm rate between 0 and 1, such as 0.01")
+    with pytest.raises(ValueError, match=message):
+        detector.score([{"pressure": 1.0}], alpha)
+    with pytest.raises(ValueError, match=message):
+        detector.explain({"pressure": 1.0}, alpha)
+    if not isinstance(alpha, list | np.ndarray):
+        with pytest.raises(ValueError, match="it must be one or more false-alarm rates between 0 and 1"):
+            detector.scorer(alpha)
+
+
+@pytest.mark.parametrize("alpha", [np.float64(ALPHA), np.array(ALPHA)], ids=repr)
+def test_alpha_can_be_a_number_of_numpy(detector: Detector, alpha: Any) -> None:
+    expected = detector.score([{"pressure": 1.0}], ALPHA)
+    assert repr(detector.score([{"pressure": 1.0}], alpha)) == repr(expected)
+    assert repr(detector.scorer([alpha])) == repr(detector.scorer(ALPHA))
 
 
 @pytest.mark.parametrize("timeout", [0.0, -1.0, float("nan"), float("inf")])

@@ -8,7 +8,8 @@ so tables may be larger than memory.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,16 @@ from trainer.fill_values import ChosenFillValues, describe_fill_values, find_fil
 from trainer.reading_time import MAX_SAMPLE_SHARE, MIN_SAMPLED_RECORDS, ReadingMonitor, ReadingTooSlow
 from trainer.repeated_readings import SlotCounts, describe_repeated_readings, suggest_num_slots
 from trainer.slot_values import check_rule_for_cycles
-from trainer.tables import FEATURE, InputTables, TableSource, TooFewRecordsError, index_records, open_training_input
+from trainer.tables import (
+    FEATURE,
+    RECORD,
+    VALUE,
+    InputTables,
+    TableSource,
+    TooFewRecordsError,
+    index_records,
+    open_training_input,
+)
 from trainer.value_matrix import encode_table
 
 
@@ -109,7 +119,8 @@ def prepare_table(
     slot_counts = SlotCounts()
     values, arrival_ranks = encode_table(tables, schema, folder, options.ties, slot_counts)  # third pass
     has_readings, num_missing = _count_missing_values(values)
-    split = mark_empty_records(collected.split, has_readings, tables.skipped_by_reason)
+    with _explain_layout(tables, options):
+        split = mark_empty_records(collected.split, has_readings, tables.skipped_by_reason)
     facts = collected.describe() | {"split": split}
     if arrival_ranks is not None:  # a reading that never came has no cell
         facts["missing_by_feature"] = _sum_by_sensor(schema, num_missing)
@@ -181,6 +192,22 @@ def collect_input(
     tables = open_with_options(sources, options, window)
     tables.monitor, tables.max_rows = monitor or ReadingMonitor(), max_rows
     excluded_by_name = choose_columns(tables, options)
+    with _explain_layout(tables, options):
+        return _collect(tables, options, excluded_by_name)
+
+
+def _collect(tables: InputTables, options: DataOptions, excluded_by_name: Sequence[ExcludedColumn]) -> CollectedInput:
+    """Number and split the records of the input, and infer the features, as `collect_input` does.
+
+    Args:
+        tables: The input, whose columns are chosen.
+        options: How to read it.
+        excluded_by_name: The columns that cannot be features because of their names, types and options.
+
+    Raises:
+        InputError: A file cannot be used.
+        ConfigError: An option does not fit the files.
+    """
     tables.monitor.start_pass("counting the records")
     index_records(tables)  # first pass over the input: numbers the records
     if tables.num_records < MIN_RECORDS:
@@ -199,6 +226,28 @@ def collect_input(
     feature_statistics = {name: column for name, column in statistics.items() if name in schema.sensor_names}
     excluded_columns = (*excluded_by_name, *excluded_by_values)
     return CollectedInput(tables, schema, excluded_columns, split, feature_statistics, num_input_records)
+
+
+@contextmanager
+def _explain_layout(tables: InputTables, options: DataOptions) -> Iterator[None]:
+    """Add to errors about the input that it was taken for a long table because of the names of its columns.
+
+    Args:
+        tables: The input.
+        options: How to read it.
+
+    Raises:
+        InputError: The block raises it.
+    """
+    try:
+        yield
+    except InputError as error:
+        if tables.layout != "long" or options.layout is not None or tables.window is not None:
+            raise
+        raise type(error)(
+            f"{error} (each row was read as one reading, because the table has the columns {RECORD}, {FEATURE} and "
+            f"{VALUE}; if each row is a record, set --layout wide, in Python layout='wide')"
+        ) from error
 
 
 def check_input(collected: CollectedInput) -> list[tuple[str, str]]:

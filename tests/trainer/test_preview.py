@@ -233,3 +233,16 @@ def test_long_texts_are_no_labels(tmp_path: Path, deformer_train: Run) -> None:
     done = deformer_train(table, "--dry-run", "--discrete", "remark")
     assert done.code == 2
     assert "--discrete remark: the column has texts of more than 1,024 characters" in done.err
+
+
+def test_a_wide_table_that_looks_like_a_long_one_is_named(tmp_path: Path, deformer_train: Run) -> None:
+    rng = np.random.default_rng(0)
+    columns = {"record": np.arange(60), "feature": rng.normal(size=60), "value": rng.normal(size=60)}
+    table = write(tmp_path / "t.parquet", columns)
+    done = deformer_train(table, "--dry-run")
+    assert done.code == 3
+    assert "has the columns record, feature and value; if each row is a record, set --layout wide, in P" in done.err
+    assert deformer_train(table, "--dry-run", "--layout", "wide").code == 0
+    few = write(tmp_path / "few.parquet", {name: column[:5] for name, column in columns.items()})
+    assert "set --layout wide" in deformer_train(few, "--dry-run").err
+    assert "set --layout wide" not in deformer_train(few, "--dry-run", "--layout", "long").err
