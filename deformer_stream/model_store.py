@@ -67,6 +67,7 @@ from deformer_stream.model_manifest import (
 )
 from deformer_stream.model_manifest import MANIFEST as MANIFEST
 from deformer_stream.model_manifest import read_manifest as read_manifest
+from deformer_stream.record_limits import MAX_NAME_CHARS
 
 if TYPE_CHECKING:
     import torch
@@ -86,11 +87,6 @@ The second ones are missing in files of earlier releases.
 """
 GPU_FILES = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/kfd", "/dev/dxg")
 """Device files of the drivers with which PyTorch uses GPUs: NVIDIA's, AMD's, and that of a Linux on Windows."""
-MAX_NAME_CHARS = 1024
-"""The largest number of characters in the name of a feature or in a label.
-
-Input messages with longer names or labels are refused, so a model with such a name could never be used.
-"""
 MAX_READS = 5
 """How often a model directory is read if it is replaced while it is read."""
 _INCONSISTENCY_ERRORS = (

@@ -7,3 +7,9 @@ MAX_FEATURES = 4096
 
 MAX_SLOTS = 1000
 """Largest number of time slots of a window."""
+
+MAX_NAME_CHARS = 1024
+"""Largest number of characters in the name of a feature, in a label or in a unit.
+
+Input messages with longer names or labels are refused, so a model with such a name could never be used.
+"""

@@ -5,10 +5,13 @@ from __future__ import annotations
 import copy
 import math
 import pickle
+import re
 import shutil
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
-from datetime import UTC, datetime
+from datetime import UTC, datetime, time, timedelta
+from decimal import Decimal
 from enum import IntEnum, StrEnum
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,7 +32,7 @@ from deformer_stream.calibration.conformal import Calibration
 from deformer_stream.engine.engine import Engine, compute_alert_id
 from deformer_stream.engine.events import Effects, EventBatch, Rejection
 from deformer_stream.errors import AlphaOutOfReachWarning, ArtifactError, ConfigError, InputError
-from deformer_stream.library.records import NOT_CONVERTED, encode_json, make_messages
+from deformer_stream.library.records import NOT_CONVERTED, encode_json, make_messages, to_json_type
 from deformer_stream.model.schema import Feature, Schema
 from tests.effort import num_examples
 from tests.models import SCHEMA, draw_linear_records, draw_rows, train_linear_model, write_model
@@ -232,6 +235,28 @@ def test_numpy_scalars_are_accepted(detector: Detector, value: Any) -> None:
     assert detector.score([{"pressure": value}]).p_value[0] == expected.p_value
 
 
+@pytest.mark.parametrize(
+    "value", [Decimal("1.50"), np.longdouble(1.5), np.float16(1.5), time(0, 0, 1, 500_000)], ids=str
+)
+def test_numbers_of_other_types_are_accepted(detector: Detector, value: Any) -> None:
+    """A record, a reading and a cell of a data frame with such a value have the scores of a float."""
+    expected = detector.scorer().update("r", "pressure", 1.5)
+    assert detector.scorer().update("r", "pressure", value) == expected
+    record = {"pressure": value, "vibration": Decimal("NaN")}
+    for records in (record, [record], pd.Series(record), pd.DataFrame([record]), pd.DataFrame([record] * 2)):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # most features have no column
+            assert np.asarray(detector.score(records).p_value)[0] == expected.p_value
+    assert detector.explain(record) == detector.explain({"pressure": 1.5})
+    assert detector.impute(record) == detector.impute({"pressure": 1.5})
+
+
+def test_decimal_labels_are_those_of_numbers() -> None:
+    assert to_json_type(Decimal("3.00")) == 3.0
+    assert to_json_type(Decimal(2**53 + 1)) == 2**53 + 1
+    assert encode_json({"value": Decimal(2**70 + 1)}) == b'{"value": 1180591620717411303425}'
+
+
 @pytest.mark.parametrize("value", [True, np.bool_(True), "true"], ids=["bool", "numpy", "text"])
 def test_booleans_are_labels(detector: Detector, value: Any) -> None:
     assert detector.scorer().update("r", "valve", value) == detector.scorer().update("r", "valve", "true")
@@ -258,6 +283,9 @@ scalars = st.one_of(
     st.integers(0, 2**64 - 1).map(np.uint64),
     st.booleans().map(np.bool_),
     st.text(max_size=5).map(np.str_),
+    st.decimals(),
+    st.times(),
+    st.floats(width=32).map(np.longdouble),
     st.lists(st.floats(), max_size=2),
     st.dictionaries(st.text(max_size=2), st.integers(), max_size=2),
 )
@@ -318,10 +346,13 @@ def test_an_update_calls_the_engine_once(detector: Detector, monkeypatch: pytest
 
 
 def test_values_of_impossible_types_raise_input_error(detector: Detector) -> None:
-    with pytest.raises(InputError, match="type object cannot be a reading"):
+    with pytest.raises(InputError, match=r"record 'r', feature 'pressure' .*type object cannot be a reading"):
         detector.scorer().update("r", "pressure", object())  # type: ignore[arg-type]
-    with pytest.raises(InputError, match="complex"):
-        detector.score([{"pressure": 1j}])  # type: ignore[dict-item]
+    with pytest.raises(InputError, match=r"its id or time .*type object cannot be a reading"):
+        detector.scorer().update("r", "pressure", 1.0, object())  # type: ignore[arg-type]
+    for value in (1j, b"x", timedelta(1), np.timedelta64(5, "ns")):
+        with pytest.raises(InputError, match=f"feature 'pressure' .*type {type(value).__name__}"):
+            detector.score([{"state": "run"}, {"state": "run", "pressure": value}])  # type: ignore[dict-item]
 
 
 @pytest.mark.parametrize(
@@ -346,6 +377,25 @@ def test_impossible_alpha_raises_value_error(detector: Detector, alpha: float) -
         detector.scorer(alpha)
     with pytest.raises(ValueError, match="alpha"):
         detector.score([], alpha)
+
+
+@pytest.mark.parametrize("alpha", [[0.01, 0.05], (), "1%", "0.01", None, True, np.array([0.1]), {0.1}], ids=repr)
+def test_score_and_explain_need_one_number_as_alpha(detector: Detector, alpha: Any) -> None:
+    message = re.escape(f"alpha is {alpha!r}, but it must be one false-alarm rate between 0 and 1, such as 0.01")
+    with pytest.raises(ValueError, match=message):
+        detector.score([{"pressure": 1.0}], alpha)
+    with pytest.raises(ValueError, match=message):
+        detector.explain({"pressure": 1.0}, alpha)
+    if not isinstance(alpha, list | np.ndarray):
+        with pytest.raises(ValueError, match="it must be one or more false-alarm rates between 0 and 1"):
+            detector.scorer(alpha)
+
+
+@pytest.mark.parametrize("alpha", [np.float64(ALPHA), np.array(ALPHA)], ids=repr)
+def test_alpha_can_be_a_number_of_numpy(detector: Detector, alpha: Any) -> None:
+    expected = detector.score([{"pressure": 1.0}], ALPHA)
+    assert repr(detector.score([{"pressure": 1.0}], alpha)) == repr(expected)
+    assert repr(detector.scorer([alpha])) == repr(detector.scorer(ALPHA))
 
 
 @pytest.mark.parametrize("timeout", [0.0, -1.0, float("nan"), float("inf")])

@@ -134,6 +134,7 @@ def test_few_records_and_unused_columns_are_warnings() -> None:
     ("parameters", "words"),
     [
         ({"alpha": 0.0}, "alpha"),
+        ({"alpha": "1%"}, "alpha is '1%', but it must be one false-alarm rate"),
         ({"preset": "huge"}, "--preset"),
         ({"options": {"exclude": "nothing"}}, "nothing"),
         ({"options": {"foo": 1}}, "unknown option 'foo'"),

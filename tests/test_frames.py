@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import re
+import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +18,7 @@ import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 
 import deformer_stream
 from deformer_stream import model_store
@@ -546,6 +551,85 @@ def test_training_refuses_what_it_cannot_use() -> None:
         deformer_stream.train(values[:, 0])
     with pytest.raises(InputError, match="few"):
         deformer_stream.train(values[:5], preset="tiny", epochs=1)
+
+
+def test_a_column_without_a_name_is_an_index() -> None:
+    values = pl.DataFrame(draw_linear_records(60, 1), ["x", "y", "sign"])
+    table = pl.DataFrame({"": [f"row {i % 7}" for i in range(len(values))]}).hstack(values)
+    detector, _ = run_training(table, None, {"preset": "tiny", "epochs": 1, "exclude": ["sign"]})
+    assert detector.schema.names == ("x", "y")
+    assert detector.score(table.drop("sign"), alpha=ALPHA).shape == (60, 5)
+
+
+@pytest.mark.parametrize(
+    ("records", "words"),
+    [
+        ([{"\ud800": 1.0}] * 60, "column name '\\ud800' is not valid Unicode"),
+        ([{"state": "\ud800"}] * 60, "row 0, column 'state' cannot be accepted: the value '\\ud800' is not valid Uni"),
+    ],
+)
+def test_training_refuses_texts_that_are_not_unicode(records: list[dict[str, Any]], words: str) -> None:
+    with pytest.raises(InputError, match=re.escape(words)):
+        deformer_stream.train(records)
+
+
+@pytest.mark.parametrize(("factor", "value"), [(1.0, 1e308), (1e300, 1e300)])
+def test_extreme_numbers_give_no_warnings_of_numpy(factor: float, value: float) -> None:
+    values = np.random.default_rng(0).normal(size=(120, 2)) * [factor, 1.0]
+    values[5, 0] = value
+    detector, _ = run_training(values, None, {"preset": "tiny", "epochs": 1})
+    assert detector.schema.features[0].scale == pytest.approx(factor, rel=0.3)
+    assert np.isfinite(detector.score(values, alpha=ALPHA).p_value).all()
+    assert np.isfinite(detector.impute([{"x1": 0.5}])[0]["x0"].value)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_training_changes_neither_the_random_state_nor_the_environment(
+    monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    from trainer import job
+
+    train = job.train
+
+    def train_with_compiler(*arguments: Any, **options: Any) -> Any:
+        output = train(*arguments, **options)
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = "cache"  # as the compiler of PyTorch does
+        os.environ["TRITON_CACHE_DIR"] = "other cache"
+        if fails:
+            raise InputError("failed")
+        return output
+
+    monkeypatch.setattr(job, "train", train_with_compiler)
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    monkeypatch.setenv("TRITON_CACHE_DIR", "mine")
+    values, options, fingerprints = draw_linear_records(60, 1), {"preset": "tiny", "epochs": 1}, set()
+    for seed in (5, 6):
+        torch.manual_seed(seed)
+        expected = torch.rand(3)
+        torch.manual_seed(seed)
+        with pytest.raises(InputError) if fails else nullcontext():
+            fingerprints.add(run_training(values, None, options)[0].fingerprint)
+        assert torch.equal(torch.rand(3), expected)
+        assert torch.initial_seed() == seed
+        assert "TORCHINDUCTOR_CACHE_DIR" not in os.environ
+        assert os.environ["TRITON_CACHE_DIR"] == "mine"
+    assert len(fingerprints) == int(not fails)
+
+
+def test_columns_that_are_left_out_for_their_values_are_a_warning() -> None:
+    table = pd.DataFrame(draw_linear_records(60, 1)[:, :2], columns=["x", "y"])
+    table = table.assign(id=range(60), note=[f"note {i}" for i in range(60)])
+    table["time"] = pd.date_range("2026-01-01", periods=60)
+    options: dict[str, Any] = {"preset": "tiny", "epochs": 1}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        deformer_stream.train(table, **options)
+        deformer_stream.train(table, exclude=["id", "note"], **options)
+    (message,) = [str(w.message) for w in caught if "columns are not used" in str(w.message)]
+    assert "'id' (all 37 values differ" in message
+    assert "'note' (most texts occur once" in message
+    assert message.endswith("; exclude=[...] leaves them out without this warning")
+    assert "'time'" not in message
 
 
 def test_warnings_of_training_are_warnings_of_python(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -714,6 +714,17 @@ def test_printed_units_can_be_loaded(clean_environment: pytest.MonkeyPatch, tmp_
     assert load_settings(ReplaySettings, dict(REQUIRED["replay"]), printed, "replay").units == {"flow": "m³/h"}
 
 
+def test_printed_lists_can_be_loaded(clean_environment: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    config = tmp_path / "deformer.toml"
+    config.write_text('exclude = ["a,b", "c"]\n')
+    (line,) = (line for line in format_options_in_force(ProduceSettings, config, "produce") if "exclude" in line)
+    assert line == f'exclude = ["a,b", "c"]   # from {config}'
+    printed = tmp_path / "printed.toml"
+    printed.write_text(line)
+    assert load_settings(ProduceSettings, {"topic": "t"}, printed, "produce").exclude == ("a,b", "c")
+    assert load_settings(ProduceSettings, {"topic": "t", "exclude": "a, b"}, printed, "produce").exclude == ("a", "b")
+
+
 def test_a_flag_about_the_header_replaces_the_other_one_in_the_file(tmp_path: Path) -> None:
     config = tmp_path / "c.toml"
     config.write_text("no-header = true\n")

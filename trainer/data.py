@@ -23,7 +23,7 @@ from deformer_stream.settings.base import Layout
 from deformer_stream.tables.table import TableOptions
 from trainer.array_files import CHUNK_ROWS
 from trainer.feature_kinds import ExcludedColumn
-from trainer.settings import TrainConfig, parse_fill_values, parse_periods, split_names
+from trainer.settings import TrainConfig
 from trainer.tables import DEVICE, TooFewRecordsError
 
 VALIDATION_SHARE = 0.1
@@ -139,17 +139,17 @@ def create_data_options(settings: TrainConfig, base: Schema | None = None) -> Da
         layout=settings.layout,
         label=settings.label,
         normal=settings.normal,
-        exclude=split_names(settings.exclude),
-        context=split_names(settings.context),
-        discrete=split_names(settings.discrete),
-        continuous=split_names(settings.continuous),
-        cycle=parse_periods(settings.cycle),
-        fill_values=parse_fill_values(settings.fill_values),
+        exclude=settings.exclude,
+        context=settings.context,
+        discrete=settings.discrete,
+        continuous=settings.continuous,
+        cycle=settings.cycle,
+        fill_values=settings.fill_values,
         # With --folds, the calibration records of the first model are one fold.
         calibration_share=1 / settings.folds if settings.folds else settings.calibration_share,
         seed=settings.seed,
         window=window,
-        once=split_names(settings.once),
+        once=settings.once,
         base=base,
         ties=settings.ties,
         order=settings.order if settings.order in ("arrival", "time") else None,

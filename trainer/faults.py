@@ -20,7 +20,7 @@ from deformer_stream.counts import format_count
 from deformer_stream.errors import ConfigError, InputError
 from deformer_stream.kernels.cpu import CpuKernels
 from deformer_stream.model.schema import Schema
-from deformer_stream.model_store import MAX_NAME_CHARS
+from deformer_stream.record_limits import MAX_NAME_CHARS
 from deformer_stream.tables.labels import normalize_label
 from trainer.data import DataOptions, create_data_options
 from trainer.fault_training import train_classifier

@@ -7,7 +7,7 @@ statistics of the values in training records, which are collected in the second 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -218,7 +218,9 @@ def choose_kinds(
             kind, period = kind_by_name.get(column.name), period_by_name.get(column.name)
             decisions.append(infer_feature(column, kind, is_context, period, is_in_time_order, measured))
     features = old_features + tuple(decision for decision in decisions if isinstance(decision, Feature))
-    excluded = [decision for decision in decisions if isinstance(decision, ExcludedColumn)]
+    excluded = [
+        replace(decision, has_unsuitable_values=True) for decision in decisions if isinstance(decision, ExcludedColumn)
+    ]
     if all(feature.context for feature in features):  # context features are never scored
         reasons = "; ".join(f"{column.name}: {column.reason}" for column in excluded[:5])
         raise InputError(

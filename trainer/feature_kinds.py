@@ -14,13 +14,14 @@ import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from deformer_stream.codec.columns import format_cell, to_python_values
-from deformer_stream.codec.number_texts import BAD_VALUE_TEXTS
+from deformer_stream.codec.columns import format_cell, list_exact_numbers, to_python_values
+from deformer_stream.codec.number_texts import BAD_VALUE_TEXTS, MAX_EXACT_INTEGER
 from deformer_stream.codec.tables import mix_bits
 from deformer_stream.errors import ConfigError
 from deformer_stream.model.schema import (
@@ -31,8 +32,9 @@ from deformer_stream.model.schema import (
     FeatureKind,
     format_label,
 )
+from deformer_stream.record_limits import MAX_NAME_CHARS
 from deformer_stream.tables.labels import encode_labels
-from trainer.fill_values import MAX_FAR_SHARE, NumberSample, find_main_part, is_at_rest
+from trainer.fill_values import MAX_FAR_SHARE, NumberSample, find_main_part, get_overflow_divisor, is_at_rest
 from trainer.identifiers import MIN_RISES, OrderStatistics, describe_identifier, describe_trend
 from trainer.tables import ValueForm, classify_type, convert_to_numbers, has_leading_zeros
 
@@ -155,11 +157,15 @@ class ColumnStatistics:
         num_other_texts: Number of all texts that do not represent a number, over all records.
         minimum: Smallest finite number in training records.
         maximum: Largest finite number in training records.
-        count_by_number: Number of occurrences of each number in training records. None if there are more than
-            `MAX_LABELS` different numbers.
+        count_by_number: Number of occurrences of each number in training records. Integers that float64 would round are
+            ints. None if there are more than `MAX_LABELS` different numbers.
         count_by_label: Number of occurrences of each label in training records. None if there are more than
             `MAX_LABELS` different labels.
         is_integer: Whether all numbers in training records are integers.
+        has_large_floats: Whether a number in training records is a float of at least 2^53. Each such float is an
+            integer, although it may be a measurement.
+        origin: A number that is subtracted from all numbers before they are compared with each other, because float64
+            would round large integers. 0 if the first number is no such integer.
         order: How the numbers in training records change from row to row.
         num_label_runs: Number of runs of equal labels in successive training records.
     """
@@ -175,9 +181,11 @@ class ColumnStatistics:
     count_by_other_text: dict[str, int] = field(default_factory=dict)
     minimum: float = np.inf
     maximum: float = -np.inf
-    count_by_number: dict[float, int] | None = field(default_factory=dict)
+    count_by_number: dict[float | int, int] | None = field(default_factory=dict)
     count_by_label: dict[str, int] | None = field(default_factory=dict)
     is_integer: bool = True
+    has_large_floats: bool = False
+    origin: int = 0
     order: OrderStatistics = field(default_factory=OrderStatistics)
     num_label_runs: int = 0
     _last_label: str | None = None
@@ -210,7 +218,8 @@ class ColumnStatistics:
             numbers, is_other_text = convert_to_numbers(values, "clock" in (form, self.form))
             if form == "text":
                 self._add_texts(values, is_other_text, is_training)
-            self._add_numbers(numbers, rows, is_training, int(is_other_text.sum()), file_index)
+            exact_numbers = list_exact_numbers(values, numbers)
+            self._add_numbers(numbers, exact_numbers, rows, is_training, int(is_other_text.sum()), file_index)
         # A part of a CSV column of times of day is text if one of its cells is no time.
         self.form = "clock" if "clock" in (form, self.form) and form == "text" else form
         if form not in ("number", "clock"):
@@ -237,6 +246,7 @@ class ColumnStatistics:
     def _add_numbers(
         self,
         numbers: NDArray[np.float64],
+        exact_numbers: NDArray[Any] | None,
         rows: NDArray[np.int64],
         is_training: NDArray[np.bool_],
         num_other_texts: int,
@@ -246,6 +256,8 @@ class ColumnStatistics:
 
         Args:
             numbers: (M,) numbers. NaN stands for a missing value or for a text that does not represent a number.
+            exact_numbers: (M,) the same numbers with all digits of large integers (`list_exact_numbers`), None if
+                `numbers` are exact.
             rows: (M,) number of the record to which each number belongs.
             is_training: (M,) whether that record is a training record.
             num_other_texts: How many elements of `numbers` are NaN because of such a text. They are not counted as
@@ -257,27 +269,33 @@ class ColumnStatistics:
         self.num_missing += int(np.isnan(numbers).sum()) - num_other_texts
         is_usable = is_training & np.isfinite(numbers)
         numbers, rows = numbers[is_usable], rows[is_usable]
+        exact_numbers = numbers if exact_numbers is None else exact_numbers[is_usable]
         if not len(numbers):
             return
+        first = exact_numbers[0]
+        if not self.num_readings and not isinstance(first, float) and abs(first) >= MAX_EXACT_INTEGER:
+            self.origin = int(first)
+        offsets = _subtract(exact_numbers, self.origin)
         self.num_readings += len(numbers)
-        self.order.add(numbers, file_index)
+        self.order.add(offsets, file_index)
         self.minimum = min(self.minimum, float(numbers.min()))
         self.maximum = max(self.maximum, float(numbers.max()))
         self.is_integer = self.is_integer and bool((numbers == np.round(numbers)).all())
+        self.has_large_floats = self.has_large_floats or _has_large_floats(exact_numbers)
         if self.count_by_number is not None:  # None: an earlier batch had too many different numbers
-            distinct_numbers, counts = np.unique(numbers, return_counts=True)
+            distinct_numbers, counts = np.unique(exact_numbers, return_counts=True)
             for number, count in zip(distinct_numbers.tolist(), counts.tolist(), strict=True):
                 self.count_by_number[number] = self.count_by_number.get(number, 0) + count
                 if len(self.count_by_number) > MAX_LABELS:
                     self.count_by_number = None
                     break
-        self._add_to_samples(numbers, rows)
+        self._add_to_samples(offsets, rows)
 
     def _add_to_samples(self, numbers: NDArray[np.float64], rows: NDArray[np.int64]) -> None:
         """Merge M readings into the random samples of the column's readings.
 
         Args:
-            numbers: (M,) finite numbers, which `num_readings` counts already.
+            numbers: (M,) finite numbers minus `origin`, which `num_readings` counts already.
             rows: (M,) number of the record to which each number belongs.
         """
         has_new_records = rows[0] > self._largest_row and bool((np.diff(rows) > 0).all())
@@ -373,8 +391,8 @@ class ColumnStatistics:
         return np.unique(self._by_record.numbers)
 
     @cached_property
-    def sorted_sample(self) -> NDArray[np.float64]:
-        """A random sample of the numbers in training records, in ascending order.
+    def sorted_offsets(self) -> NDArray[np.float64]:
+        """A random sample of the numbers in training records minus `origin`, in ascending order.
 
         It is complete only when all batches have been added.
         """
@@ -384,9 +402,47 @@ class ColumnStatistics:
         return np.sort(sample.numbers)
 
     @property
+    def sorted_sample(self) -> NDArray[np.float64]:
+        """A random sample of the numbers in training records, in ascending order."""
+        return self.sorted_offsets + float(self.origin) if self.origin else self.sorted_offsets
+
+    def describe_identifier(self, is_in_time_order: bool) -> str | None:
+        """Return why the numbers identify rows instead of measuring something; None if they do not.
+
+        Args:
+            is_in_time_order: Whether the rows of the table are known to be in the order of time.
+        """
+        is_integer = self.is_integer and not self.has_large_floats
+        return describe_identifier(self.sorted_offsets, self.order, is_integer, is_in_time_order, self.origin)
+
+    @property
     def number_sample(self) -> NumberSample:
         """The sample of the numbers, in the form in which fill values are searched."""
         return NumberSample(self.name, self.sorted_sample, self.num_readings)
+
+
+def _subtract(numbers: NDArray[Any], origin: int) -> NDArray[np.float64]:
+    """Return N numbers minus an origin as floats; the difference of large integers is exact.
+
+    Args:
+        numbers: (N,) floats, 64-bit integers, or int and float objects.
+        origin: The number that is subtracted.
+    """
+    if not origin:
+        return numbers.astype(np.float64, copy=False)
+    is_in_range = numbers.dtype == np.int64 and abs(origin) < 2**63 and (np.sign(numbers) == np.sign(origin)).all()
+    return np.asarray((numbers if is_in_range else numbers.astype(object)) - origin, np.float64)
+
+
+def _has_large_floats(numbers: NDArray[Any]) -> bool:
+    """Return whether some of N numbers are floats of at least 2^53.
+
+    Args:
+        numbers: (N,) floats, 64-bit integers, or int and float objects.
+    """
+    if numbers.dtype == object:
+        return any(isinstance(number, float) and abs(number) >= MAX_EXACT_INTEGER for number in numbers)
+    return numbers.dtype == np.float64 and bool((np.abs(numbers) >= MAX_EXACT_INTEGER).any())
 
 
 def has_few_integers(column: ColumnStatistics) -> bool:
@@ -605,12 +661,19 @@ def _compute_clipped_moments(sample: NDArray[np.float64]) -> tuple[float, float]
     high = np.quantile(sample, CLIP_QUANTILES[1], method="lower")
     # With very few readings, this rounding may make `low` larger than `high`.
     clipped = np.clip(sample, min(low, high), max(low, high))
-    location, scale = float(clipped.mean()), float(clipped.std())
+    location, scale = _compute_moments(clipped)
     # If clipping has made all readings equal (up to rounding errors), use the readings without clipping.
     if scale <= 1e-12 * float(np.abs(clipped).max()):
-        location, scale = float(sample.mean()), float(sample.std())
+        location, scale = _compute_moments(sample)
     are_all_equal = scale <= 1e-300  # practically 0, so it cannot be a divisor
     return location, max(abs(location), 1.0) if are_all_equal else scale
+
+
+def _compute_moments(values: NDArray[np.float64]) -> tuple[float, float]:
+    """Return the mean and the standard deviation of at least one number."""
+    divisor = get_overflow_divisor(values)
+    scaled = values / divisor
+    return float(scaled.mean()) * divisor, float(scaled.std()) * divisor
 
 
 @dataclass(frozen=True, slots=True)
@@ -620,10 +683,12 @@ class ExcludedColumn:
     Attributes:
         name: Name of the column.
         reason: Why it is not used, as text for the user.
+        has_unsuitable_values: Whether that is because of its values, and not because of its name or an option.
     """
 
     name: str
     reason: str
+    has_unsuitable_values: bool = False
 
 
 def infer_feature(
@@ -690,7 +755,7 @@ def infer_feature(
             )
         return _create_discrete(column, is_context, "chosen by an option")
     if not is_context:  # a column that the user has named for any purpose is used
-        identity = describe_identifier(column.sorted_sample, column.order, column.is_integer, is_in_time_order)
+        identity = column.describe_identifier(is_in_time_order)
         if identity is not None:
             return ExcludedColumn(column.name, f"{identity}; --continuous {column.name} trains on it")
     return _infer_from_numbers(column, is_context, others)
@@ -735,7 +800,7 @@ def is_measured(column: ColumnStatistics, is_in_time_order: bool) -> bool:
     """
     if not column.is_numeric() or not column.num_readings:
         return False
-    return describe_identifier(column.sorted_sample, column.order, column.is_integer, is_in_time_order) is None
+    return column.describe_identifier(is_in_time_order) is None
 
 
 def check_old_feature(old: Feature, column: ColumnStatistics) -> None:
@@ -819,9 +884,9 @@ def _infer_from_text(
 ) -> Feature | ExcludedColumn:
     """Return the discrete feature of a column of texts or booleans, or the reason why the column is excluded.
 
-    A column is excluded if it has too many distinct texts. Unless the user has named it, it is also excluded if new
-    records will have other texts. These are identifiers and remarks (more than half of the texts are distinct), dates,
-    and numbers of batches (no text is repeated later).
+    A column is excluded if it has too many distinct texts, or texts that are too long for labels. Unless the user has
+    named it, it is also excluded if new records will have other texts. These are identifiers and remarks (more than
+    half of the texts are distinct), dates, and numbers of batches (no text is repeated later).
 
     Args:
         column: The statistics of the values.
@@ -830,7 +895,7 @@ def _infer_from_text(
         is_in_time_order: Whether the rows of the table are known to be in the order of time.
 
     Raises:
-        ConfigError: The user has chosen the kind, and there are too many distinct texts.
+        ConfigError: The user has chosen the kind, and there are too many distinct texts, or they are too long.
     """
     if column.count_by_label is None:  # there are too many distinct texts to count them
         if chosen_kind:
@@ -839,6 +904,13 @@ def _infer_from_text(
                 "replace rare texts by a common one such as 'other', or add the column to --exclude"
             )
         return ExcludedColumn(column.name, f"more than {MAX_LABELS} distinct texts{_describe_ambiguity(column)}")
+    if any(len(label) > MAX_NAME_CHARS for label in column.count_by_label):
+        if chosen_kind:
+            raise ConfigError(
+                f"--discrete {column.name}: the column has texts of more than {MAX_NAME_CHARS:,} characters, which are "
+                "too long for labels; shorten them, or add the column to --exclude"
+            )
+        return ExcludedColumn(column.name, f"texts of more than {MAX_NAME_CHARS:,} characters are no labels")
     num_texts = sum(column.count_by_label.values())
     # Fewer texts than MIN_READINGS_PER_LABEL do not show whether texts repeat.
     are_mostly_distinct = num_texts >= MIN_READINGS_PER_LABEL and len(column.count_by_label) > num_texts / 2

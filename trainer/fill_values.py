@@ -50,6 +50,9 @@ _TYPE_LIMITS = frozenset({32767, 65535, 2147483647, 4294967295, 32768, 214748364
 _HUGE = 1e30
 """Magnitude from which a value is a fill value, such as the largest float."""
 
+_LARGEST_SQUARED = 1e150
+"""Values up to this magnitude can be squared, and the squares added, without overflow."""
+
 
 @dataclass(frozen=True)
 class ChosenFillValues:
@@ -176,18 +179,29 @@ def find_main_part(values: NDArray[np.float64], max_share: float, min_ratio: flo
     num_at_end = int(max_share * num_values)
     if not num_at_end:
         return slice(0, num_values)
-    gaps = np.diff(values)
+    scaled = values / get_overflow_divisor(values)
+    gaps = np.diff(scaled)
     start = int(np.argmax(gaps[:num_at_end])) + 1
     stop = num_values - 1 - int(np.argmax(gaps[::-1][:num_at_end]))
     for part in (slice(start, stop), slice(start, num_values), slice(0, stop)):
-        others = values[part]
+        others = scaled[part]
         if len(others) < 2:
             continue
         cuts = [gaps[cut - 1] for cut in (part.start, part.stop) if 0 < cut < num_values]
         is_far = min(cuts) >= min_ratio * (others[-1] - others[0])
-        if is_far and len(np.unique(others)) >= MIN_OTHER_VALUES:
+        if is_far and len(np.unique(values[part])) >= MIN_OTHER_VALUES:
             return part
     return slice(0, num_values)
+
+
+def get_overflow_divisor(values: NDArray[np.float64]) -> float:
+    """Return a number by which values are divided so that their sums and squares do not overflow, usually 1.
+
+    Args:
+        values: At least one finite value.
+    """
+    largest = float(np.abs(values).max())
+    return largest if largest > _LARGEST_SQUARED else 1.0
 
 
 def is_at_rest(values: NDArray[np.float64], main_part: slice) -> bool:

@@ -18,6 +18,7 @@ from datetime import UTC, datetime
 import numpy as np
 from numpy.typing import NDArray
 
+from deformer_stream.codec.number_texts import MAX_EXACT_INTEGER
 from deformer_stream.durations import UNITS_PER_SECOND, TimeUnit
 
 MIN_VALUES = 10
@@ -46,9 +47,6 @@ It exceeds 1, because records for validation and calibration, and those that are
 
 MAX_PROBABILITY = 1e-6
 """Integers are ids if measured ones would have so few repetitions with at most this probability."""
-
-MAX_EXACT_INTEGER = 2.0**53
-"""Not every larger integer has an exact float64 value. Only ids are so large; no sensor has such a resolution."""
 
 UNIX_UNITS: tuple[TimeUnit, ...] = ("s", "ms", "us", "ns")
 """The units in which numbers are recognised as Unix times, in the order in which they are tried.
@@ -127,16 +125,22 @@ class OrderStatistics:
 
 
 def describe_identifier(
-    sample: NDArray[np.float64], order: OrderStatistics, is_integer: bool, is_in_time_order: bool
+    sample: NDArray[np.float64],
+    order: OrderStatistics,
+    is_integer: bool,
+    is_in_time_order: bool,
+    origin: int = 0,
 ) -> str | None:
     """Return why a numeric column identifies rows instead of measuring something; None if it does not.
 
     Args:
-        sample: A random sample of the column's values, in ascending order.
+        sample: A random sample of the column's values minus `origin`, in ascending order.
         order: How the values change from row to row.
-        is_integer: Whether all values of the column are integers.
+        is_integer: Whether all values of the column are integers. Floats beyond 2^53 do not count, because they have no
+            fractions even if they are measurements.
         is_in_time_order: Whether the rows are known to be in the order of time. Otherwise the table may have been
             sorted by this column, which is then a measurement.
+        origin: The number that was subtracted from the values, so that large integers are not rounded.
 
     Returns:
         The reason as text for the user, without the column's name.
@@ -144,7 +148,7 @@ def describe_identifier(
     num_values = order.num_steps + 1
     if num_values < MIN_VALUES or not len(sample) or sample[0] == sample[-1]:
         return None
-    if unix_times := _describe_unix_times(sample, order):
+    if unix_times := _describe_unix_times(sample + float(origin), order):
         return unix_times
     count = f"all {num_values:,} values differ"
     direction = "rise" if order.num_rises >= order.num_falls else "fall"
@@ -154,7 +158,7 @@ def describe_identifier(
     if is_integer and is_strict and not min(order.num_rises, order.num_falls):
         differ = count if not order.num_equal else "nearly all values differ"
         return f"{differ} and only {direction}: looks like an identifier or a counter"
-    if is_integer and (num_repeated := _count_unlikely_repetitions(sample)) is not None:
+    if is_integer and (num_repeated := _count_unlikely_repetitions(sample, origin)) is not None:
         differ = count if not num_repeated else "nearly all values differ"
         return f"{differ}: looks like an identifier"
     if is_in_time_order and (order.only_rises or order.only_falls):
@@ -208,15 +212,21 @@ def _is_even(order: OrderStatistics) -> bool:
     return bool(are_whole.mean() >= MIN_SHARE_OF_EVEN_STEPS and multiples.mean() <= MAX_STEPS_PER_ROW)
 
 
-def _count_unlikely_repetitions(sample: NDArray[np.float64]) -> int | None:
+def _count_unlikely_repetitions(sample: NDArray[np.float64], origin: int) -> int | None:
     """Return the number of repetitions among integers if measured integers would have far more; otherwise None.
 
     If n integers are drawn independently from R possible ones, the number of pairs of equal values is about n²/2R on
     average. It is larger if some integers are more frequent than others. So the least is assumed. The number is
     compared with the range of the values on their grid (in multiples of their greatest common divisor).
+
+    Only ids are integers beyond 2^53; no sensor has such a resolution.
+
+    Args:
+        sample: A random sample of the values minus `origin`, in ascending order.
+        origin: The number that was subtracted from the values.
     """
     num_values, num_repeated = len(sample), len(sample) - len(np.unique(sample))
-    if np.abs(sample[[0, -1]]).max() >= MAX_EXACT_INTEGER:
+    if np.abs(sample[[0, -1]] + float(origin)).max() >= MAX_EXACT_INTEGER:
         return None if num_repeated else 0
     if num_repeated > (1 - MIN_SHARE_OF_RISES) * num_values:
         return None

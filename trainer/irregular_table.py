@@ -30,7 +30,7 @@ from deformer_stream.model.windows import Window, floor_to_window
 from deformer_stream.ragged import ragged_indices
 from trainer.array_files import create_array_file
 from trainer.data import DataOptions, Split, TrainingTable, mark_empty_records
-from trainer.prepare import check_input, collect_input
+from trainer.prepare import check_input, check_names, collect_input
 from trainer.reading_time import ReadingMonitor
 from trainer.tables import InputTables, TableSource
 from trainer.value_matrix import parse_readings
@@ -182,6 +182,7 @@ def prepare_irregular_table(
         )
     schema = collected.schema.with_units({**tables.units, **options.units})
     schema = replace(schema.with_fill_values(tables.fill_values.list_values), window=options.window)
+    check_names(schema, tables)
     tables.monitor.start_pass("converting the readings")
     is_training = collected.split == Split.TRAIN
     order, codes, values, ages, offsets, origins = _write_readings(tables, schema, folder, options.order)

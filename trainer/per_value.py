@@ -48,7 +48,7 @@ from trainer.per_value_tables import (
 )
 from trainer.prepare import count_records
 from trainer.recipes import SHAPE_HYPERPARAMETERS
-from trainer.settings import TrainConfig, parse_fill_values, parse_periods, split_names
+from trainer.settings import TrainConfig
 from trainer.tables import InputTables, TableSource, classify_type
 from trainer.working_folder import lock_folder
 
@@ -327,17 +327,12 @@ class _PerValueTrainer:
         )
         # Options that name features which the fleet model does not have would be refused.
         changes: dict[str, object] = {
-            name: ",".join(feature for feature in split_names(text) if feature in fleet.features)
+            name: tuple(feature for feature in getattr(self.settings, name) if feature in fleet.features)
             for name in ("context", "discrete", "continuous", "once")
-            if (text := getattr(self.settings, name))
         }
-        periods = parse_periods(self.settings.cycle)
-        changes["cycle"] = ",".join(f"{name}={period}" for name, period in periods if name in fleet.features)
-        fill_values = parse_fill_values(self.settings.fill_values)
-        changes["fill_values"] = ",".join(
-            value if name is None else f"{name}={value}"
-            for name, value in fill_values
-            if name is None or name in fleet.features
+        changes["cycle"] = tuple((name, period) for name, period in self.settings.cycle if name in fleet.features)
+        changes["fill_values"] = tuple(
+            (name, value) for name, value in self.settings.fill_values if name is None or name in fleet.features
         )
         changes["faults"] = "off"  # no record is scored by a fleet model
         train(
@@ -408,8 +403,7 @@ class _PerValueTrainer:
             changes: Further settings that differ.
             excluded: Features that are left out, besides those that the user leaves out.
         """
-        names = [*split_names(self.settings.exclude), *excluded]
-        exclude = ",".join(name for name in names if name != self.settings.per)
+        exclude = tuple(name for name in (*self.settings.exclude, *excluded) if name != self.settings.per)
         common: dict[str, object] = {"out": directory, "per": None, "adapt_below": None, "exclude": exclude}
         return self.settings.model_copy(update=common | changes)
 

@@ -8,7 +8,8 @@ so tables may be larger than memory.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from deformer_stream.errors import ConfigError, InputError
 from deformer_stream.model.schema import Schema
 from deformer_stream.model.time_slots import expand_time_slots
 from deformer_stream.model.windows import Window
-from deformer_stream.record_limits import MAX_FEATURES
+from deformer_stream.record_limits import MAX_FEATURES, MAX_NAME_CHARS
 from deformer_stream.runtime.repeated_readings import compute_max_slots
 from deformer_stream.tables.table import describe_bad_rows, join_names
 from trainer.array_files import CHUNK_ROWS
@@ -33,7 +34,16 @@ from trainer.fill_values import ChosenFillValues, describe_fill_values, find_fil
 from trainer.reading_time import MAX_SAMPLE_SHARE, MIN_SAMPLED_RECORDS, ReadingMonitor, ReadingTooSlow
 from trainer.repeated_readings import SlotCounts, describe_repeated_readings, suggest_num_slots
 from trainer.slot_values import check_rule_for_cycles
-from trainer.tables import InputTables, TableSource, TooFewRecordsError, index_records, open_training_input
+from trainer.tables import (
+    FEATURE,
+    RECORD,
+    VALUE,
+    InputTables,
+    TableSource,
+    TooFewRecordsError,
+    index_records,
+    open_training_input,
+)
 from trainer.value_matrix import encode_table
 
 
@@ -103,13 +113,15 @@ def prepare_table(
     tables = collected.tables
     schema = repeat_by_time_slot(collected.schema, window, once).with_units({**tables.units, **options.units})
     schema = schema.with_fill_values(tables.fill_values.list_values)
+    check_names(schema, tables)
     if options.base is None:  # an old model keeps its rule
         check_rule_for_cycles(schema)
     tables.monitor.start_pass("converting the records")
     slot_counts = SlotCounts()
     values, arrival_ranks = encode_table(tables, schema, folder, options.ties, slot_counts)  # third pass
     has_readings, num_missing = _count_missing_values(values)
-    split = mark_empty_records(collected.split, has_readings, tables.skipped_by_reason)
+    with _explain_layout(tables, options):
+        split = mark_empty_records(collected.split, has_readings, tables.skipped_by_reason)
     facts = collected.describe() | {"split": split}
     if arrival_ranks is not None:  # a reading that never came has no cell
         facts["missing_by_feature"] = _sum_by_sensor(schema, num_missing)
@@ -182,6 +194,22 @@ def collect_input(
     tables.monitor, tables.max_rows = monitor or ReadingMonitor(), max_rows
     choice = choose_columns(tables, options)
     tables.time_column, tables.feature_columns = choice.time_column, choice.feature_columns
+    with _explain_layout(tables, options):
+        return _collect(tables, options, choice.excluded)
+
+
+def _collect(tables: InputTables, options: DataOptions, excluded_by_name: Sequence[ExcludedColumn]) -> CollectedInput:
+    """Number and split the records of the input, and infer the features, as `collect_input` does.
+
+    Args:
+        tables: The input, whose columns are chosen.
+        options: How to read it.
+        excluded_by_name: The columns that cannot be features because of their names, types and options.
+
+    Raises:
+        InputError: A file cannot be used.
+        ConfigError: An option does not fit the files.
+    """
     tables.monitor.start_pass("counting the records")
     index_records(tables)  # first pass over the input: numbers the records
     if tables.num_records < MIN_RECORDS:
@@ -198,8 +226,30 @@ def collect_input(
     )
     # Statistics of the columns that became features. The names in the input are those of sensors.
     feature_statistics = {name: column for name, column in statistics.items() if name in schema.sensor_names}
-    excluded_columns = (*choice.excluded, *excluded_by_values)
+    excluded_columns = (*excluded_by_name, *excluded_by_values)
     return CollectedInput(tables, schema, excluded_columns, split, feature_statistics, num_input_records)
+
+
+@contextmanager
+def _explain_layout(tables: InputTables, options: DataOptions) -> Iterator[None]:
+    """Add to errors about the input that it was taken for a long table because of the names of its columns.
+
+    Args:
+        tables: The input.
+        options: How to read it.
+
+    Raises:
+        InputError: The block raises it.
+    """
+    try:
+        yield
+    except InputError as error:
+        if tables.layout != "long" or options.layout is not None or tables.window is not None:
+            raise
+        raise type(error)(
+            f"{error} (each row was read as one reading, because the table has the columns {RECORD}, {FEATURE} and "
+            f"{VALUE}; if each row is a record, set --layout wide, in Python layout='wide')"
+        ) from error
 
 
 def check_input(collected: CollectedInput) -> list[tuple[str, str]]:
@@ -214,6 +264,35 @@ def check_input(collected: CollectedInput) -> list[tuple[str, str]]:
         "fill_values": describe_fill_values(find_fill_values(samples), tables.layout),
     }
     return [(code, message) for code, message in message_by_code.items() if message is not None]
+
+
+def check_names(schema: Schema, tables: InputTables) -> None:
+    """Check that a model can store the names and units of its features.
+
+    Args:
+        schema: The features.
+        tables: The input, for error messages.
+
+    Raises:
+        InputError: A name is empty, or a name or a unit is too long.
+    """
+    is_long = tables.layout == "long"
+    for feature in schema.features:
+        if not feature.sensor_name:
+            place = "a row names no feature" if is_long else "a column has an empty name"
+            remedy = f"write a name into the column {FEATURE}" if is_long else "give the column a name"
+            raise InputError(f"{tables.description}: {place}; {remedy}, or leave it out of the table")
+        if len(feature.name) > MAX_NAME_CHARS:
+            raise InputError(
+                f"{tables.description}: the name of the feature that begins with {feature.name[:40]!r} has "
+                f"{len(feature.name):,} characters, but at most {MAX_NAME_CHARS:,} are accepted; rename it, or leave "
+                "it out with --exclude"
+            )
+        if feature.unit is not None and len(feature.unit) > MAX_NAME_CHARS:
+            raise InputError(
+                f"{tables.description}: the unit of the feature {feature.name!r} has {len(feature.unit):,} characters, "
+                f"but at most {MAX_NAME_CHARS:,} are accepted; give a shorter one with --units"
+            )
 
 
 def _check_slots(

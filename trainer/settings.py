@@ -8,10 +8,12 @@ table. This module imports neither PyTorch nor other heavy modules, so that `--h
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
+from pydantic_settings import NoDecode
 
 from deformer_stream.model.config import IRREGULAR
 from deformer_stream.record_limits import MAX_SLOTS
@@ -34,14 +36,6 @@ Optimizer = Literal["muon", "adamw", "adam"]
 Compile = Literal["auto", "always", "never"]
 
 
-def _join_list(value: Any) -> Any:
-    """Convert a list from the configuration file to the text that the command line has: ["a", "b"] becomes "a,b".
-
-    Any other value is returned unchanged.
-    """
-    return ",".join(str(item) for item in value) if isinstance(value, list) else value
-
-
 def _convert_to_text(value: Any) -> Any:
     """Convert a number or boolean from the configuration file to text, so that `normal = 0` means the label "0".
 
@@ -52,84 +46,107 @@ def _convert_to_text(value: Any) -> Any:
     return str(value) if isinstance(value, int | float) else value
 
 
-Names = Annotated[str, BeforeValidator(_join_list)]
 Text = Annotated[str, BeforeValidator(_convert_to_text)]
 
 
-def split_names(text: str) -> tuple[str, ...]:
-    """Split a text into the names that it lists, separated by commas: "a, b" becomes ("a", "b")."""
-    return tuple(name.strip() for name in text.split(",") if name.strip())
+def split_names(value: Any) -> tuple[str, ...]:
+    """Return names as a tuple.
+
+    Args:
+        value: A text that lists names with commas between them, such as "a, b", or a list of names. Names in a list may
+            contain commas.
+
+    Raises:
+        ValueError: The value is neither.
+    """
+    return tuple(str(item) for item in _list_items(value))
 
 
-def parse_periods(text: str) -> tuple[tuple[str, float], ...]:
+def _list_items(value: Any) -> Sequence[Any]:
+    """Return the parts of a text between commas, without the blanks around them, or the items of a list.
+
+    Raises:
+        ValueError: The value is neither a text nor a list.
+    """
+    if isinstance(value, str):
+        return [part.strip() for part in value.split(",") if part.strip()]
+    if isinstance(value, Iterable) and not isinstance(value, bytes | Mapping):
+        return list(value)
+    raise ValueError("it should be a text such as 'a,b' or a list")
+
+
+def parse_periods(value: Any) -> tuple[tuple[str, float], ...]:
     """Parse the option `--cycle`, which lists cyclic columns (such as angles), each with its period.
 
     "hour=24, heading=360" becomes (("hour", 24.0), ("heading", 360.0)). If a column is listed twice, the last period is
     used.
 
+    Args:
+        value: A text, a list of texts such as "hour=24", or a mapping from names to periods.
+
     Raises:
         ValueError: A part of the text is not a column with a positive period.
     """
     period_by_name: dict[str, float] = {}
-    for part in split_names(text):
-        name, _, period_text = part.rpartition("=")  # the last "=", because a column's name may contain others
+    for item in value.items() if isinstance(value, Mapping) else _list_items(value):
+        # The last "=" separates name and period, because a column's name may contain others.
+        name, period_text = item if isinstance(item, tuple) else str(item).rpartition("=")[::2]
         try:
             period = float(period_text)
-        except ValueError:
+        except (TypeError, ValueError):
             period = 0.0  # refused below, as any period that is not positive
-        if not name.strip() or not 0 < period < math.inf:
+        name = name if isinstance(item, tuple) else name.strip()
+        if not name or not 0 < period < math.inf:
+            part = f"{name}={period_text}" if isinstance(item, tuple) else item
             raise ValueError(
                 f"{part!r} is no column with a positive period; write each column as name=period, such as heading=360"
             )
-        period_by_name[name.strip()] = period
+        period_by_name[str(name)] = period
     return tuple(period_by_name.items())
 
 
-def parse_fill_values(text: str) -> tuple[tuple[str | None, str], ...]:
+def parse_fill_values(value: Any) -> tuple[tuple[str | None, str], ...]:
     """Parse the option `--fill-values`, which lists values that stand for a missing reading.
 
     "99999, flow=-1.0" becomes ((None, "99999"), ("flow", "-1")).
 
+    Args:
+        value: A text, a number, a list of texts and numbers, or a mapping from names of features to values.
+
     Returns:
-        (name, value) for each part of the text: the feature whose fill value it is, None for all features; and the
-        value, a number in its shortest spelling or another text.
+        (name, value) for each part: the feature whose fill value it is, None for all features; and the value, a number
+        in its shortest spelling or another text.
 
     Raises:
-        ValueError: A part of the text has no value, or one that is never a reading.
+        ValueError: A part has no value, or one that is never a reading.
     """
+    value = _convert_to_text(value)
     fill_values = []
-    for part in split_names(text):
-        name, has_name, value = (item.strip() for item in part.rpartition("="))
+    for item in value.items() if isinstance(value, Mapping) else _list_items(value):
+        if isinstance(item, tuple):
+            name, text = item[0], str(_convert_to_text(item[1])).strip()
+            part = text if name is None else f"{name}={text}"
+        else:
+            part = str(_convert_to_text(item))
+            name, separator, text = (piece.strip() for piece in part.rpartition("="))
+            name = name if separator else None
         try:
-            number = float(value)
+            number = float(text)
         except ValueError:
             pass  # a text such as Bad
         else:
-            value = repr(number).removesuffix(".0")
+            text = repr(number).removesuffix(".0")
             if not math.isfinite(number):
                 raise ValueError(f"{part!r} never counts as a reading; remove it")
-        if not value or (has_name and not name):
+        if not text or name == "":
             raise ValueError(f"{part!r} is no fill value; write 99999 for all columns, or name=99999 for one of them")
-        fill_values.append((name or None, value))
+        fill_values.append((None if name is None else str(name), text))
     return tuple(fill_values)
 
 
-def _check_fill_values(text: str) -> str:
-    """Check the text of the option `--fill-values` and return it unchanged; raise ValueError if it is not valid."""
-    parse_fill_values(text)
-    return text
-
-
-def _check_periods(text: str) -> str:
-    """Check the text of the option `--cycle` and return it unchanged; raise ValueError if it cannot be parsed."""
-    parse_periods(text)
-    return text
-
-
-Cycles = Annotated[str, BeforeValidator(_join_list), AfterValidator(_check_periods)]
-FillValueList = Annotated[
-    str, BeforeValidator(_convert_to_text), BeforeValidator(_join_list), AfterValidator(_check_fill_values)
-]
+Names = Annotated[tuple[str, ...], NoDecode, BeforeValidator(split_names)]
+Cycles = Annotated[tuple[tuple[str, float], ...], NoDecode, BeforeValidator(parse_periods)]
+FillValueList = Annotated[tuple[tuple[str | None, str], ...], NoDecode, BeforeValidator(parse_fill_values)]
 
 
 OPTION_GROUPS: OptionGroups = {
@@ -184,29 +201,28 @@ class TrainSettings(WindowedTableSettings):
     normal: Text | None = Field(
         None, description="Value of the column --label in normal rows. Other rows are not used for training."
     )
-    exclude: Names = Field("", description="Columns to ignore, separated by commas, such as ids and indexes.")
-    context: Names = Field(
+    exclude: Names = text_default("", "Columns to ignore, separated by commas, such as ids and indexes.")
+    context: Names = text_default(
         "",
-        description="Columns that only help to predict other columns, separated by commas. They are never scored.",
+        "Columns that only help to predict other columns, separated by commas. They are never scored.",
     )
-    discrete: Names = Field(
+    discrete: Names = text_default(
         "",
-        description="Columns whose values are labels, separated by commas. For columns without this option, the kind "
-        "is inferred.",
+        "Columns whose values are labels, separated by commas. For columns without this option, the kind is inferred.",
     )
-    continuous: Names = Field(
+    continuous: Names = text_default(
         "",
-        description="Columns whose values are measurements, separated by commas. For columns without this option, the "
+        "Columns whose values are measurements, separated by commas. For columns without this option, the "
         "kind is inferred.",
     )
-    cycle: Cycles = Field(
+    cycle: Cycles = text_default(
         "",
-        description="Columns whose values are positions on a cycle, such as angles, with the period in the column's "
+        "Columns whose values are positions on a cycle, such as angles, with the period in the column's "
         "unit, separated by commas: hour=24,heading=360. Times of day (Parquet type time) are detected automatically.",
     )
-    fill_values: FillValueList = Field(
+    fill_values: FillValueList = text_default(
         "",
-        description="Values that stand for a missing reading, separated by commas, such as 99999,-9999 for all columns "
+        "Values that stand for a missing reading, separated by commas, such as 99999,-9999 for all columns "
         "or flow=-1 for one of them. The model stores them, so that they are no readings in a stream either.",
     )
     units: Units = text_default(
@@ -245,9 +261,9 @@ class TrainSettings(WindowedTableSettings):
         description="Which value counts if a sensor has several readings in a time slot (without --slots: in a "
         "window). last, mean, min and max are known only when the time slot is over, so alerts come later.",
     )
-    once: Names = Field(
+    once: Names = text_default(
         "",
-        description="Features that report only once in a window, although --slots divides it, separated by commas.",
+        "Features that report only once in a window, although --slots divides it, separated by commas.",
     )
     preset: Preset = Field(
         "auto",

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from deformer_stream.errors import DeformerError
 from deformer_stream.extras import format_remedy
+from deformer_stream.library.detector import check_alpha
 from deformer_stream.library.frames import TabularRecords, read_array, read_frame, warn
 from deformer_stream.library.records import read_table_values
 from deformer_stream.library.training import UnknownOptionError, run_training
@@ -114,8 +115,7 @@ class DeformerDetector(OutlierMixin, BaseEstimator):  # type: ignore[misc]  # sc
         Raises:
             ValueError: If the table, or a parameter, cannot be used.
         """
-        if not 0 < self.alpha < 1:
-            raise ValueError(f"alpha is {self.alpha}, but it must be a false-alarm rate between 0 and 1")
+        check_alpha(self.alpha)
         table = self._read(X, reset=True)
         try:
             detector, output = run_training(

@@ -72,6 +72,9 @@ def _format_option(cls: type[Settings], field: str, value: Any, origin: str) -> 
             f"{json.dumps(k, ensure_ascii=False)} = {json.dumps(v, ensure_ascii=False)}" for k, v in value.items()
         )
         text = "{ " + ", ".join(entries) + " }"
+    elif isinstance(value, list | tuple):
+        items = (item if isinstance(item, int | float) else remove_login(str(item), MASK) for item in value)
+        text = f"[{', '.join(json.dumps(item, ensure_ascii=False) for item in items)}]"
     else:
         text = json.dumps(remove_login(str(value), MASK), ensure_ascii=False)
     return f"{key} = {text}" + ("" if origin == "default" else f"   # from {origin}")

@@ -121,7 +121,7 @@ def _choose_send_options(settings: ProduceSettings) -> SendOptions:
         layout=settings.layout,
         record_column=settings.record_column,
         time_column=settings.time_column,
-        exclude=[name.strip() for name in settings.exclude.split(",") if name.strip()],
+        exclude=settings.exclude,
         features=frozenset().union(*features_by_model.values()) if features_by_model else None,
         prefix=settings.record_prefix,
         table_options=TableOptions.from_settings(settings),

@@ -9,6 +9,7 @@ once per row.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from decimal import Decimal
 from math import inf, isinf, isnan, nan
 from typing import Any
 
@@ -18,7 +19,12 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from deformer_stream.codec.labels import encode_label
-from deformer_stream.codec.number_texts import parse_number_texts
+from deformer_stream.codec.number_texts import (
+    MAX_EXACT_INTEGER,
+    parse_exact_number,
+    parse_number_texts,
+    standardize_number,
+)
 from deformer_stream.codec.timestamps import (
     MAX_SECOND,
     MIN_SECOND,
@@ -267,12 +273,58 @@ def encode_distinct(column: pa.Array) -> tuple[NDArray[np.int64], list[Any]]:
     ):
         column = column.dictionary_decode()  # encoding it again leaves nulls out of the distinct values
     # So that the decimal 3.0 is the label 3. Arrow before version 26 cannot encode numbers of 16 bits.
-    if pa.types.is_decimal(column.type) or pa.types.is_float16(column.type):
+    is_decimal = pa.types.is_decimal(column.type)
+    if pa.types.is_float16(column.type) or (is_decimal and not _has_large_numbers(to_float64(column))):
         column = column.cast(pa.float64())
+    elif is_decimal:
+        indices, texts = encode_distinct(column.cast(pa.string()))
+        return indices, [convert_decimal(Decimal(text)) for text in texts]
     encoded = column if pa.types.is_dictionary(column.type) else pc.dictionary_encode(column)
     distinct_values = to_python_values(encoded.dictionary)
     indices = encoded.indices.cast(pa.int64()).fill_null(len(distinct_values)).to_numpy()
     return indices, distinct_values
+
+
+def _has_large_numbers(numbers: NDArray[np.float64]) -> bool:
+    """Return whether some of N numbers are so large that float64 does not represent all integers of their size."""
+    return bool((np.abs(numbers) >= MAX_EXACT_INTEGER).any())
+
+
+def convert_decimal(number: Decimal) -> int | float:
+    """Return a decimal number as a float; as an int if it is a whole number that float64 may round."""
+    value = float(number)
+    is_large = MAX_EXACT_INTEGER <= abs(value) < inf
+    return int(number) if is_large and number.as_integer_ratio()[1] == 1 else value
+
+
+def list_exact_numbers(column: pa.Array, numbers: NDArray[np.float64]) -> NDArray[Any] | None:
+    """Return the numbers of a column with all digits of large integers; None if float64 rounds none of them.
+
+    Args:
+        column: N numbers, texts that may spell numbers, or times of day.
+        numbers: (N,) the same numbers, NaN if missing (`parse_number_cells`).
+
+    Returns:
+        (N,) numbers: int64 if they are integers of 64 bits, otherwise int and float objects. Those that are missing are
+        arbitrary.
+    """
+    if not _has_large_numbers(numbers):
+        return None
+    column = decode_dictionary(column)
+    if not (pa.types.is_integer(column.type) or pa.types.is_decimal(column.type) or is_text(column.type)):
+        return None
+    if pa.types.is_integer(column.type) and not pa.types.is_uint64(column.type):
+        integers: NDArray[Any] = column.cast(pa.int64()).fill_null(0).to_numpy()
+        return integers
+    exact = numbers.astype(object)
+    large_rows = np.flatnonzero((np.abs(numbers) >= MAX_EXACT_INTEGER) & np.isfinite(numbers))
+    for row, cell in zip(large_rows.tolist(), to_python_values(column.take(pa.array(large_rows))), strict=True):
+        if isinstance(cell, str):
+            number = parse_exact_number(standardize_number(cell))
+            exact[row] = number if isinstance(number, int) else exact[row]
+        else:
+            exact[row] = convert_decimal(cell) if isinstance(cell, Decimal) else cell
+    return exact
 
 
 def to_python_values(column: pa.Array) -> list[Any]:

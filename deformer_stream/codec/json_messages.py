@@ -9,7 +9,9 @@ JSON. Decoding never raises, whatever the bytes are.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from math import inf, isfinite, nan
 from typing import Any, TypeAlias, cast
@@ -21,6 +23,7 @@ from numpy.typing import NDArray
 
 from deformer_stream.codec.fill_values import list_fill_values
 from deformer_stream.codec.labels import encode_label
+from deformer_stream.codec.number_texts import parse_exact_number
 from deformer_stream.codec.payloads import Messages, UnreadablePayload, is_arrow_stream
 from deformer_stream.codec.timestamps import (
     DEFAULT_TIME_FORMAT,
@@ -51,6 +54,9 @@ from deformer_stream.model.schema import SECONDS_PER_DAY, Schema
 MAX_NUMBER_CHARS = 400
 """Maximum number of characters of an integer that is converted. A longer one counts as infinite, since float64 holds
 about 309 digits. The limit is also below the 4,300 digits from which `int` refuses text."""
+
+_LARGE_INTEGER = re.compile(rb"\d{19}")
+"""What a JSON text contains if it has an integer beyond 64 bits."""
 
 _JSON_TYPE_NAMES = {
     dict: "an object",
@@ -410,6 +416,9 @@ class MessageDecoder:
             feature.name: code for code, feature in enumerate(schema.features) if feature.kind == "continuous"
         }
         self._fill_numbers = frozenset[float]().union(*(values.numbers for values in list_fill_values(schema)))
+        self._has_large_labels = any(
+            isinstance(parse_exact_number(label), int) for feature in schema.features for label in feature.labels
+        )
 
     def decode(self, data: Messages) -> tuple[EventBatch, list[Rejection]]:
         """Return the events (decoded readings) of the messages in their order, and the rejections.
@@ -513,7 +522,7 @@ class MessageDecoder:
         if isinstance(payload, UnreadablePayload):
             return [Rejection(message_index, payload.reason, payload.detail, payload.num_messages)]
         try:
-            document = parse_document(payload, self._max_bytes)
+            document = parse_document(payload, self._max_bytes, self._has_large_labels)
         except RejectionError as error:
             return [Rejection(message_index, error.reason, error.detail)]
         readings, rejections = self._documents.read(message_index, document, key, broker_time)
@@ -521,12 +530,13 @@ class MessageDecoder:
         return rejections
 
 
-def parse_document(payload: bytes | None, max_bytes: int) -> dict[str, object]:
+def parse_document(payload: bytes | None, max_bytes: int, has_large_integers: bool = False) -> dict[str, object]:
     """Parse the value of a message as a JSON object.
 
     Args:
         payload: The value; None for a tombstone.
         max_bytes: Maximum size of a message in bytes.
+        has_large_integers: Whether integers beyond 64 bits must be exact. Otherwise they may be rounded to float64.
 
     Raises:
         RejectionError: If the value is missing, too large, or not a JSON object.
@@ -542,6 +552,9 @@ def parse_document(payload: bytes | None, max_bytes: int) -> dict[str, object]:
         )
     try:
         document = orjson.loads(payload)
+        if has_large_integers and _LARGE_INTEGER.search(payload):
+            with suppress(RecursionError):  # such a document has no readings, and is rejected for another reason
+                document = json.loads(payload, parse_int=_parse_large_integer)
     except orjson.JSONDecodeError as error:
         document = _parse_lenient(payload, str(error))
     if not isinstance(document, dict):
@@ -710,6 +723,12 @@ def _parse_lenient(payload: bytes, error: str) -> object:
     except (ValueError, TypeError, RecursionError):
         raise RejectionError(RejectionReason.NOT_JSON, error.splitlines()[0] if error else "not JSON") from None
     return document
+
+
+def _parse_large_integer(text: str) -> int | float:
+    """Return an integer literal as an exact number; an infinite one if it is beyond the range of float64."""
+    number = float(text)
+    return int(text) if isfinite(number) else number
 
 
 def _parse_integer(text: str) -> int | float:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from math import isfinite, nan
+from math import inf, isfinite, nan
 
-from deformer_stream.codec.number_texts import is_no_value, parse_number
+from deformer_stream.codec.number_texts import MAX_EXACT_INTEGER, is_no_value, parse_exact_number, parse_number
 from deformer_stream.codec.validation import MAX_TEXT_CHARS, RejectionError, is_unicode, quote
 from deformer_stream.engine.events import RejectionReason
 from deformer_stream.model.schema import format_label, spell_boolean
@@ -25,8 +25,11 @@ def encode_label(value: object, code_by_label: dict[str, int], name: str) -> tup
         share) and the label's text.
 
     Raises:
-        RejectionError: If an unseen label is too long or cannot be encoded as UTF-8.
+        RejectionError: If an unseen label is too long or cannot be encoded as UTF-8, or if a float may stand for
+            several large integers.
     """
+    if isinstance(value, float) and MAX_EXACT_INTEGER <= abs(value) < inf:
+        value = _restore_integer(value, code_by_label, name)
     text = find_spelling(value, code_by_label)
     code = code_by_label.get(text)
     if code is not None:
@@ -65,7 +68,7 @@ def find_spelling(value: object, known_labels: Collection[str]) -> str:
     spellings = [label]
     if isinstance(value, str):
         spellings += [label.strip(), label.strip().lower()]
-        number = parse_number(label)
+        number = parse_exact_number(label)
         if number is not None and isfinite(number):
             spellings.append(format_label(number))
     for spelling in spellings:
@@ -75,6 +78,31 @@ def find_spelling(value: object, known_labels: Collection[str]) -> str:
     folded = label.strip().casefold()
     matches = [known for known in known_labels if known.strip().casefold() == folded]
     return matches[0] if len(matches) == 1 else label
+
+
+def _restore_integer(number: float, known_labels: Collection[str], name: str) -> float | int:
+    """Return the integer of the known label that a large number stands for; the number itself if there is none.
+
+    A program that stores integers as float64, such as pandas in a column with missing values, rounds those beyond 2^53.
+
+    Args:
+        number: A finite number of at least 2^53.
+        known_labels: The labels that occurred in training.
+        name: The feature name, for the error message.
+
+    Raises:
+        RejectionError: Several known labels are rounded to this number.
+    """
+    integers = [known for label in known_labels if isinstance(known := parse_exact_number(label), int)]
+    rounded = [known for known in integers if float(known) == number]
+    if len(rounded) > 1:
+        raise RejectionError(
+            RejectionReason.WRONG_TYPE,
+            f"feature {quote(name)}: the floating-point number {number!r} may stand for the labels "
+            f"{rounded[0]} and {rounded[1]}; send labels of more than 15 digits as integers "
+            "or texts",
+        )
+    return rounded[0] if rounded else number
 
 
 def are_numbers(labels: Collection[str]) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from math import inf
 from typing import Literal
 
 import numpy as np
@@ -40,8 +41,12 @@ BAD_VALUE_TEXTS = frozenset({
 They are bad cells, unlike `NO_VALUE_TEXTS`. The list serves only to recognise that a column is meant to hold numbers.
 """
 
+MAX_EXACT_INTEGER = 2.0**53
+"""Up to this number, float64 represents every integer. It rounds most of the larger ones."""
+
 _STANDARD = r"^[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?$"
 """Regular expression of a number that `float` and Arrow read alike."""
+_INTEGER = re.compile(r"([+-]?)0*(\d+)(?:\.0*)?", re.ASCII)
 _NUM_TRIED_CELLS = 64
 _EXPONENT = r"(?:[eE][+-]?\d+)?"
 # Digits in groups of three that are separated by blanks (also such that do not break lines) or apostrophes.
@@ -87,6 +92,19 @@ def parse_number(text: str) -> float | None:
         return None if "_" in text else float(text)
     except ValueError:
         return None
+
+
+def parse_exact_number(text: str) -> int | float | None:
+    """Return the number that a text spells (`parse_number`), as an int if float64 would round it.
+
+    Only texts of digits, such as "9007199254740993" and "9007199254740993.0", have such a number. A text with an
+    exponent or with a fraction is a float, as it is in JSON.
+    """
+    number = parse_number(text)
+    if number is None or not MAX_EXACT_INTEGER <= abs(number) < inf:
+        return number
+    integer = _INTEGER.fullmatch(text.strip())
+    return number if integer is None else int(integer[1] + integer[2])
 
 
 def is_no_value(text: str) -> bool:

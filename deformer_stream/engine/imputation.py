@@ -274,8 +274,9 @@ def compute_raw_bounds(schema: Schema) -> tuple[Floats, Floats]:
     for code, feature in enumerate(schema.features):
         if feature.low is not None and feature.high is not None:
             low[code], high[code] = feature.low, feature.high
-    width = high - low
-    return low - width, high + width
+    with np.errstate(over="ignore"):  # a bound beyond the largest float is none
+        width = high - low
+        return low - width, high + width
 
 
 def denormalise_within_bounds(schema: Schema, codes: Ints, values: Floats) -> Floats:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import json
+import math
 import shutil
 import tempfile
 import weakref
@@ -86,6 +87,22 @@ class TemporaryFolder:
     def __init__(self) -> None:
         self.path = Path(tempfile.mkdtemp(prefix="deformer-"))
         weakref.finalize(self, shutil.rmtree, self.path, ignore_errors=True)
+
+
+def check_alpha(alpha: object) -> float:
+    """Return a false-alarm rate as a float.
+
+    Raises:
+        ValueError: It is no number between 0 and 1.
+    """
+    try:
+        # Texts such as "0.01" are no numbers here. A list is none either, although some lists of one number are.
+        number = math.nan if isinstance(alpha, str) or np.ndim(alpha) else float(alpha)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        number = math.nan
+    if not 0 < number < 1:
+        raise ValueError(f"alpha is {alpha!r}, but it must be one false-alarm rate between 0 and 1, such as 0.01")
+    return number
 
 
 class Detector:
@@ -280,15 +297,18 @@ class Detector:
         Raises:
             ValueError: If an alpha does not lie between 0 and 1.
         """
-        alphas = np.atleast_1d(np.asarray(alpha, np.float64))
-        if not len(alphas) or not ((alphas > 0) & (alphas < 1)).all():
-            raise ValueError(f"alpha is {alpha}, but it must be one or more false-alarm rates between 0 and 1")
+        try:
+            alphas = [check_alpha(one) for one in (np.asarray(alpha).tolist() if np.ndim(alpha) else [alpha])]
+        except ValueError:
+            alphas = []
+        if not alphas:
+            raise ValueError(f"alpha is {alpha!r}, but it must be one or more false-alarm rates between 0 and 1")
         model, calibration = self.artifact.scoring_model, self.artifact.calibration
         return Engine(
             model,
             calibration,
             self.fingerprint,
-            alpha,
+            alphas,
             limits,
             effort=effort,
             ties=ties,
@@ -346,6 +366,7 @@ class Detector:
                 their times.
         """
         check_single_readings(self.schema, "score")
+        alpha = check_alpha(alpha)
         order = self._choose_order(order)
         table = read_tabular(records, self.schema, columns)
         if table is None:
@@ -470,8 +491,7 @@ class Detector:
             ValueError: If `alpha` does not lie between 0 and 1.
             ConfigError: If the order is unknown.
         """
-        if not 0 < alpha < 1:
-            raise ValueError(f"alpha is {alpha}, but it must be a false-alarm rate between 0 and 1")
+        alpha = check_alpha(alpha)
         order = self._choose_order(order)
         table = read_tabular(records, self.schema, columns)
         if table is None:

@@ -12,6 +12,8 @@ import sys
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import time
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +23,20 @@ import pyarrow as pa
 from narwhals.exceptions import NarwhalsError
 from numpy.typing import NDArray
 
-from deformer_stream.codec.columns import convert_times_of_day, is_numeric, is_scalar, parse_numbers, to_float64
-from deformer_stream.codec.validation import RejectionError, not_finite_error
+from deformer_stream.codec.columns import (
+    convert_decimal,
+    convert_times_of_day,
+    is_numeric,
+    is_scalar,
+    parse_numbers,
+    to_float64,
+)
+from deformer_stream.codec.validation import RejectionError, is_unicode, not_finite_error
 from deformer_stream.errors import InputError
 from deformer_stream.model.schema import Feature, Schema, format_label
 
 MAX_LISTED_NAMES = 20
-"""Largest number of column names that a warning lists."""
+"""Largest number of columns that a warning lists."""
 
 _PACKAGE_FOLDER = str(Path(__file__).parent.parent)  # deformer_stream
 
@@ -97,7 +106,7 @@ class FrameRecords(TabularRecords):
         series = self._frame[:, list(self._native_name_by_name).index(name)]
         try:
             column = series.to_arrow()
-        except (pa.ArrowException, TypeError, ValueError):  # Python objects of different types
+        except (pa.ArrowException, TypeError, ValueError, OverflowError):  # Python objects of different types
             return convert_objects(series.to_list(), name)
         return column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
 
@@ -284,7 +293,14 @@ def is_missing(value: object) -> bool:
     """Return whether a cell is None, NaN, `pandas.NA` or `pandas.NaT`: the feature was not observed."""
     if value is None or type(value).__name__ in ("NAType", "NaTType"):
         return True
+    if isinstance(value, Decimal):
+        return value.is_nan()
     return isinstance(value, float | np.floating) and bool(np.isnan(value))
+
+
+def convert_time(value: time) -> float:
+    """Return a time of day as seconds since midnight."""
+    return 3600.0 * value.hour + 60.0 * value.minute + value.second + 1e-6 * value.microsecond
 
 
 def read_array(array: NDArray[Any], columns: Sequence[str] | None) -> ArrayRecords:
@@ -351,17 +367,34 @@ def convert_objects(cells: Iterable[Any], name: str) -> pa.Array:
     """
     texts: list[str | None] = []
     for row, cell in enumerate(cells):
-        value = cell.item() if isinstance(cell, np.generic) else cell
+        value = _convert_object(cell)
         if is_missing(value):
             texts.append(None)
         elif isinstance(value, str | bool | int | float):
-            texts.append(format_label(value))
+            text = format_label(value)
+            if not is_unicode(text):
+                raise InputError(
+                    f"row {row}, column {name!r} cannot be accepted: the value {text!r} is not valid Unicode text; "
+                    "correct its encoding"
+                )
+            texts.append(text)
         else:
             raise InputError(
                 f"row {row}, column {name!r} cannot be accepted: the value has the type {type(value).__name__}; "
                 "a number, a text, a boolean or a missing value is expected"
             )
     return pa.array(texts, pa.string())
+
+
+def _convert_object(cell: object) -> object:
+    """Return a number or a time of day of another type as a Python number, and any other object unchanged."""
+    if isinstance(cell, np.floating):
+        return float(cell)  # also a longdouble, which has no Python type
+    if isinstance(cell, np.generic) and not isinstance(cell, np.timedelta64):  # a duration is no reading
+        return cell.item()
+    if isinstance(cell, Decimal) and not cell.is_nan():
+        return convert_decimal(cell)
+    return convert_time(cell) if isinstance(cell, time) else cell
 
 
 def read_feature_columns(records: TabularRecords, schema: Schema) -> dict[str, pa.Array]:
@@ -387,7 +420,9 @@ def read_feature_columns(records: TabularRecords, schema: Schema) -> dict[str, p
             f"no column is a feature of the model (the columns are {list_names(records.column_names)}; the features "
             f"are {list_names(schema.names)}); rename the columns, or load another model"
         )
-    warn_of_unknown_names([name for name in records.column_names if name not in schema.code_by_name], "columns")
+    # A first column without a name is the index of a data frame that was written to a CSV file.
+    named = records.column_names if records.column_names[0] else records.column_names[1:]
+    warn_of_unknown_names([name for name in named if name not in schema.code_by_name], "columns")
     missing = [name for name in schema.names if name not in records.column_names]
     if 2 * len(missing) > len(schema):
         warn(

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from datetime import datetime
+from datetime import datetime, time
+from decimal import Decimal
 from math import isnan
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 
 from deformer_stream.calibration.seen_records import RecordHasher
 from deformer_stream.codec import Codec, Order, WindowAssigner
+from deformer_stream.codec.columns import convert_decimal
 from deformer_stream.codec.payloads import Messages, WideRows
 from deformer_stream.codec.tables import compute_shuffle_keys
 from deformer_stream.codec.validation import is_unicode
@@ -23,6 +25,7 @@ from deformer_stream.engine.events import NO_TIME, EventBatch
 from deformer_stream.errors import InputError
 from deformer_stream.library.frames import (
     TabularRecords,
+    convert_time,
     is_missing,
     list_names,
     read_feature_columns,
@@ -32,8 +35,11 @@ from deformer_stream.library.frames import (
 )
 from deformer_stream.model.schema import Schema
 
-Value = float | int | str | bool | None
-"""The value of a reading; None declares that the feature will not be observed. NumPy scalars are accepted as well."""
+Value = float | int | str | bool | Decimal | time | None
+"""The value of a reading; None declares that the feature will not be observed. NumPy scalars are accepted as well.
+
+A time of day is a number of seconds since midnight, as in a data frame.
+"""
 
 Record = Mapping[str, Value]
 """A record: its values by feature name, in the order of arrival. None and NaN count as not observed."""
@@ -283,7 +289,8 @@ def make_record(row: NDArray[np.float64], schema: Schema) -> dict[str, float | s
 def to_json_type(value: object) -> object:
     """Convert a value to what a JSON round trip (encode, then decode) would give, without creating the JSON text.
 
-    A NumPy scalar becomes a Python scalar, and a datetime (also one of NumPy) becomes text in ISO format.
+    A decimal number becomes a float, or an int if it is a large integer. A time of day becomes seconds since midnight,
+    and a datetime (also one of NumPy) becomes text in ISO format. A NumPy scalar becomes a Python scalar.
 
     Returns:
         The converted value, or `NOT_CONVERTED` for values that need the actual round trip. These are containers,
@@ -296,19 +303,24 @@ def to_json_type(value: object) -> object:
         return value if is_unicode(value) else NOT_CONVERTED  # type: ignore[arg-type]  # it is a str here
     if value_type is int:
         return value if -(2**63) <= value < 2**64 else NOT_CONVERTED  # type: ignore[operator]  # it is an int here
-    if isinstance(value, np.generic):
-        item = _to_python_scalar(value)
-        # A few NumPy types, such as longdouble, have no Python type; `item` then returns a NumPy scalar again.
-        return NOT_CONVERTED if isinstance(item, np.generic) else to_json_type(item)
+    converted = _to_python_scalar(value)
+    return NOT_CONVERTED if converted is value else to_json_type(converted)
+
+
+def _to_python_scalar(value: object) -> object:
+    """Return a value that has no JSON type as one that has, and any other object unchanged."""
+    if isinstance(value, np.datetime64):
+        # The item of a `datetime64` with nanoseconds would be an integer, and that of one with days a date.
+        value = value.astype("datetime64[us]").item()
+    elif isinstance(value, np.floating):
+        return float(value)  # also a longdouble, whose item is a NumPy scalar again
+    elif isinstance(value, np.generic) and not isinstance(value, np.timedelta64):  # a duration is no reading
+        return value.item()
     if isinstance(value, datetime):
         return value.isoformat()
-    return NOT_CONVERTED
-
-
-def _to_python_scalar(value: np.generic) -> object:
-    """Return a NumPy scalar as a Python scalar; a `datetime64` as a datetime, in every unit."""
-    # The item of a `datetime64` with nanoseconds would be an integer, and that of one with days a date.
-    return value.astype("datetime64[us]").item() if isinstance(value, np.datetime64) else value.item()
+    if isinstance(value, Decimal):
+        return convert_decimal(value)
+    return convert_time(value) if isinstance(value, time) else value
 
 
 def encode_json(document: dict[str, Any]) -> bytes:
@@ -326,30 +338,39 @@ def encode_json(document: dict[str, Any]) -> bytes:
         return json.dumps(document, default=_convert_for_json).encode()
     except (TypeError, ValueError, RecursionError) as error:  # the last two: nested containers
         record_id = document.get("record", document.get("device"))
+        name = _find_bad_value(document)
         raise InputError(
-            f"a value of record {record_id!r} cannot be converted to JSON ({error}); use numbers, texts, booleans, "
-            "times and None"
+            f"record {record_id!r}, {name} cannot be converted to JSON ({error}); correct this value"
         ) from None
 
 
-def _convert_for_json(value: object) -> object:
-    """Return a NumPy scalar as a Python value and a datetime as text.
+def _find_bad_value(document: Mapping[str, Any]) -> str:
+    """Return what to call the first value of a message that cannot be written as JSON."""
+    values = document.get("values", {document.get("feature"): document.get("value")})
+    for name, value in values.items():
+        try:
+            json.dumps(value, default=_convert_for_json)
+        except (TypeError, ValueError, RecursionError):
+            return f"feature {name!r}"
+    return "its id or time"
 
-    `json.dumps` calls it for each value that has no JSON type (its argument `default`).
+
+def _convert_for_json(value: object) -> object:
+    """Return a value that has no JSON type as one that has (`to_json_type`).
+
+    `json.dumps` calls it for each such value (its argument `default`).
 
     Raises:
-        TypeError: If the value has another type.
+        TypeError: If the value can be no reading.
     """
-    if isinstance(value, np.generic):
-        value = _to_python_scalar(value)
-        if not isinstance(value, datetime):
-            return value
-    if isinstance(value, datetime):
-        return value.isoformat()
-    # `encode_json` adds the record to the message.
-    raise TypeError(
-        f"a value of type {type(value).__name__} cannot be a reading: use a number, text, a boolean, a datetime or None"
-    )
+    converted = _to_python_scalar(value)
+    if converted is value:
+        # `encode_json` adds the record and the feature to the message.
+        raise TypeError(
+            f"a value of type {type(value).__name__} cannot be a reading: use a number, text, a boolean, a datetime, a "
+            "time of day or None"
+        )
+    return converted
 
 
 def make_messages(payloads: Sequence[bytes]) -> Messages:

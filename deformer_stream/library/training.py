@@ -11,14 +11,24 @@ import numpy as np
 import pyarrow as pa
 
 from deformer_stream import model_store
+from deformer_stream.codec.validation import is_unicode
 from deformer_stream.errors import ConfigError, InputError
 from deformer_stream.library.detector import Detector, TemporaryFolder
-from deformer_stream.library.frames import TabularRecords, check_columns, convert_cells, read_array, read_frame, warn
+from deformer_stream.library.frames import (
+    MAX_LISTED_NAMES,
+    TabularRecords,
+    check_columns,
+    convert_cells,
+    read_array,
+    read_frame,
+    warn,
+)
 from deformer_stream.model.load_network import require_torch
 from deformer_stream.tables.table import Table, TableOptions
 
 if TYPE_CHECKING:
-    from trainer.job_output import JobOutput
+    from trainer.irregular_job import IrregularOutput
+    from trainer.job import TrainingOutput
 
 
 class UnknownOptionError(TypeError):
@@ -51,7 +61,7 @@ def train(
         The trained detector, with its model on the CPU.
 
     Warns:
-        UserWarning: If training reports that the model may be poor.
+        UserWarning: If columns are left out because of their values, or if training reports that the model may be poor.
 
     Raises:
         TypeError: If an option does not exist.
@@ -59,6 +69,11 @@ def train(
         InputError: If the table cannot be used.
     """
     detector, output = run_training(records, out, options, columns, verbose)
+    left_out = [column for column in output.data.excluded_columns if column.has_unsuitable_values]
+    if left_out:
+        reasons = ", ".join(f"{column.name!r} ({column.reason})" for column in left_out[:MAX_LISTED_NAMES])
+        others = f" and {len(left_out) - MAX_LISTED_NAMES} others" if len(left_out) > MAX_LISTED_NAMES else ""
+        warn(f"columns are not used: {reasons}{others}; exclude=[...] leaves them out without this warning")
     for entry in output.summary.get("warnings", ()):
         warn(entry["message"])
     return detector
@@ -70,7 +85,7 @@ def run_training(
     options: Mapping[str, Any],
     columns: Sequence[str] | None = None,
     verbose: bool = False,
-) -> tuple[Detector, JobOutput]:
+) -> tuple[Detector, TrainingOutput | IrregularOutput]:
     """Train a model, and return the detector with all results of the training job.
 
     The arguments and errors are those of `train`.
@@ -82,6 +97,7 @@ def run_training(
     from deformer_stream.settings import load_settings
     from trainer import irregular_job, job
     from trainer.feature_table import print_features
+    from trainer.global_state import preserve_global_state
     from trainer.settings import TrainConfig
 
     check_columns(records, columns)
@@ -90,10 +106,6 @@ def run_training(
         similar = difflib.get_close_matches(name, TrainConfig.model_fields, 1)
         hint = f"; did you mean {similar[0]!r}?" if similar else "; deformer-train --help lists the options"
         raise UnknownOptionError(f"train() got an unknown option {name!r}{hint}")
-    if isinstance(values.get("cycle"), Mapping):
-        values["cycle"] = ",".join(f"{name}={period}" for name, period in values["cycle"].items())
-    if isinstance(values.get("fill_values"), Mapping):
-        values["fill_values"] = ",".join(f"{name}={value}" for name, value in values["fill_values"].items())
     temporary_folder = TemporaryFolder() if out is None else None
     directory = Path(str(out)) if temporary_folder is None else temporary_folder.path / "model"
     settings = load_settings(TrainConfig, {**values, "out": directory}, None, "train")
@@ -105,10 +117,11 @@ def run_training(
         table_options = TableOptions.from_settings(settings, kept)
         sources = [Table.from_arrow(_to_training_table(records, columns), "the training table", table_options)]
     run_job = irregular_job.train_irregular if settings.irregular else job.train
-    if verbose:
-        output = run_job(sources, settings, on_prepared=print_features, on_message=print)
-    else:
-        output = run_job(sources, settings)
+    with preserve_global_state():
+        if verbose:
+            output = run_job(sources, settings, on_prepared=print_features, on_message=print)
+        else:
+            output = run_job(sources, settings)
     return Detector(model_store.read(directory), temporary_folder), output
 
 
@@ -140,6 +153,7 @@ def _to_training_table(records: Any, columns: Sequence[str] | None) -> pa.Table:
     else:
         table = read_frame(records)
     if table is not None:
+        _check_names(table.column_names)
         arrays = {name: table.get_column(name) for name in table.column_names}
         # Metadata of a field states the unit of its values.
         has_metadata = isinstance(records, pa.Table | pa.RecordBatch)
@@ -152,5 +166,17 @@ def _to_training_table(records: Any, columns: Sequence[str] | None) -> pa.Table:
             "list of dicts, a NumPy array or paths of files"
         )
     keys = dict.fromkeys(name for record in records for name in record)  # in the order of their first use
+    _check_names([str(name) for name in keys])
     cells_by_name = {str(name): [record.get(name) for record in records] for name in keys}
     return pa.table({name: convert_cells(cells, name) for name, cells in cells_by_name.items()})
+
+
+def _check_names(names: Sequence[str]) -> None:
+    """Check that names of columns can be written as UTF-8.
+
+    Raises:
+        InputError: One of them contains a lone surrogate.
+    """
+    for name in names:
+        if not is_unicode(name):
+            raise InputError(f"the column name {name!r} is not valid Unicode text; rename the column")

@@ -750,7 +750,7 @@ class ProduceSettings(TableSettings, KafkaSettings):
     layout: Layout | None = Field(
         None, description="Layout of tables: wide (a row is a record) or long (a row is a reading). Default: detected."
     )
-    exclude: str = Field("", description="Columns that are not sent, comma-separated.")
+    exclude: TextList = text_default("", "Columns that are not sent, comma-separated.")
     record_column: str = Field(
         "record",
         description="Column of wide tables with the record id, which is then no feature. Without a column record, the "

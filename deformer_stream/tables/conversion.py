@@ -12,8 +12,15 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from deformer_stream.codec.columns import encode_distinct, is_present, is_text
-from deformer_stream.codec.number_texts import BAD_VALUE_TEXTS, Decimal, parse_number_texts
+from deformer_stream.codec.columns import encode_distinct, is_present, is_text, to_python_values
+from deformer_stream.codec.number_texts import (
+    BAD_VALUE_TEXTS,
+    MAX_EXACT_INTEGER,
+    Decimal,
+    parse_exact_number,
+    parse_number_texts,
+    standardize_number,
+)
 from deformer_stream.codec.time_columns import UTC_MICROSECONDS, convert_times, parse_time_texts
 from deformer_stream.codec.timestamps import DEFAULT_TIME_FORMAT, is_time_text, parse_local_time, parse_time_of_day
 
@@ -26,7 +33,7 @@ _LEADING_ZERO = r"^\s*[+-]?0\d"
 
 
 def convert_numbers(column: pa.Array, decimal: Decimal | None) -> pa.Array:
-    """Return a column of texts as float64, or as text if a cell spells no number.
+    """Return a column of texts as float64, or as text if a cell spells no number or an integer that float64 rounds.
 
     In the second case numbers are written with a decimal point, and texts for "no value" become null.
 
@@ -36,9 +43,30 @@ def convert_numbers(column: pa.Array, decimal: Decimal | None) -> pa.Array:
     """
     values, is_bad = parse_number_texts(column, decimal)
     numbers = pa.array(values, mask=np.isnan(values))
-    if not is_bad.any():
+    integers = _list_large_integers(column, values, decimal)
+    if not is_bad.any() and integers is None:
         return numbers
-    return pc.if_else(pa.array(is_bad), column, numbers.cast(column.type))
+    texts = numbers.cast(column.type) if integers is None else pc.coalesce(integers, numbers.cast(column.type))
+    return pc.if_else(pa.array(is_bad), column, texts)
+
+
+def _list_large_integers(column: pa.Array, values: NDArray[np.float64], decimal: Decimal | None) -> pa.Array | None:
+    """Return the digits of those cells that are integers beyond 2^53, null for all others; None if there are none.
+
+    Args:
+        column: N texts.
+        values: (N,) the numbers that they spell, rounded to float64.
+        decimal: The decimal character of the column, None if it is not known.
+    """
+    rows = np.flatnonzero((np.abs(values) >= MAX_EXACT_INTEGER) & np.isfinite(values))
+    texts = to_python_values(column.take(pa.array(rows)))
+    numbers = [parse_exact_number(standardize_number(text, decimal)) for text in texts]
+    digits_by_row = {
+        row: str(number) for row, number in zip(rows.tolist(), numbers, strict=True) if isinstance(number, int)
+    }
+    if not digits_by_row:
+        return None
+    return pa.array([digits_by_row.get(row) for row in range(len(column))], column.type)
 
 
 def convert_integers(column: pa.Array, decimal: Decimal | None) -> pa.Array:

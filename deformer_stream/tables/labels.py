@@ -9,6 +9,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from deformer_stream.codec.columns import encode_distinct, format_cell
+from deformer_stream.codec.number_texts import parse_exact_number
 from deformer_stream.model.schema import format_label
 
 
@@ -40,10 +41,8 @@ def normalize_label(text: str) -> str:
 
 def normalize_number_text(text: str) -> str:
     """Return the text of a number in the spelling of numeric labels, such as "1" for "1.0"; other text unchanged."""
-    try:
-        return format_label(float(text))
-    except ValueError:
-        return text
+    number = parse_exact_number(text)
+    return text if number is None else format_label(number)
 
 
 def encode_labels(values: pa.Array) -> tuple[NDArray[np.int64], list[str]]:

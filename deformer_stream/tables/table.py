@@ -43,8 +43,9 @@ CellForm = Literal["number", "mixed", "text", "time"]
 """The type to which the cells of a column are converted, if the table holds them as text. Columns of other types stay
 as they are.
 
-    number  numbers: the batch has float64. If a cell of the batch spells no number, the batch has text instead, in
-            which numbers have a decimal point and texts such as "No Data" are null; so one bad cell can be rejected.
+    number  numbers: the batch has float64. If a cell of the batch spells no number, or an integer that float64 rounds,
+            the batch has text instead, in which numbers have a decimal point and texts such as "No Data" are null; so
+            one bad cell can be rejected, and labels are exact.
     mixed   numbers and labels (the values of a long table): text, in which numbers have a decimal point
     text    labels, names and ids: text, unchanged
     time    times: timestamps in microseconds and UTC. If a cell of the batch is no time, the batch has text instead, in
@@ -1006,8 +1007,8 @@ def _check_unique_names(names: Sequence[str], table: str) -> None:
 def _find_index_columns(schema: pa.Schema, kept_columns: Collection[str]) -> tuple[str, ...]:
     """Return the columns that are the index of a pandas data frame and hold no data of their own.
 
-    An index of times is kept, because it is the time of the rows. The columns of long tables, and those that an option
-    or the model names, are kept as well.
+    An index without a name may have become a first column with an empty name. An index of times is kept, because it is
+    the time of the rows. The columns of long tables, and those that an option or the model names, are kept as well.
 
     Args:
         schema: The columns, with the metadata of the file.
@@ -1019,6 +1020,7 @@ def _find_index_columns(schema: pa.Schema, kept_columns: Collection[str]) -> tup
         names = [entry for entry in metadata.get("index_columns", []) if isinstance(entry, str)]
     except (ValueError, AttributeError):  # metadata of an unknown program
         names = []
+    names += [name for name in schema.names[:1] if not name and len(schema) > 1]
     return tuple(
         column.name
         for column in schema

@@ -10,6 +10,7 @@ import pytest
 from deformer_stream.tables.conversion import (
     UTC_MICROSECONDS,
     convert_booleans,
+    convert_integers,
     convert_numbers,
     infer_type,
 )
@@ -68,3 +69,11 @@ def test_one_bad_cell_leaves_the_other_numbers_readable() -> None:
     ]
     converted = convert_numbers(pa.array(["59,1", "1.234,5", None, "No Data", "Bad"]), ",")
     assert converted.to_pylist() == ["59.1", "1234.5", None, None, "Bad"]
+
+
+def test_integers_that_float64_would_round_stay_text() -> None:
+    texts = pa.array(["9007199254740993", " 36893488147419103235", "1.5", "No Data", None])
+    assert convert_integers(texts, None).to_pylist() == ["9007199254740993", "36893488147419103235", "1.5", None, None]
+    assert convert_integers(texts[:1], None).to_pylist() == [2**53 + 1]
+    assert convert_numbers(pa.array(["9.007.199.254.740.993", "x"]), ",").to_pylist() == ["9007199254740993", "x"]
+    assert convert_numbers(pa.array(["3e22", "9007199254740991"]), None).to_pylist() == [3e22, 2.0**53 - 1]

@@ -162,6 +162,14 @@ def test_the_index_of_a_data_frame_is_no_column(tmp_path: Path) -> None:
     assert read_columns(kept) == {"a": [1.0, 2.0], "__index_level_0__": [7, 3]}
 
 
+def test_a_first_column_without_a_name_is_an_index() -> None:
+    """Other programs read the index of a pandas data frame in a CSV file as a column with an empty name."""
+    table = pa.table({"": ["k", "l"], "a": [1.0, 2.0]})
+    assert (Table.from_arrow(table).schema.names, Table.from_arrow(table).index_columns) == (["a"], ("",))
+    assert Table.from_arrow(table.select([""])).schema.names == [""]
+    assert Table.from_arrow(table.select(["a", ""])).schema.names == ["a", ""]
+
+
 def test_an_index_of_times_or_of_a_long_table_is_kept(tmp_path: Path) -> None:
     frame = pd.DataFrame({"a": [1.0]}, index=pd.DatetimeIndex(["2025-01-01 10:00"]))
     frame.to_parquet(tmp_path / "t.parquet")

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
+from pyarrow import csv
 
 from tests.trainer.tables import prepared, write
+from trainer.data import DataOptions
 from trainer.feature_kinds import MAX_COMPARED_COLUMNS, ColumnStatistics, has_ordered_levels
 from trainer.job import train
+from trainer.prepare import prepare_table
 from trainer.settings import TrainConfig
 
 SMALL: dict[str, Any] = {"d_model": 16, "layers": 1, "heads": 2, "feedforward": 32, "mixtures": 4, "hidden": (16,)}
@@ -151,3 +156,40 @@ def test_identifiers_show_no_order_of_levels(tmp_path: Path) -> None:
     kinds = {f.name: f.kind for f in prepared(tmp_path, columns).schema.features}
     assert "serial" not in kinds
     assert kinds["campaign"] == "discrete"
+
+
+SERIALS = [2**53 + 1, 2**53 + 2, 2**53 + 3, 2**60 + 1]
+
+
+@pytest.mark.parametrize("form", ["int64", "uint64", "decimal", "text", "category"])
+@pytest.mark.parametrize("ending", ["parquet", "csv"])
+def test_large_integers_are_exact_labels(tmp_path: Path, form: str, ending: str) -> None:
+    numbers = np.array(SERIALS)[np.arange(400) % 4].tolist()
+    column = {
+        "int64": pa.array(numbers),
+        "uint64": pa.array(numbers, pa.uint64()),
+        "decimal": pa.array(map(Decimal, numbers)),
+        "text": pa.array(map(str, numbers)),
+        "category": pa.array(numbers).dictionary_encode(),
+    }[form]
+    table = pa.table({"x": np.sin(np.arange(400.0)), "serial": column})
+    path = tmp_path / f"t.{ending}"
+    if ending == "csv":
+        csv.write_csv(table.set_column(1, "serial", column.cast(pa.string())), path)
+    else:
+        pq.write_table(table, path)
+    data = prepare_table([path], DataOptions(), tmp_path)
+    assert data.schema.features[1].labels == tuple(map(str, SERIALS))
+    np.testing.assert_array_equal(data.values[:, 1], np.arange(400) % 4)
+
+
+@pytest.mark.parametrize("missing", [None, "NA"])
+def test_integers_beyond_64_bits_are_exact_labels(tmp_path: Path, missing: str | None) -> None:
+    serials = [str(10**24 + 1), str(10**24 + 2), missing, "7"]
+    texts = [serials[i % 4] for i in range(400)]
+    csv.write_csv(pa.table({"x": np.sin(np.arange(400.0)), "serial": texts}), tmp_path / "t.csv")
+    write(tmp_path / "t.parquet", {"x": np.sin(np.arange(400.0)), "serial": texts})
+    for name in ("t.csv", "t.parquet"):
+        data = prepare_table([tmp_path / name], DataOptions(), tmp_path)
+        assert data.schema.features[1].labels == ("7", serials[0], serials[1])
+        np.testing.assert_array_equal(data.values[:4, 1], [1, 2, np.nan, 0])

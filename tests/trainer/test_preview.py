@@ -184,3 +184,65 @@ def test_limit_of_rows_is_exact_over_files(tmp_path: Path, max_rows: int) -> Non
         (tmp_path / "work").mkdir()
         data = prepare_table([tmp_path], DataOptions(), tmp_path / "work", max_rows=max_rows)
         assert len(data.values) == min(max_rows, 200)
+
+
+@pytest.mark.parametrize("mode", ["--dry-run", "--out"])
+@pytest.mark.parametrize(
+    ("columns", "words"),
+    [
+        (("x", ""), "a column has an empty name; give the column a name, or leave it out of the table"),
+        (("x", "y" * 1025), "that begins with 'yyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyy' has 1,025 characters, but at"),
+    ],
+)
+def test_names_that_no_model_can_have_are_refused_before_training(
+    tmp_path: Path, deformer_train: Run, columns: tuple[str, str], words: str, mode: str
+) -> None:
+    table = write(
+        tmp_path / "t.parquet", dict(zip(columns, np.random.default_rng(0).normal(size=(2, 60)), strict=True))
+    )
+    done = deformer_train(table, *(["--dry-run"] if mode == "--dry-run" else ["--out", tmp_path / "model"]))
+    assert done.code == 3
+    assert words in done.err
+    assert "fitting" not in done.out + done.err
+    assert list(tmp_path.iterdir()) == [table]
+
+
+def test_features_of_a_long_table_need_names(tmp_path: Path, deformer_train: Run) -> None:
+    records = np.repeat(np.arange(60), 2)
+    columns = {"record": records, "feature": ["x", ""] * 60, "value": np.sin(np.arange(120.0))}
+    done = deformer_train(write(tmp_path / "t.parquet", columns), "--dry-run")
+    assert done.code == 3
+    assert "a row names no feature; write a name into the column feature, or leave it out" in done.err
+
+
+def test_names_with_a_time_slot_are_checked(tmp_path: Path, deformer_train: Run) -> None:
+    columns = {"device": ["a"] * 600, "time": np.arange(600), "x" * 1023: np.sin(np.arange(600.0))}
+    table = write(tmp_path / "t.parquet", columns)
+    assert deformer_train(table, "--dry-run", "--window", "10s").code == 0
+    done = deformer_train(table, "--dry-run", "--window", "10s", "--slots", "2")
+    assert done.code == 3
+    assert "has 1,026 characters" in done.err
+
+
+def test_long_texts_are_no_labels(tmp_path: Path, deformer_train: Run) -> None:
+    remarks = np.where(np.arange(60) % 2, "ok", "a" * 1025).tolist()
+    table = write(tmp_path / "t.parquet", {"x": np.random.default_rng(0).normal(size=60), "remark": remarks})
+    done = deformer_train(table, "--dry-run")
+    assert "texts of more than 1,024 characters are no labels" in done.out
+    assert "dry run: 1 feature" in done.out
+    done = deformer_train(table, "--dry-run", "--discrete", "remark")
+    assert done.code == 2
+    assert "--discrete remark: the column has texts of more than 1,024 characters" in done.err
+
+
+def test_a_wide_table_that_looks_like_a_long_one_is_named(tmp_path: Path, deformer_train: Run) -> None:
+    rng = np.random.default_rng(0)
+    columns = {"record": np.arange(60), "feature": rng.normal(size=60), "value": rng.normal(size=60)}
+    table = write(tmp_path / "t.parquet", columns)
+    done = deformer_train(table, "--dry-run")
+    assert done.code == 3
+    assert "has the columns record, feature and value; if each row is a record, set --layout wide, in P" in done.err
+    assert deformer_train(table, "--dry-run", "--layout", "wide").code == 0
+    few = write(tmp_path / "few.parquet", {name: column[:5] for name, column in columns.items()})
+    assert "set --layout wide" in deformer_train(few, "--dry-run").err
+    assert "set --layout wide" not in deformer_train(few, "--dry-run", "--layout", "long").err
