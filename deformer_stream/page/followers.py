@@ -10,12 +10,12 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 from deformer_stream import log
 from deformer_stream.errors import DeformerError, Unavailable
 from deformer_stream.page.store import IncidentStore
-from deformer_stream.runtime.incident_ports import FeedbackLog, IncidentLog, NextReadingLog
+from deformer_stream.runtime.incident_ports import FeedbackLog, FollowedLog, IncidentLog, NextReadingLog
 
 POLL_SECONDS = 0.25
 """Longest time that a poll waits. It bounds the time that stopping takes."""
@@ -54,20 +54,6 @@ class LogStatus:
     failing_since: int | None = None
 
 
-class _Log(Protocol):
-    """The methods of a log that a follower uses."""
-
-    def poll(self, timeout: float) -> Sequence[Any]:
-        """Return new messages."""
-
-    @property
-    def is_caught_up(self) -> bool:
-        """Whether everything has been returned that the log held at the start."""
-
-    def has_read_to_end(self, timeout: float) -> bool:
-        """Request whether everything has been returned that the log holds now."""
-
-
 class LogFollower:
     """A thread that reads a log until it is stopped. If the log cannot be read, the thread tries again.
 
@@ -79,7 +65,7 @@ class LogFollower:
     """
 
     def __init__(
-        self, name: str, message_log: _Log, add: Callable[[Sequence[Any]], None], store: IncidentStore
+        self, name: str, message_log: FollowedLog[Any], add: Callable[[Sequence[Any]], None], store: IncidentStore
     ) -> None:
         self._log, self._add, self._store = message_log, add, store
         self._status = LogStatus(name)

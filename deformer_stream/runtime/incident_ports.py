@@ -9,21 +9,14 @@ from typing import Literal, Protocol, runtime_checkable
 from deformer_stream.engine.events import SuspiciousRecord
 from deformer_stream.incidents.events import FeedbackLabel, Incident
 from deformer_stream.incidents.overlay import Presentation
+from deformer_stream.runtime.existing_messages import Message, ReadableLog
 
 
-class IncidentLog(Protocol):
-    """A reader of the log of incidents, for example of the topic `TOPIC-incidents`.
+class FollowedLog(ReadableLog[Message], Protocol):
+    """A log that is read to its end, and then further.
 
-    The first polls return the incidents that the log holds, later polls the messages that were added since. Of the
-    messages with the same id, only the last one is valid.
+    The first polls return the messages that the log holds, later polls those that were added since.
     """
-
-    def poll(self, timeout: float) -> Sequence[Incident]:
-        """Return messages that were not returned before, after at most `timeout` seconds; empty if there are none."""
-
-    @property
-    def is_caught_up(self) -> bool:
-        """Whether `poll` has returned everything that the log held when it was opened."""
 
     def has_read_to_end(self, timeout: float) -> bool:
         """Request whether `poll` has returned everything that the log holds now.
@@ -38,10 +31,14 @@ class IncidentLog(Protocol):
         """
 
     def close(self) -> None:
-        """Release the reader's resources."""
+        """Release the resources of the log."""
 
 
-class FeedbackLog(Protocol):
+class IncidentLog(FollowedLog[Incident], Protocol):
+    """A log of incidents, such as the topic `TOPIC-incidents`. Of messages with the same id, the last one is valid."""
+
+
+class FeedbackLog(FollowedLog[FeedbackLabel], Protocol):
     """A log of labels, for example the topic `TOPIC-feedback`: the labels of operators are appended and read."""
 
     def append(self, label: FeedbackLabel) -> None:
@@ -51,57 +48,13 @@ class FeedbackLog(Protocol):
             Unavailable: It could not be stored.
         """
 
-    def poll(self, timeout: float) -> Sequence[FeedbackLabel]:
-        """Return labels that were not returned before, after at most `timeout` seconds; empty if there are none."""
-
-    @property
-    def is_caught_up(self) -> bool:
-        """Whether `poll` has returned everything that the log held when it was opened."""
-
-    def has_read_to_end(self, timeout: float) -> bool:
-        """Request whether `poll` has returned everything that the log holds now.
-
-        A poll without messages does not show that the log can be read.
-
-        Args:
-            timeout: Longest time to wait for the response in seconds.
-
-        Raises:
-            Unavailable: The log does not respond.
-        """
-
-    def close(self) -> None:
-        """Release the log's resources."""
-
 
 NextReadingMessage = tuple[str, SuspiciousRecord | None]
 """A record id, and what is stated for the record. None withdraws what was stated before."""
 
 
-class NextReadingLog(Protocol):
+class NextReadingLog(FollowedLog[NextReadingMessage], Protocol):
     """A log of suspicious records with the readings to take next, for example the topic `TOPIC-next-readings`."""
-
-    def poll(self, timeout: float) -> Sequence[NextReadingMessage]:
-        """Return messages that were not returned before, after at most `timeout` seconds; empty if there are none."""
-
-    @property
-    def is_caught_up(self) -> bool:
-        """Whether `poll` has returned everything that the log held when it was opened."""
-
-    def has_read_to_end(self, timeout: float) -> bool:
-        """Request whether `poll` has returned everything that the log holds now.
-
-        A poll without messages does not show that the log can be read.
-
-        Args:
-            timeout: Longest time to wait for the response in seconds.
-
-        Raises:
-            Unavailable: The log does not respond.
-        """
-
-    def close(self) -> None:
-        """Release the log's resources."""
 
 
 @dataclass(frozen=True, slots=True)
