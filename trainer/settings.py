@@ -135,7 +135,8 @@ def parse_fill_values(value: Any) -> tuple[tuple[str | None, str], ...]:
         except ValueError:
             pass  # a text such as Bad
         else:
-            text = repr(number).removesuffix(".0")
+            is_exact = abs(number) < 2**53 or not text.lstrip("+-").isdecimal()  # float64 rounds larger integers
+            text = repr(number).removesuffix(".0") if is_exact else str(int(text))
             if not math.isfinite(number):
                 raise ValueError(f"{part!r} never counts as a reading; remove it")
         if not text or name == "":

@@ -805,7 +805,9 @@ def _index_readings(tables: InputTables) -> None:
         # Rows without a reading are left out first, so that a record that has no others does not count.
         has_reading = np.zeros(len(batch), bool)
         for name in value_columns:
-            has_reading |= _has_value(tables.fill_values.remove(name, batch.column(name)))
+            cells = batch.column(name)
+            # In a long table, the column is that of the names of features.
+            has_reading |= _has_value(tables.fill_values.remove(name, cells) if tables.layout == "wide" else cells)
         times, is_unreadable = _parse_row_times(tables, rows, tables.unreadable_times)
         is_skipped = is_unreadable
         if tables.layout == "long":

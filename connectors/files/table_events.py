@@ -33,7 +33,7 @@ from deformer_stream.codec.columns import (
     is_time_of_day,
     parse_times,
 )
-from deformer_stream.codec.number_texts import parse_number
+from deformer_stream.codec.number_texts import parse_exact_number
 from deformer_stream.codec.timestamps import TimeFormat
 from deformer_stream.codec.validation import RejectionError, is_json_number
 from deformer_stream.engine.events import NO_TIME
@@ -556,7 +556,9 @@ def _convert_number_text(value: Any) -> Any:
     """
     if not isinstance(value, str):
         return value
-    number = parse_number(value)
+    number = parse_exact_number(value)
+    if isinstance(number, int):  # one that float64 would round; the encoder of JSON has integers of 64 bits
+        return number if -(2**63) <= number < 2**64 else value
     return value if number is None or not isfinite(number) else number
 
 

@@ -116,7 +116,7 @@ def _store(settings: FeedbackSettings, incident: str | None, label: Label | None
     incidents_topic = name_topic(settings.incidents_topic, settings.topic, "incidents")
     feedback_topic = name_topic(settings.feedback_topic, settings.topic, "feedback")
     now = time.time_ns() // 1000
-    related: set[str] = set()
+    related, devices = set[str](), set[str]()
     if settings.maintenance is not None:
         window = _make_window(settings, settings.maintenance, "maintenance" if incident is None else TAKE_BACK, now)
         made = _complete_label(settings, window)
@@ -142,6 +142,7 @@ def _store(settings: FeedbackSettings, incident: str | None, label: Label | None
         )
         made = _complete_label(settings, draft)
         related = {*found.members, *([] if found.parent is None else [found.parent])}
+        devices = {found.device, *found.devices}
         text = f"{found.id} {summarize_incident(found)}: {label}"
     ensure_topics(
         cluster,
@@ -155,7 +156,7 @@ def _store(settings: FeedbackSettings, incident: str | None, label: Label | None
     try:
         label_times = LabelTimes(read_existing(labels))
         label_time = label_times.choose(
-            now, incident=made.incident, record=made.record, device=made.device, related=related
+            now, incident=made.incident, record=made.record, device=made.device, related=related, devices=devices
         )
         labels.append(add_id(replace(made, time=label_time)))
     finally:

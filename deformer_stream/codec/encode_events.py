@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple
 import orjson
 import pyarrow as pa
 
+from deformer_stream.codec.number_texts import MAX_EXACT_INTEGER
 from deformer_stream.codec.validation import is_json_number
 from deformer_stream.model.schema import format_label
 
@@ -20,8 +21,6 @@ Packing = Literal["json", "json-many", "arrow"]
 
 MAX_GROUP_SIZE = 1000
 """Maximum number of readings that are collected before they are packed into messages and sent."""
-MAX_EXACT_INTEGER = 2**53
-"""Largest magnitude up to which float64 represents every integer exactly."""
 
 _REQUIRED_FIELDS = {"feature", "value"}
 _FIELDS = {*_REQUIRED_FIELDS, "time"}

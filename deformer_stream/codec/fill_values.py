@@ -16,8 +16,15 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from deformer_stream.codec.columns import decode_dictionary, encode_distinct, is_numeric, is_text, to_float64
-from deformer_stream.codec.number_texts import parse_number, standardize_number
+from deformer_stream.codec.columns import (
+    decode_dictionary,
+    encode_distinct,
+    is_numeric,
+    is_present,
+    is_text,
+    to_float64,
+)
+from deformer_stream.codec.number_texts import parse_exact_number, standardize_number
 from deformer_stream.model.schema import Schema, format_label
 
 
@@ -36,12 +43,15 @@ class FillValues:
         return bool(self.texts)
 
     @cached_property
-    def numbers(self) -> frozenset[float]:
-        """Those that are numbers, in double and in single precision, because a table may have either."""
-        numbers = [number for text in self.texts if (number := parse_number(text)) is not None]
+    def numbers(self) -> frozenset[int | float]:
+        """Those that are numbers, in double and in single precision, because a table may have either.
+
+        Integers that float64 would round are exact, and have no other precision.
+        """
+        numbers = [number for text in self.texts if (number := parse_exact_number(text)) is not None]
         with np.errstate(over="ignore"):  # a number beyond single precision
-            singles = [single for number in numbers if isfinite(single := float(np.float32(number)))]
-        return frozenset((*numbers, *singles))
+            singles = [float(np.float32(number)) for number in numbers if isinstance(number, float)]
+        return frozenset((*numbers, *filter(isfinite, singles)))
 
     def contains(self, value: object) -> bool:
         """Return whether a value is a fill value. A text may spell a number, and white space around it is ignored.
@@ -53,7 +63,7 @@ class FillValues:
             return False
         if isinstance(value, str):
             text = value.strip()
-            return text in self.texts or parse_number(standardize_number(text)) in self.numbers
+            return text in self.texts or parse_exact_number(standardize_number(text)) in self.numbers
         if isinstance(value, bool):
             return format_label(value) in self.texts
         return isinstance(value, int | float) and value in self.numbers
@@ -65,10 +75,17 @@ class FillValues:
             column: Numbers, texts or booleans. In a column of another type there are no fill values.
         """
         values = decode_dictionary(column)
-        if self.texts and is_numeric(values.type):
+        if self.texts and pa.types.is_integer(values.type):
+            integers = np.asarray(values.fill_null(0).to_numpy(zero_copy_only=False))
+            limits = np.iinfo(integers.dtype)
+            wanted = [int(n) for n in self.numbers if limits.min <= n <= limits.max and n == int(n)]
+            return np.isin(integers, np.array(wanted, integers.dtype)) & is_present(values)
+        if self.texts and pa.types.is_decimal(values.type):
             # Not exactly equal, because the conversion of decimals rounds.
-            is_equal = np.isclose(to_float64(values)[:, None], list(self.numbers), rtol=1e-12, atol=0.0)
+            is_equal = np.isclose(to_float64(values)[:, None], list(map(float, self.numbers)), rtol=1e-12, atol=0.0)
             return np.asarray(is_equal.any(1))
+        if self.texts and is_numeric(values.type):
+            return np.isin(to_float64(values), list(map(float, self.numbers)))
         if self.texts and (is_text(values.type) or pa.types.is_boolean(values.type)):
             indexes, distinct_values = encode_distinct(column)
             is_fill = np.array([*map(self.contains, distinct_values), False])  # the last one is for null

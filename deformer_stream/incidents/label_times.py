@@ -33,8 +33,9 @@ class LabelTimes:
         record: str | None = None,
         device: str | None = None,
         related: Iterable[str] = (),
+        devices: Iterable[str] = (),
     ) -> int:
-        """Return the time of a new label: now, but after all labels so far about the same subject.
+        """Return the time of a new label: now, but after all labels so far that it is compared with.
 
         They may come from a machine whose clock is ahead of this one.
 
@@ -45,6 +46,8 @@ class LabelTimes:
             device: The device of the maintenance window.
             related: Ids of other incidents whose labels count as well: the fleet incident of an incident, or its
                 members.
+            devices: The devices of the incident, whose maintenance windows count as well.
         """
         subjects = [(incident, record, device), *((other, None, None) for other in related)]
+        subjects += [(None, None, one) for one in devices]
         return max(now, max(self._time_by_subject.get(subject, 0) for subject in subjects) + 1)

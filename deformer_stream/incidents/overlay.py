@@ -70,7 +70,7 @@ class Overlay:
     def __init__(self, labels: Iterable[FeedbackLabel] = ()) -> None:
         self._labels_by_incident: dict[str, dict[str, FeedbackLabel]] = {}
         self._windows_by_device: dict[str, dict[str, FeedbackLabel]] = {}
-        self._parent_by_member: dict[str, str] = {}
+        self._fleet_by_labelled_member: dict[str, str] = {}
         self._device_by_member_by_fleet: dict[str, dict[str, str]] = {}  # in the order in which they have joined
         for label in labels:
             self.add(label)
@@ -79,24 +79,26 @@ class Overlay:
         """Add a label, in any order: of the labels of an incident, the one with the latest time is valid."""
         if label.incident is not None:
             self._labels_by_incident.setdefault(label.incident, {})[label.id] = label
+            self._fleet_by_labelled_member.update(dict.fromkeys(label.members or (), label.incident))
         elif label.device is not None:
             self._windows_by_device.setdefault(label.device, {})[label.id] = label
 
     def add_incident(self, incident: Incident) -> bool:
-        """Store to which fleet incident an incident belongs by its last message, and return whether that has changed.
+        """Store to which fleet incident an incident belongs, and return whether it is a new member.
 
         The messages of a fleet incident are rarer than those of its members. So it has further members from the moment
-        on at which their messages name it.
+        on at which their messages name it. One that leaves stays a member, as those that its messages list do;
+        otherwise the cause of its silence could return to an earlier value.
         """
-        earlier = self._parent_by_member.get(incident.id)
-        if incident.kind == "fleet" or incident.parent == earlier:
+        if incident.kind == "fleet":
             return False
-        if earlier is not None:
-            del self._parent_by_member[incident.id], self._device_by_member_by_fleet[earlier][incident.id]
-        if incident.parent is not None:
-            self._parent_by_member[incident.id] = incident.parent
-            self._device_by_member_by_fleet.setdefault(incident.parent, {})[incident.id] = incident.device
-        return True
+        is_new = False
+        for fleet in (incident.former_parent, incident.parent):
+            if fleet is not None:
+                device_by_member = self._device_by_member_by_fleet.setdefault(fleet, {})
+                is_new |= incident.id not in device_by_member
+                device_by_member[incident.id] = incident.device
+        return is_new
 
     def list_members(self, incident_id: str) -> tuple[str, ...]:
         """Return the ids of the incidents of `add_incident` that belong to a fleet incident."""
@@ -126,7 +128,7 @@ class Overlay:
         silenced at other times of the incident than before is the cause.
         """
         incident = self.complete(incident)
-        labels = self._find_labels(incident)
+        labels = self._find_labels(incident.id, incident.parent)
         if not labels and not self._windows_by_device:
             return Presentation()
         windows = _WindowTimes(incident, self._windows_by_device)
@@ -171,31 +173,39 @@ class Overlay:
             return replace(presentation, cause=f"{presentation.cause}:{incident.former_parent}")
         return presentation
 
-    def _find_labels(self, incident: Incident) -> list[FeedbackLabel]:
+    def _find_labels(self, incident_id: str, parent: str | None) -> list[FeedbackLabel]:
         """Return the labels of an incident in order of time, those of its fleet incident if it has no valid one.
 
         "cleared" takes back the last label of the incident itself. Without a valid one, it takes back those of its
         fleet incident so far.
+
+        Args:
+            incident_id: Id of the incident.
+            parent: Id of its fleet incident, None without one.
         """
-        labels = _sort_by_time(self._labels_by_incident.get(incident.id, {}).values())
+        labels = _sort_by_time(self._labels_by_incident.get(incident_id, {}).values())
         has_own, clearing = False, None  # the last label that takes back those of the fleet incident
         for label in labels:
             if label.label == "cleared" and not has_own:
                 clearing = label
             has_own = label.label != "cleared"
-        if incident.parent is None or has_own:
+        if parent is None or has_own:
             return labels
-        of_fleet = _sort_by_time(self._labels_by_incident.get(incident.parent, {}).values())
+        of_fleet = _sort_by_time(self._labels_by_incident.get(parent, {}).values())
         return [
             label
             for label in of_fleet
             if (clearing is None or _is_older(clearing, label))
-            and (label.members is None or incident.id in label.members)
+            and (label.members is None or incident_id in label.members)
         ] or labels
 
-    def get_own_label(self, incident_id: str) -> Label | None:
-        """Return the last label of an incident itself, "cleared" if that takes another one back; None without any."""
-        labels = _sort_by_time(self._labels_by_incident.get(incident_id, {}).values())
+    def get_last_label(self, incident_id: str) -> Label | None:
+        """Return the last label of an incident, "cleared" if that takes another one back; None without any.
+
+        It is found without a message of the incident. The label of a fleet incident is that of the members that it
+        lists.
+        """
+        labels = self._find_labels(incident_id, self._fleet_by_labelled_member.get(incident_id))
         return labels[-1].label if labels else None
 
     def find_silencing_window(self, incident: Incident) -> FeedbackLabel | None:

@@ -31,6 +31,7 @@ from deformer_stream.codec.columns import (
     parse_numbers,
     to_float64,
 )
+from deformer_stream.codec.fill_values import FillValues
 from deformer_stream.codec.validation import RejectionError, is_unicode, not_finite_error
 from deformer_stream.errors import InputError
 from deformer_stream.model.schema import Feature, Schema, format_label
@@ -447,6 +448,7 @@ def _convert_column(records: TabularRecords, feature: Feature) -> pa.Array:
         raise InputError(
             f"column {feature.name!r} has the type {column.type}, but the model expects {expected}; convert the column"
         )
+    column = FillValues(feature.fill_values).remove(column)
     if feature.kind == "discrete":
         return column
     errors: Mapping[int, RejectionError] = {}

@@ -453,13 +453,15 @@ class IncidentStore:
             device: The device of the maintenance window.
         """
         with self._lock:
-            related: set[str] = set()
+            related, devices = set[str](), set[str]()
             if incident is not None:
                 entry = self._entry_by_id.get(incident)
                 parent = None if entry is None else entry.summary.parent
                 related = {*self._overlay.list_members(incident), *([] if parent is None else [parent])}
+                members = (self._entry_by_id.get(id_) for id_ in (incident, *self._overlay.list_members(incident)))
+                devices = {member.summary.device for member in members if member is not None}
             return self._label_times.choose(
-                self.now(), incident=incident, record=record, device=device, related=related
+                self.now(), incident=incident, record=record, device=device, related=related, devices=devices
             )
 
     def list_record_labels(self) -> list[FeedbackLabel]:

@@ -162,6 +162,7 @@ def _divide_state(
             order=OrderState(stream_time=state.order.stream_time, sequence=state.order.sequence),
             latest_time=state.latest_time,
             active_time=state.active_time,
+            models=list(state.models),
         )
         for name in name_by_model.values()
     }

@@ -181,6 +181,22 @@ WIDE_VALUES = {
 }
 
 
+@pytest.mark.parametrize(
+    ("cells", "expected"),
+    [
+        (pa.array([2**53, 2**53 + 1, 2**53 + 2, None]), [False, True, False, False]),
+        (pa.array([str(2**53), str(2**53 + 1), f"{2**53 + 1}.0"]), [False, True, True]),
+        (pa.array([9999999999999, 9999999999998], pa.int64()), [True, False]),
+        (pa.array([7, 8], pa.uint8()), [True, False]),
+        (pa.array([7.0, 9999999999999.0, 9999999999998.0]), [True, True, False]),
+    ],
+)
+def test_large_integers_are_compared_exactly(cells: pa.Array, expected: list[bool]) -> None:
+    values = FillValues((str(2**53 + 1), "9999999999999", "7"))
+    assert values.find(cells).tolist() == expected
+    assert [values.contains(cell) for cell in cells.to_pylist()] == expected
+
+
 @pytest.mark.parametrize("decode_cells", WIDE_VALUES)
 def test_tables_and_arrow_messages(decode_cells: Callable[[bool], EventBatch]) -> None:
     assert_equal(decode_cells(True), decode_cells(False), WIDE_VALUES[decode_cells])

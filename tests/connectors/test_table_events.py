@@ -102,6 +102,12 @@ def test_rows_without_time_column_are_one_second_apart(tmp_path: Path) -> None:
     assert [(key, due) for key, _, due in sent] == [(b"7", 0), (b"8", 1_000_000), (b"two:0", 2_000_000)]
 
 
+def test_labels_that_are_large_integers_are_sent_with_all_digits(tmp_path: Path) -> None:
+    (tmp_path / "log.csv").write_text(f"record,feature,value\nx,a,{2**53 + 1}\ny,a,{2**64}\nz,a,2.50\nz,b,on\n")
+    sent = [orjson.loads(value)["value"] for _, value, _ in iterate_events([tmp_path / "log.csv"])]
+    assert sent == [2**53 + 1, str(2**64), 2.5, "on"]
+
+
 def test_long_tables_are_sent_row_by_row(tmp_path: Path) -> None:
     path = write_parquet(
         tmp_path / "log.parquet",

@@ -25,3 +25,4 @@ def test_a_label_is_later_than_those_about_the_same_subject() -> None:
         assert times.choose(50, **subject) == 50
     assert times.choose(50, incident=FLEET, related={MEMBER}) == 91
     assert times.choose(50, incident=MEMBER, related={FLEET}) == 91
+    assert times.choose(50, incident=FLEET, devices={"pump-1", "pump-2"}) == 61, "windows decide about its silence, too"

@@ -194,6 +194,31 @@ def test_the_label_of_a_fleet_incident_covers_the_members_that_it_lists(label: s
     assert overlay.present(LATER).label is overlay.present(MEMBERS[0]).label is overlay.present(fleet).label is None
 
 
+def test_a_member_that_leaves_does_not_restore_an_earlier_cause() -> None:
+    """Otherwise a receiver would get a notification with a key that it has seen, and ignore it."""
+    overlay = Overlay([make_label("false-alarm", 1, incident=FLEET.id, members=choose_seen_members(FLEET))])
+    before = overlay.present(FLEET).cause
+    overlay.add_incident(LATER)
+    joined = overlay.present(FLEET).cause
+    overlay.add_incident(replace(LATER, parent=None, former_parent=FLEET.id))
+    assert overlay.present(FLEET).cause == joined != before
+    again = Overlay([make_label("false-alarm", 1, incident=FLEET.id, members=choose_seen_members(FLEET))])
+    again.add_incident(replace(LATER, parent=None, former_parent=FLEET.id))  # after a restart, with the last messages
+    assert again.present(FLEET).cause == joined
+
+
+@pytest.mark.parametrize(("label", "members"), [("true", choose_seen_members(FLEET)), ("cleared", None)])
+def test_last_label_of_a_member_is_that_of_its_fleet_incident(label: Any, members: tuple[str, ...] | None) -> None:
+    overlay = Overlay([make_label("false-alarm", 1, incident=FLEET.id, members=choose_seen_members(FLEET))])
+    member = MEMBERS[0].id
+    assert overlay.get_last_label(member) == "false-alarm"
+    assert overlay.get_last_label(LATER.id) is None
+    overlay.add(make_label(label, 2, incident=FLEET.id, members=members))
+    assert overlay.get_last_label(member) == (label if label == "true" else "cleared")
+    overlay.add(make_label("maintenance", 1, incident=member))
+    assert overlay.get_last_label(member) == "maintenance", "its own label"
+
+
 def test_labels_and_incidents_give_the_same_in_any_order() -> None:
     label = make_label("false-alarm", 1, incident=FLEET.id, members=choose_seen_members(FLEET))
     expected = None
@@ -221,12 +246,12 @@ def test_the_label_of_a_confirmed_fleet_incident_confirms_no_later_member() -> N
     assert [overlay.present(one).name for one in (FLEET, *MEMBERS, LATER)] == ["leak", "leak", "leak", "leak", None]
 
 
-def test_a_member_that_leaves_a_fleet_incident_is_none_of_its_members() -> None:
+def test_a_member_that_leaves_a_fleet_incident_stays_among_its_members() -> None:
     overlay = Overlay()
-    for changes in ({}, {"parent": None}, {"parent": "0" * 32}):
-        assert overlay.add_incident(replace(LATER, **changes))  # type: ignore[arg-type]
-    assert overlay.complete(FLEET) == FLEET
-    assert (overlay.list_members(FLEET.id), overlay.list_members("0" * 32)) == ((), (LATER.id,))
+    for changes, is_new in (({}, True), ({"parent": None}, False), ({"parent": "0" * 32}, True)):
+        assert overlay.add_incident(replace(LATER, **changes)) is is_new  # type: ignore[arg-type]
+    assert overlay.complete(FLEET).members == (*FLEET.members, LATER.id)
+    assert overlay.list_members(FLEET.id) == overlay.list_members("0" * 32) == (LATER.id,)
     assert not overlay.add_incident(replace(FLEET, parent="0" * 32)), "a fleet incident is no member"
     without_devices = replace(FLEET, id="0" * 32, devices=())
     assert overlay.complete(without_devices).devices == (), "the devices of the others are not known"

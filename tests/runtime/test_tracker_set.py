@@ -12,9 +12,9 @@ from deformer_stream.codec.incident_state import decode_incident_state, encode_i
 from deformer_stream.engine.events import ONLY_MODEL
 from deformer_stream.incidents.events import ClosedRows, EvidenceBatch, Incident
 from deformer_stream.incidents.fleet import FleetRule
-from deformer_stream.incidents.tracker import TrackerOptions
+from deformer_stream.incidents.tracker import TrackerOptions, TrackerState
 from deformer_stream.runtime.incident_plan import DetectionPlan, describe_plans
-from deformer_stream.runtime.tracker_set import TrackerSet, find_model_name
+from deformer_stream.runtime.tracker_set import TrackerSet, _divide_state, find_model_name
 from tests.incidents.evidence_logs import SECOND, make_log
 
 MODEL_BY_NAME = {"fan": "model-f", "pump": "model-p"}
@@ -177,3 +177,10 @@ def test_models_with_the_same_rule_share_a_line() -> None:
     lines = describe_plans(PLANS | {"valve": other})
     assert [line.partition(":")[0] for line in lines] == ["fan, pump", "valve"]
     assert not describe_plans({ONLY_MODEL: other})[0].startswith(":")
+
+
+def test_parts_of_a_state_know_the_order_of_models() -> None:
+    """A record that an earlier model finishes afterwards must not reset devices of the later one."""
+    state = TrackerState(models=["earlier", "model-p"])
+    parts = _divide_state(state, {"model-p": "pump"}, lambda record: record)
+    assert parts["pump"].models == ["earlier", "model-p"]

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pytest
 
@@ -31,6 +32,7 @@ TINY = {"d_model": 16, "layers": 1, "heads": 2, "feedforward": 32, "mixtures": 2
         ("", ()),
         ("99999.0, Bad,-1e4", ((None, "99999"), (None, "Bad"), (None, "-10000"))),
         ("flow=-9999.90,a=b=3", (("flow", "-9999.9"), ("a=b", "3"))),
+        ("9007199254740993", ((None, "9007199254740993"),)),
     ],
 )
 def test_option_lists_values_of_all_features_or_of_one(text: str, expected: tuple[Any, ...]) -> None:
@@ -119,6 +121,13 @@ def test_long_table_with_records_is_that_with_empty_cells(tmp_path: Path) -> Non
     assert_equal(filled, empty)
 
 
+def test_fill_values_are_no_names_of_features(tmp_path: Path) -> None:
+    columns = make_long(False)
+    columns["feature"] = [{"a": "1", "b": "7", "state": "state"}[name] for name in columns["feature"]]
+    table = prepared(tmp_path, columns, fill_values=((None, "7"),))
+    assert {feature.name for feature in table.schema.features} == {"1", "7", "state"}
+
+
 @pytest.mark.parametrize("per_slot", ["first", "mean"])
 def test_long_table_with_windows_is_that_without_these_readings(tmp_path: Path, per_slot: Any) -> None:
     """A sensor may report again in its window, so that a fill value is no reading, and not even a first one."""
@@ -165,6 +174,8 @@ def test_model_stores_the_values_and_scores_them_as_empty_cells(
     np.testing.assert_array_equal(detector.score(rows).anomaly_score, detector.score(empty).anomaly_score)
     np.testing.assert_array_equal(detector.score(rows).log_likelihood, detector.score(empty).log_likelihood)
     assert detector.impute(rows[0]) == detector.impute(empty[0])
+    texts = pd.DataFrame({"a": ["n.v.", "0.3"], "b": [0.1, -7.0], "c": ["n.v.", "0.2"], "state": ["n.v.", "high"]})
+    np.testing.assert_array_equal(detector.score(texts).anomaly_score, detector.score(empty).anomaly_score)
     manifest = json.loads((model_directory / "manifest.json").read_text())
     assert manifest["format_version"] == 16
     assert [row["fill_values"] for row in manifest["features"]] == [["99999", "n.v."]] * 1 + [

@@ -184,8 +184,8 @@ def _replay(
 
 
 def _find_labels(patterns: Sequence[FalseAlarmPattern], overlay: Overlay) -> dict[str, str]:
-    """Return the last labels of the incidents of patterns themselves, by id; "cleared" if a label was taken back."""
-    label_by_id = {id_: overlay.get_own_label(id_) for pattern in patterns for id_ in pattern.score_by_incident}
+    """Return the last labels of the incidents of patterns, by id; "cleared" if a label was taken back."""
+    label_by_id = {id_: overlay.get_last_label(id_) for pattern in patterns for id_ in pattern.score_by_incident}
     return {id_: label for id_, label in label_by_id.items() if label is not None}
 
 
