@@ -20,6 +20,7 @@ A job prepares the table, fits the prior, trains the network, calibrates, evalua
     outliers                   suspected anomalies in the table (`--contamination`)
     gaussian_prior, factor_analysis, gaussian_process   the prior of tables, of wide records and of irregular readings
     fit, batches, examples, distributed   the training loop, its batches and examples, and several processes
+    global_state               random state and environment variables of a program that trains a model
     calibrate, irregular_calibration, cusum_scale   the calibration of the alert rule
     exemplars, prior_weight    what complete records are ranked with
     alert_prior, prefix_tails  the term of the Gaussian prior in the alert; lines of the terms by length of prefix

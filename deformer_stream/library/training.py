@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import difflib
-import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -99,6 +97,7 @@ def run_training(
     from deformer_stream.settings import load_settings
     from trainer import irregular_job, job
     from trainer.feature_table import print_features
+    from trainer.global_state import preserve_global_state
     from trainer.settings import TrainConfig
 
     check_columns(records, columns)
@@ -118,43 +117,12 @@ def run_training(
         table_options = TableOptions.from_settings(settings, kept)
         sources = [Table.from_arrow(_to_training_table(records, columns), "the training table", table_options)]
     run_job = irregular_job.train_irregular if settings.irregular else job.train
-    with _preserve_global_state():
+    with preserve_global_state():
         if verbose:
             output = run_job(sources, settings, on_prepared=print_features, on_message=print)
         else:
             output = run_job(sources, settings)
     return Detector(model_store.read(directory), temporary_folder), output
-
-
-@contextmanager
-def _preserve_global_state() -> Iterator[None]:
-    """Restore PyTorch's global generators and the variables of its compiler when the block ends, also by an error.
-
-    Training seeds the generators, from which PyTorch draws initial weights. The compiler sets environment variables.
-    """
-    import torch
-
-    environment = _get_compiler_variables()
-    state, seed = torch.get_rng_state(), torch.initial_seed()
-    # A GPU that is not in use yet has no state. It is seeded like the CPU when it comes into use.
-    has_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # PyTorch gives no type
-    gpu_states = torch.cuda.get_rng_state_all() if has_gpu else None
-    try:
-        yield
-    finally:
-        torch.set_rng_state(state)
-        if gpu_states is not None:
-            torch.cuda.set_rng_state_all(gpu_states)
-        else:
-            torch.cuda.manual_seed_all(seed)
-        for name in _get_compiler_variables().keys() - environment.keys():
-            del os.environ[name]
-        os.environ.update(environment)
-
-
-def _get_compiler_variables() -> dict[str, str]:
-    """Return the environment variables of PyTorch's compiler."""
-    return {name: value for name, value in os.environ.items() if name.startswith(("TORCHINDUCTOR_", "TRITON_"))}
 
 
 def _list_paths(records: object) -> list[Path] | None:

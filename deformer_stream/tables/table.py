@@ -43,8 +43,9 @@ CellForm = Literal["number", "mixed", "text", "time"]
 """The type to which the cells of a column are converted, if the table holds them as text. Columns of other types stay
 as they are.
 
-    number  numbers: the batch has float64. If a cell of the batch spells no number, the batch has text instead, in
-            which numbers have a decimal point and texts such as "No Data" are null; so one bad cell can be rejected.
+    number  numbers: the batch has float64. If a cell of the batch spells no number, or an integer that float64 rounds,
+            the batch has text instead, in which numbers have a decimal point and texts such as "No Data" are null; so
+            one bad cell can be rejected, and labels are exact.
     mixed   numbers and labels (the values of a long table): text, in which numbers have a decimal point
     text    labels, names and ids: text, unchanged
     time    times: timestamps in microseconds and UTC. If a cell of the batch is no time, the batch has text instead, in
