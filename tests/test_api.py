@@ -253,6 +253,7 @@ def test_numbers_of_other_types_are_accepted(detector: Detector, value: Any) -> 
 
 def test_decimal_labels_are_those_of_numbers() -> None:
     assert to_json_type(Decimal("3.00")) == 3.0
+    assert math.isnan(to_json_type(Decimal("sNaN")))  # type: ignore[arg-type]
     assert to_json_type(Decimal(2**53 + 1)) == 2**53 + 1
     assert encode_json({"value": Decimal(2**70 + 1)}) == b'{"value": 1180591620717411303425}'
 

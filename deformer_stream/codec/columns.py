@@ -292,7 +292,7 @@ def _has_large_numbers(numbers: NDArray[np.float64]) -> bool:
 
 def convert_decimal(number: Decimal) -> int | float:
     """Return a decimal number as a float; as an int if it is a whole number that float64 may round."""
-    value = float(number)
+    value = nan if number.is_nan() else float(number)  # `float` refuses a signaling NaN
     is_large = MAX_EXACT_INTEGER <= abs(value) < inf
     return int(number) if is_large and number.as_integer_ratio()[1] == 1 else value
 

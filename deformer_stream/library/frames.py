@@ -393,7 +393,7 @@ def _convert_object(cell: object) -> object:
         return float(cell)  # also a longdouble, which has no Python type
     if isinstance(cell, np.generic) and not isinstance(cell, np.timedelta64):  # a duration is no reading
         return cell.item()
-    if isinstance(cell, Decimal) and not cell.is_nan():
+    if isinstance(cell, Decimal):
         return convert_decimal(cell)
     return convert_time(cell) if isinstance(cell, time) else cell
 
