@@ -113,7 +113,7 @@ def test_values_become_events(
     # With a pattern that fits, the message becomes an event. The others are rejected again.
     words = ("--topic", name, "--dead-letter-topic", f"{name}-bridge-dead-letter", "--pattern", "{device}/{feature}")
     done = run("deformer-stream", "dead-letters", "replay", *words, "--bootstrap-servers", kafka.bootstrap)
-    assert done.stdout.startswith("1 messages were sent again; 2 messages of the bridge are rejected again")
+    assert done.stdout.startswith("1 message was sent again; 2 messages of the bridge are rejected again")
     (sent,) = [event for event in read_events(cluster, name) if event["device"] == "plant"]
     assert (sent["feature"], sent["value"]) == ("pump-2", 1)
     arrival = int(dict(letters[0].headers)["timestamp_us"]) / 1e6

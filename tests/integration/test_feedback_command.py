@@ -11,14 +11,13 @@ import pytest
 from connectors.kafka import KafkaFeedbackLog, describe_incident_topics, ensure_topics, produce
 from deformer_stream.cli.feedback import describe_unknown_device, find_incident
 from deformer_stream.codec.encode_incidents import encode_incident
-from deformer_stream.codec.feedback_messages import make_label
 from deformer_stream.codec.timestamps import format_rfc3339
 from deformer_stream.errors import InputError
 from deformer_stream.incidents.events import FeedbackLabel
 from deformer_stream.incidents.overlay import Overlay
 from deformer_stream.runtime.memory_logs import MemoryIncidentLog
 from tests.commands import RunCommand
-from tests.incidents.examples import make_fleet_incident, make_incident, make_incidents
+from tests.incidents.examples import make_fleet_incident, make_incident, make_incidents, make_label
 from tests.integration.programs import wait_until
 
 INCIDENT = make_incident(0, device="pump-7")
