@@ -124,16 +124,16 @@ AHEAD = 2_000_000_000_000_000
 def test_the_latest_label_counts_although_the_clock_of_an_earlier_one_was_ahead(
     kafka: SimpleNamespace, topic: str, cli: RunCommand
 ) -> None:
-    member = replace(make_incident(1, device="pump-8"), parent="e" * 32)
+    member = replace(make_incident(1, device="pump-9"), parent="e" * 32)
     fleet = replace(make_fleet_incident(9, [member]), id="e" * 32)
     incidents = [(one.id.encode(), encode_incident(one), None) for one in (member, fleet)]
     produce(kafka.cluster, f"{topic}-incidents", incidents)
-    record, times = "pump-8@2020-03-09T10:34:30Z", {"start": member.opened, "end": member.opened + 1_000_000}
+    record, times = "pump-9@2020-03-09T10:34:30Z", {"start": member.opened, "end": member.opened + 1_000_000}
     log = KafkaFeedbackLog(kafka.cluster, f"{topic}-feedback")
     for label in (
         make_label("false-alarm", AHEAD, incident=fleet.id),
         make_label("true", AHEAD, record=record),
-        make_label("maintenance", AHEAD, device="pump-8", **times),
+        make_label("maintenance", AHEAD, device="pump-9", **times),
     ):
         log.append(label)
     log.close()
@@ -146,8 +146,8 @@ def test_the_latest_label_counts_although_the_clock_of_an_earlier_one_was_ahead(
     (last,) = (one for one in read_labels(kafka, topic) if one.record == record and one.label == "cleared")
     assert last.time == AHEAD + 1
     window = ["--from", format_rfc3339(member.opened), "--to", format_rfc3339(member.opened + 1_000_000)]
-    assert cli("feedback", "cleared", *options, "--maintenance", "pump-8", *window).code == 0
-    assert not Overlay(read_labels(kafka, topic)).is_under_maintenance("pump-8", member.opened)
+    assert cli("feedback", "cleared", *options, "--maintenance", "pump-9", *window).code == 0
+    assert not Overlay(read_labels(kafka, topic)).is_under_maintenance("pump-9", member.opened)
 
 
 @pytest.mark.kafka
