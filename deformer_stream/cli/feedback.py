@@ -118,13 +118,12 @@ def _store(settings: FeedbackSettings, incident: str | None, label: Label | None
     now = time.time_ns() // 1000
     related, devices = set[str](), set[str]()
     if settings.maintenance is not None:
-        window = _make_window(settings, settings.maintenance, "maintenance" if incident is None else TAKE_BACK, now)
-        made = _complete_label(settings, window)
-        times = [format_rfc3339(time) for time in (made.start, made.end) if time is not None]
-        text = f"{make_printable(settings.maintenance)}: {made.label} from {times[0]} to {times[1]}"
+        draft = _make_window(settings, settings.maintenance, "maintenance" if incident is None else TAKE_BACK, now)
+        times = [format_rfc3339(time) for time in (draft.start, draft.end) if time is not None]
+        text = f"{make_printable(settings.maintenance)}: {draft.label} from {times[0]} to {times[1]}"
     elif settings.record is not None:
         given = next(one for one in LABELS if one == incident)  # checked by `_check_arguments`
-        made = _complete_label(settings, FeedbackLabel(given, now, record=settings.record, name=settings.name))
+        draft = FeedbackLabel(given, now, record=settings.record, name=settings.name)
         text = f"record {make_printable(settings.record)}: {given}"
     else:
         assert incident is not None  # noqa: S101 - checked by `_check_arguments`
@@ -140,10 +139,10 @@ def _store(settings: FeedbackSettings, incident: str | None, label: Label | None
             num_reopened=found.num_reopened,
             members=None if label == TAKE_BACK else choose_seen_members(found),
         )
-        made = _complete_label(settings, draft)
         related = {*found.members, *([] if found.parent is None else [found.parent])}
         devices = {found.device, *found.devices}
         text = f"{found.id} {summarize_incident(found)}: {label}"
+    made = _complete_label(settings, draft)
     ensure_topics(
         cluster,
         {

@@ -31,7 +31,7 @@ from deformer_stream.codec.columns import (
     parse_labels,
     parse_numbers,
 )
-from deformer_stream.codec.fill_values import list_fill_values
+from deformer_stream.codec.fill_values import list_fill_values, set_null
 from deformer_stream.codec.payloads import LongRows
 from deformer_stream.codec.tables import LongDecoder, find_feature_codes
 from deformer_stream.codec.time_columns import convert_times
@@ -362,7 +362,7 @@ class ArrowDecoder:
             code, _ = self._schema.slot_layout_by_sensor[name]
         feature = self._schema.features[code]
         is_fill = self._fill_values[code].find(column)
-        column = self._fill_values[code].remove(column)
+        column = set_null(column, is_fill)
         if feature.kind == "continuous":
             column = convert_times_of_day(column)
         if not is_scalar(column.type):

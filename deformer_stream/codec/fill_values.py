@@ -38,10 +38,6 @@ class FillValues:
     def __init__(self, texts: Iterable[str] = ()) -> None:
         self.texts = frozenset(texts)
 
-    def __bool__(self) -> bool:
-        """Return whether there are any."""
-        return bool(self.texts)
-
     @cached_property
     def numbers(self) -> frozenset[int | float]:
         """Those that are numbers, in double and in single precision, because a table may have either.
@@ -74,32 +70,43 @@ class FillValues:
         Args:
             column: Numbers, texts or booleans. In a column of another type there are no fill values.
         """
+        if not self.texts:  # the usual case
+            return np.zeros(len(column), bool)
         values = decode_dictionary(column)
-        if self.texts and pa.types.is_integer(values.type):
+        if pa.types.is_integer(values.type):
             integers = np.asarray(values.fill_null(0).to_numpy(zero_copy_only=False))
             limits = np.iinfo(integers.dtype)
             wanted = [int(n) for n in self.numbers if limits.min <= n <= limits.max and n == int(n)]
             return np.isin(integers, np.array(wanted, integers.dtype)) & is_present(values)
-        if self.texts and pa.types.is_decimal(values.type):
+        if pa.types.is_decimal(values.type):
             # Not exactly equal, because the conversion of decimals rounds.
             is_equal = np.isclose(to_float64(values)[:, None], list(map(float, self.numbers)), rtol=1e-12, atol=0.0)
             return np.asarray(is_equal.any(1))
-        if self.texts and is_numeric(values.type):
+        if is_numeric(values.type):
             return np.isin(to_float64(values), list(map(float, self.numbers)))
-        if self.texts and (is_text(values.type) or pa.types.is_boolean(values.type)):
+        if is_text(values.type) or pa.types.is_boolean(values.type):
             indexes, distinct_values = encode_distinct(column)
             is_fill = np.array([*map(self.contains, distinct_values), False])  # the last one is for null
             return is_fill[indexes]
         return np.zeros(len(column), bool)
 
     def remove(self, column: pa.Array) -> pa.Array:
-        """Return N cells in the same type, but null if they have fill values. Views of texts may become texts."""
-        is_fill = self.find(column)
-        if not is_fill.any():
-            return column
-        if pa.types.is_string_view(column.type):
-            column = column.cast(pa.large_string())  # Arrow cannot select elements of views
-        return column.take(pa.array(np.arange(len(column)), mask=is_fill))  # a null index selects null
+        """Return N cells of which those with fill values are null (`set_null`)."""
+        return set_null(column, self.find(column)) if self.texts else column
+
+
+def set_null(column: pa.Array, is_null: NDArray[np.bool_]) -> pa.Array:
+    """Return N cells in the same type, of which some are null. Views of texts may become texts.
+
+    Args:
+        column: The cells.
+        is_null: (N,) whether a cell becomes null.
+    """
+    if not is_null.any():
+        return column
+    if pa.types.is_string_view(column.type):
+        column = column.cast(pa.large_string())  # Arrow cannot select elements of views
+    return column.take(pa.array(np.arange(len(column)), mask=is_null))  # a null index selects null
 
 
 def list_fill_values(schema: Schema) -> list[FillValues]:

@@ -31,7 +31,7 @@ from deformer_stream.codec.columns import (
     spread_errors,
     to_float64,
 )
-from deformer_stream.codec.fill_values import list_fill_values
+from deformer_stream.codec.fill_values import list_fill_values, set_null
 from deformer_stream.codec.payloads import LongRows, WideRows
 from deformer_stream.codec.timestamps import FutureTimeLimit
 from deformer_stream.codec.validation import (
@@ -714,7 +714,7 @@ class LongDecoder:
                 # A label in the column of labels takes precedence over the number in the column of values.
                 cells = pc.coalesce(decode_dictionary(label_column.take(pa.array(rows))), format_labels(cells))
             is_fill[rows] = self._fill_values[code].find(cells)
-            cells = self._fill_values[code].remove(cells)
+            cells = set_null(cells, is_fill[rows])
             if feature.kind == "continuous":
                 values[rows], cell_errors = parse_numbers(cells, feature)
             else:

@@ -457,9 +457,10 @@ class IncidentStore:
             if incident is not None:
                 entry = self._entry_by_id.get(incident)
                 parent = None if entry is None else entry.summary.parent
-                related = {*self._overlay.list_members(incident), *([] if parent is None else [parent])}
-                members = (self._entry_by_id.get(id_) for id_ in (incident, *self._overlay.list_members(incident)))
-                devices = {member.summary.device for member in members if member is not None}
+                members = self._overlay.list_members(incident)
+                related = {*members, *([] if parent is None else [parent])}
+                entries = (self._entry_by_id.get(id_) for id_ in (incident, *members))
+                devices = {one.summary.device for one in entries if one is not None}
             return self._label_times.choose(
                 self.now(), incident=incident, record=record, device=device, related=related, devices=devices
             )
